@@ -1,0 +1,47 @@
+"""Errors that a user can cause. Each message is one sentence: what is needed, what was given, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SeqParError(ValueError):
+    """Base of every error that ds_seqpar raises for what a user gave it."""
+
+
+class ConfigError(SeqParError):
+    """A setting that does not exist, does not fit the others, or does not fit the machine or the model."""
+
+
+class InputError(SeqParError):
+    """A tensor or batch that sequence parallel attention cannot take as it is."""
+
+
+class PlanError(SeqParError):
+    """A plan that would compute a wrong result or hang; names rank and step and carries the plan's table."""
+
+
+class KernelError(SeqParError):
+    """No attention kernel can take these blocks; carries every kernel's reasons."""
+
+
+class DisagreementError(SeqParError):
+    """Ranks that must be given the same were not, or one of them cannot go on; raised on all of them."""
+
+
+class CommunicationError(SeqParError, RuntimeError):
+    """A transfer failed while a plan ran, mostly because another rank ended; carries step and table."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'ring'?)`, or nothing where no known word is near."""
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def choose(kind: str, word: str, known: Iterable[str]) -> None:
+    """Raises ConfigError unless `word` is one of `known`; the message names the nearest right word."""
+    known = sorted(known)
+    if word not in known:
+        raise ConfigError(f"{kind} must be one of {', '.join(known)}; got {word!r}{nearest(str(word), known)}")

@@ -1,0 +1,60 @@
+"""What a block kernel is: attention of one (q, k, v) block, with the log-sum-exp that merging needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """What a kernel must be able to take."""
+
+    device: str
+    dtype: torch.dtype
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, kv_heads: int) -> BlockSpec:
+        """For q of shape (batch, seq, q_heads, head_dim)."""
+        return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3])
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} on {self.device}, {self.q_heads}/{self.kv_heads} heads of {self.head_dim}"
+
+
+class Kernel(Protocol):
+    """One block of attention and its gradient.
+
+    name: as in the configuration. square: a causal mask must be square, because the kernel aligns it to the lower right
+    corner; False means top-left alignment for any shape. tolerance: greatest max|a-b|/max|b| against fp64 that its
+    conformance tests allow, a dtype. ran_on: where the conformance suite has passed.
+    """
+
+    name: str
+    square: bool
+    tolerance: dict[torch.dtype, float]
+    ran_on: str
+
+    def reasons(self, spec: BlockSpec) -> list[str]:
+        """Why it cannot take such blocks; empty where it can."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D) -> out as q, lse (B, Sq, Hq) in fp32 (fp64 for fp64).
+
+        Hq is a multiple of Hkv: query head h reads key/value head h * Hkv // Hq. causal: row i sees columns 0 .. i.
+        """
+        ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
+        ...

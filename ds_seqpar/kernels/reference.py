@@ -1,0 +1,54 @@
+"""The definition, written out: a dense score matrix, in fp32 (fp64 for fp64). Any device; for tests and odd cases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import BlockSpec
+
+
+class Reference:
+    name = "reference"
+    square = False
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
+    ran_on = "CPU"
+
+    def reasons(self, spec: BlockSpec) -> list[str]:
+        return [] if spec.dtype in self.tolerance else [f"takes floating point, not {spec.dtype}"]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        scores = _scores(q, k, causal, scale)
+        lse = torch.logsumexp(scores, dim=-1)
+        out = torch.einsum("bkgqs,bskd->bqkgd", torch.exp(scores - lse[..., None]), _wide(v))
+        return out.reshape(q.shape).to(q.dtype), lse.flatten(1, 2).transpose(1, 2)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = k.shape[2]
+        p = torch.exp(_scores(q, k, causal, scale) - _grouped(lse.transpose(1, 2), heads, 1)[..., None])
+        do_, out_, q_ = (_grouped(_wide(x), heads, 2) for x in (do, out, q))
+        delta = (do_ * out_).sum(-1).permute(0, 2, 3, 1)
+        dv = torch.einsum("bkgqs,bqkgd->bskd", p, do_)
+        ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta[..., None]) * scale
+        dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k)).reshape(q.shape)
+        dk = torch.einsum("bkgqs,bqkgd->bskd", ds, q_)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _grouped(x: Tensor, kv_heads: int, dim: int) -> Tensor:
+    return x.unflatten(dim, (kv_heads, -1))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """(B, Hkv, Hq / Hkv, Sq, Sk)."""
+    scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(_wide(q), k.shape[2], 2), _wide(k)) * scale
+    if causal:
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores

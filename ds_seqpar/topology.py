@@ -1,0 +1,72 @@
+"""Ranks as named axes, by one reshape. Pure integers: no process group, no environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from .config import SequenceParallelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A world of ranks with one coordinate an axis, the fastest axis first (its neighbours are neighbouring ranks).
+
+    axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis, and the inner rank
+    counts them in the order given here.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, config: SequenceParallelConfig, world_size: int) -> Topology:
+        """For a resolved config: Ulysses fastest (it sends most: keep it inside a node), then the ring, then data."""
+        inner = config.size // config.ulysses
+        return cls(axes=(("ulysses", config.ulysses), ("ring", inner), ("data", world_size // config.size)))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
+
+    def size(self, *names: str) -> int:
+        """How many ranks the named axes span."""
+        return math.prod(size for name, size in self.axes if name in names)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's coordinate on every axis."""
+        found = {}
+        for name, size in self.axes:
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The rank at these coordinates."""
+        rank = 0
+        for name, size in reversed(self.axes):
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, *names: str) -> int:
+        """The rank's number within the named axes, the first of `self.axes` among them fastest."""
+        number, stride = 0, 1
+        at = self.coordinates(rank)
+        for name, size in self.axes:
+            if name in names:
+                number, stride = number + at[name] * stride, stride * size
+        return number
+
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only on the named axes, ordered by `index(..., *names)`."""
+        at = self.coordinates(rank)
+        spans = [range(size) if name in names else (at[name],) for name, size in reversed(self.axes)]
+        order = [name for name, _ in reversed(self.axes)]
+        return tuple(self.rank(dict(zip(order, point, strict=True))) for point in itertools.product(*spans))
+
+    def groups(self, *names: str) -> list[tuple[int, ...]]:
+        """Every such group of the world, in one order that is the same on every rank."""
+        return sorted({self.group(rank, *names) for rank in range(self.world_size)})
