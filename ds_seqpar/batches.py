@@ -1,0 +1,142 @@
+"""Batches for sequence parallel training: shifted, then sharded, with the divisor that keeps the gradient contract.
+
+The gradient wanted is d(sum of all token losses) / N, N the label tokens of one optimiser step over all ranks and all
+its micro-steps. ZeRO averages gradients over the world and `engine.backward` divides by the G micro-steps, so each rank
+divides its local sum by `num_items_in_batch = N / (world * G)`. That needs N before the first backward of the window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import agree
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from .parallel import SequenceParallel
+
+IGNORE = -100
+
+
+def shard_window(sp: SequenceParallel, window: Sequence[Mapping[str, Any]], causal: bool) -> list[dict[str, Any]]:
+    """This rank's part of every micro-batch of one accumulation window, given the same window on all ranks that share
+    its sequences. Collective over the world; raises InputError or DisagreementError on every rank, before training.
+
+    Each batch: labels int64 (B, S), with -100 for tokens that do not count, and tensors of shape (B, S, ...) such as
+    input_ids. attention_mask (B, S) may pad on the right: padding that follows all real tokens is never seen by them
+    under a causal mask, so the mask is checked here, whole, and dropped (causal=False refuses padding). Values that
+    are not tensors pass through.
+
+    Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
+    are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
+    losses by it (transformers models do). The loss a rank then sees is its own part: `sp.mean_loss` gives the loss.
+    """
+    window = list(window)
+    try:
+        checked = [_check(sp, batch, causal) for batch in window]
+        sharded = [_shard(sp, batch) for batch in checked]
+        steps = sp.accumulation_steps
+        if not window or (steps is not None and len(window) != steps):
+            raise InputError(
+                f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
+                f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
+            )
+        count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
+        value, error = [_fingerprint(batch) for batch in window], None
+    except InputError as reason:
+        sharded, count, value, error = [], 0, None, reason
+    world = dist.get_world_size()
+    colors = [sp.topology.index(rank, "data") for rank in range(world)]
+    # one number carries both: a window has fewer than 2**20 micro-batches
+    numbers = agree(sp.control_world, "batches", value, error=error, number=count << 20 | len(window), colors=colors)
+    if len({number & 0xFFFFF for number in numbers}) > 1:
+        lengths = [number & 0xFFFFF for number in numbers]
+        raise InputError(f"all ranks must be given as many micro-batches; got {lengths} by rank")
+    total = sum(number >> 20 for number in numbers)
+    for batch in sharded:
+        batch["num_items_in_batch"] = max(total, 1) / (world * len(window))
+    return sharded
+
+
+def _check(sp: SequenceParallel, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
+    """The batch without its mask and positions, which are checked here."""
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        raise InputError(
+            "a batch needs labels of shape (batch, seq), -100 where a token does not count; "
+            f"got {_describe(labels)}, for a language model pass labels=input_ids.clone()"
+        )
+    if "shift_labels" in batch:
+        raise InputError(
+            "a batch needs labels that are not shifted; got shift_labels, leave the shift to shard_batches"
+        )
+    sp.check_length(labels.shape[1])
+    rest = dict(batch)
+    mask, positions = rest.pop("attention_mask", None), rest.pop("position_ids", None)
+    if mask is not None:
+        _check_mask(mask, labels, causal)
+    if positions is not None and not _is_range(positions, labels.shape[1]):
+        raise InputError(
+            "position_ids must count 0, 1, 2, ... through every sequence; got others (packed documents are not "
+            "supported yet), leave them out and shard_batches makes them"
+        )
+    for name, value in rest.items():
+        if isinstance(value, Tensor) and value.shape[:2] != labels.shape:
+            raise InputError(
+                f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
+                f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
+            )
+    return rest
+
+
+def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:
+    if mask.shape != labels.shape:
+        raise InputError(
+            f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {_describe(mask)}"
+        )
+    mask = mask.bool()
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise InputError(
+            "padding must be on the right, after all real tokens; got attention_mask with padding before a real token, "
+            "set tokenizer.padding_side = 'right'"
+        )
+    if not causal and not bool(mask.all()):
+        raise InputError("attention without a causal mask takes no padding; got attention_mask with zeros")
+
+
+def _shard(sp: SequenceParallel, batch: dict[str, Any]) -> dict[str, Any]:
+    labels = batch["labels"]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    whole = {**batch, "shift_labels": shifted}
+    sharded = {name: sp.shard(x, 1) if isinstance(x, Tensor) else x for name, x in whole.items()}
+    positions = sp.position_ids(labels.shape[1]).to(labels.device)
+    return {**sharded, "position_ids": positions.expand(labels.shape[0], -1)}
+
+
+def _is_range(positions: Tensor, seq: int) -> bool:
+    expected = torch.arange(seq, device=positions.device)
+    return positions.shape[-1] == seq and bool((positions == expected).all())
+
+
+def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks of a sequence: shapes, dtypes and a digest of the values."""
+    found = {}
+    for name, x in sorted(batch.items()):
+        if isinstance(x, Tensor):
+            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            found[name] = f"{_describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+    return found
+
+
+def _describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return "none" if x is None else type(x).__name__

@@ -1,0 +1,165 @@
+"""SequenceParallel: what user code holds. Attention, and moving data between global order and this rank's tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import batches, groups, runtime
+from .agreement import agree
+from .comm import TorchComm
+from .config import SequenceParallelConfig, check_heads
+from .errors import ConfigError, InputError
+from .layout import multiple, positions
+from .topology import Topology
+
+
+class SequenceParallel:
+    """One sequence on `config.size` ranks. Make it on every rank of the job, once torch.distributed is up.
+
+    config: with every "auto" resolved. topology: named axes of all ranks. rank: this rank's place among those that
+    share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
+    accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
+    `shard_batches` is given.
+    """
+
+    def __init__(self, config: SequenceParallelConfig | None = None, *, heads: tuple[int, int] | None = None) -> None:
+        """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them.
+
+        Collective over the world. Raises ConfigError on every rank where one rank's settings do not fit.
+        """
+        if not dist.is_initialized():
+            raise ConfigError(
+                "SequenceParallel needs torch.distributed up; it is not, "
+                "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
+            )
+        self.control_world = groups.control_world()
+        config, error = config or SequenceParallelConfig(), None
+        try:
+            self.config = config.resolve(dist.get_world_size(), heads)
+        except ConfigError as reason:
+            error = reason
+        agree(self.control_world, "sequence parallel configuration", (config, heads), error=error)
+        self.topology = Topology.of(self.config, dist.get_world_size())
+        self.size, self.data_size = self.config.size, self.topology.size("data")
+        rank = dist.get_rank()
+        self.data_rank = self.topology.index(rank, "data")
+        self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
+        self.groups = groups.create(self.topology, rank)
+        self.comm = TorchComm(self.groups.inner, self.groups.ulysses)
+        inner_rank = self.topology.index(rank, *self.topology.inner_axes)
+        self.runtime = runtime.Runtime(self.config, self.topology, inner_rank, self.comm)
+        self.accumulation_steps: int | None = None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+        """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable.
+
+        q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype; heads a
+        multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). scale: default head_dim ** -0.5.
+        Returns out, as q. Collective over the ranks that share the sequence, backward too: raises InputError,
+        ConfigError or DisagreementError on all of them, before anything is sent, where one was given something that
+        does not fit.
+        """
+        error = self._attention_error(q, k, v)
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in (q, k, v)]
+        backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
+        given = (*shapes, getattr(q, "dtype", None), f"{causal=}", f"{scale=}", f"{backward=}")
+        agree(self.groups.control, "attention inputs", given, error=error)
+        return self.attention_agreed(q, k, v, causal, scale)
+
+    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+        """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return runtime.attention(self.runtime, q, k, v, causal, scale)
+
+    def _attention_error(self, q: Tensor, k: Tensor, v: Tensor) -> InputError | ConfigError | None:
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+            return InputError(
+                "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); got other shapes"
+            )
+        if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+            return InputError(
+                "attention needs k and v of one shape that differs from q's in the number of heads only; "
+                f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+            return InputError(
+                f"attention needs q, k and v of one dtype on one device; got {q.dtype} on {q.device}, "
+                f"{k.dtype} on {k.device}, {v.dtype} on {v.device}"
+            )
+        try:
+            check_heads(self.config.ulysses, q.shape[2], k.shape[2], size=self.size)
+            self.check_length(q.shape[1] * self.size)
+        except (ConfigError, InputError) as error:
+            return error
+        return None
+
+    def check_length(self, seq: int) -> None:
+        """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
+        step = multiple(self.config.layout, self.size, self.config.ulysses)
+        if seq < 1 or seq % step:
+            fits = max(1, -(-seq // step)) * step
+            raise InputError(
+                f"a sequence's length must be a multiple of {step} for the {self.config.layout} layout on {self.size} "
+                f"ranks with ulysses {self.config.ulysses}; got {seq}, pad it (on the right) to {fits}"
+            )
+
+    def position_ids(self, seq: int) -> Tensor:
+        """Global positions of this rank's tokens of a sequence of `seq`, int64 (seq / size,), on the CPU."""
+        self.check_length(seq)
+        return _positions(self.config.layout, seq, self.size, self.config.ulysses, self.rank)
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local."""
+        return x.index_select(dim, self.position_ids(x.shape[dim]).to(x.device))
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
+
+        Raises InputError for a tensor that autograd follows: each rank's loss would send it a gradient, and whether
+        those are parts to be summed or copies of one another only the caller knows.
+        """
+        error = None
+        if x.requires_grad and torch.is_grad_enabled():
+            error = InputError(
+                "gather needs a tensor that autograd does not follow; got one with requires_grad, "
+                "gather x.detach() or call it under torch.no_grad()"
+            )
+        agree(self.groups.control, "tensor to gather", (tuple(x.shape), x.dtype, dim), error=error)
+        local = x.movedim(dim, 0).contiguous()
+        parts = local.new_empty(self.size * local.shape[0], *local.shape[1:])
+        dist.all_gather_into_tensor(parts, local, group=self.groups.sp)
+        seq = parts.shape[0]
+        order = torch.cat(
+            [_positions(self.config.layout, seq, self.size, self.config.ulysses, r) for r in range(self.size)]
+        )
+        whole = torch.empty_like(parts)
+        whole[order.to(parts.device)] = parts
+        return whole.movedim(0, dim)
+
+    def shard_batches(self, window: Sequence[Mapping[str, Any]], causal: bool = True) -> list[dict[str, Any]]:
+        """This rank's part of every micro-batch of one accumulation window. See `ds_seqpar.batches.shard_window`."""
+        return batches.shard_window(self, window, causal)
+
+    def shard_batch(self, batch: Mapping[str, Any], causal: bool = True) -> dict[str, Any]:
+        """`shard_batches` for a window of one micro-batch."""
+        return batches.shard_window(self, [batch], causal)[0]
+
+    def mean_loss(self, losses: Tensor | Sequence[Tensor]) -> float:
+        """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's
+        model returned for batches from `shard_batches`. A single rank's loss is only its own part of it. Collective
+        over the world."""
+        losses = [losses] if isinstance(losses, Tensor) else list(losses)
+        total = torch.stack([loss.detach().double().cpu() for loss in losses]).mean()
+        dist.all_reduce(total, group=self.control_world)
+        return total.item() / dist.get_world_size()
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(layout: str, seq: int, size: int, ulysses: int, rank: int) -> Tensor:
+    return torch.tensor(positions(layout, seq, size, ulysses, rank))
