@@ -1,7 +1,7 @@
 """Runs a function on several real ranks: gloo processes on this machine.
 
-The processes are forked from a server that has imported the heavy packages once, so a test with 4 ranks costs a fraction
-of a second and not 4 imports of DeepSpeed; each test still gets fresh processes.
+The processes are forked from a server that has imported the heavy packages once, so a test with 4 ranks costs a
+fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh processes.
 """
 
 import multiprocessing
@@ -26,8 +26,8 @@ class RankFailure(AssertionError):
 def on_ranks(world, function, *args, timeout=120, check=True):
     """Calls function(*args) on `world` ranks with torch.distributed up; returns their results by rank.
 
-    Raises RankFailure if a rank raised (unless check=False: then a rank's result is its (type name, message, traceback)).
-    A rank that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
+    Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
+    that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
     word as ("Died", ...).
     """
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -37,7 +37,7 @@ def on_ranks(world, function, *args, timeout=120, check=True):
         pipes, processes = [], []
         port = _free_port()
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(rank, world, folder, port, theirs, function, args))
             process.start()
             theirs.close()
@@ -61,6 +61,8 @@ def _collect(pipes, processes, deadline):
         except EOFError:
             process.join(10)
             errors[rank] = ("Died", f"exit code {process.exitcode}", f"ended with exit code {process.exitcode}")
+    for pipe in pipes:
+        pipe.close()
     for process in processes:
         process.join(10)
         if process.is_alive():
@@ -89,10 +91,9 @@ def _rank(rank, world, folder, port, pipe, function, args):
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         outcome = True, function(*args)
-        dist.barrier()  # nobody leaves while a peer still talks to it
     except BaseException as error:
         outcome = False, (type(error).__name__, str(error), traceback.format_exc())
     pipe.send(outcome)
-    pipe.close()
-    # no destroy_process_group: after an error on another rank it would wait for that rank
-    os._exit(0)
+    if outcome[0]:
+        pipe.poll(600)  # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
+    os._exit(0)  # not by way of destroy_process_group, which would wait for ranks that are gone
