@@ -29,9 +29,9 @@ def agree(
     colors = colors or [0] * size
     digest = hashlib.blake2b(repr((what, value)).encode(), digest_size=7).digest()
     mine = torch.tensor([error is not None, int.from_bytes(digest, "big"), number], dtype=torch.int64)
-    gathered = torch.empty(3 * size, dtype=torch.int64)
-    dist.all_gather_into_tensor(gathered, mine, group=group)
-    flags, digests, numbers = gathered.view(size, 3).t().tolist()
+    gathered = torch.empty(size, 3, dtype=torch.int64)
+    dist.all_gather(list(gathered.unbind()), mine, group=group)
+    flags, digests, numbers = gathered.t().tolist()
     # decided from what everybody has, so that all ranks take the slow path or none
     if any(flags) or len(set(zip(colors, digests, strict=True))) > len(set(colors)):
         _explain(group, what, value, error, colors)

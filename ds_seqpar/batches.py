@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 IGNORE = -100
 
 
-def shard_window(sp: SequenceParallel, window: Sequence[Mapping[str, Any]], causal: bool) -> list[dict[str, Any]]:
+def shard_window(
+    sp: SequenceParallel, window: Sequence[Mapping[str, Any]], causal: bool, steps: int | None
+) -> list[dict[str, Any]]:
     """This rank's part of every micro-batch of one accumulation window, given the same window on all ranks that share
     its sequences. Collective over the world; raises InputError or DisagreementError on every rank, before training.
 
     Each batch: labels int64 (B, S), with -100 for tokens that do not count, and tensors of shape (B, S, ...) such as
     input_ids. attention_mask (B, S) may pad on the right: padding that follows all real tokens is never seen by them
     under a causal mask, so the mask is checked here, whole, and dropped (causal=False refuses padding). Values that
-    are not tensors pass through.
+    are not tensors pass through. steps: the window's length, where it is known.
 
     Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
     are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
@@ -41,7 +43,6 @@ def shard_window(sp: SequenceParallel, window: Sequence[Mapping[str, Any]], caus
     try:
         checked = [_check(sp, batch, causal) for batch in window]
         sharded = [_shard(sp, batch) for batch in checked]
-        steps = sp.accumulation_steps
         if not window or (steps is not None and len(window) != steps):
             raise InputError(
                 f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "

@@ -122,11 +122,12 @@ def _length(runs: Runs) -> int:
 
 
 def _chains(kv: Runs) -> list[tuple[int, list[Run]]]:
-    """Cuts runs into stretches that are in position order as they stand, with each stretch's first column."""
+    """Cuts runs into stretches that are in position order as they stand, with each stretch's first column. A run that
+    starts before the next step of the one before it is cut off too: a query of that step could see both at once."""
     chains: list[tuple[int, list[Run]]] = []
     column = 0
     for run in kv:
-        if chains and chains[-1][1][-1].last < run.start:
+        if chains and chains[-1][1][-1].last + chains[-1][1][-1].step <= run.start:
             chains[-1][1].append(run)
         else:
             chains.append((column, [run]))

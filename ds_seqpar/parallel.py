@@ -132,8 +132,9 @@ class SequenceParallel:
             )
         agree(self.groups.control, "tensor to gather", (tuple(x.shape), x.dtype, dim), error=error)
         local = x.movedim(dim, 0).contiguous()
-        parts = local.new_empty(self.size * local.shape[0], *local.shape[1:])
-        dist.all_gather_into_tensor(parts, local, group=self.groups.sp)
+        parts = local.new_empty(self.size, *local.shape)
+        dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
+        parts = parts.flatten(0, 1)
         seq = parts.shape[0]
         order = torch.cat(
             [_positions(self.config.layout, seq, self.size, self.config.ulysses, r) for r in range(self.size)]
@@ -142,13 +143,16 @@ class SequenceParallel:
         whole[order.to(parts.device)] = parts
         return whole.movedim(0, dim)
 
-    def shard_batches(self, window: Sequence[Mapping[str, Any]], causal: bool = True) -> list[dict[str, Any]]:
-        """This rank's part of every micro-batch of one accumulation window. See `ds_seqpar.batches.shard_window`."""
-        return batches.shard_window(self, window, causal)
+    def shard_batches(
+        self, window: Sequence[Mapping[str, Any]], *, causal: bool = True, training: bool = True
+    ) -> list[dict[str, Any]]:
+        """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
+        what goes in and comes out. training=False: a window of any length, whose `mean_loss` is the evaluation loss."""
+        return batches.shard_window(self, window, causal, self.accumulation_steps if training else None)
 
-    def shard_batch(self, batch: Mapping[str, Any], causal: bool = True) -> dict[str, Any]:
+    def shard_batch(self, batch: Mapping[str, Any], *, causal: bool = True, training: bool = True) -> dict[str, Any]:
         """`shard_batches` for a window of one micro-batch."""
-        return batches.shard_window(self, [batch], causal)[0]
+        return self.shard_batches([batch], causal=causal, training=training)[0]
 
     def mean_loss(self, losses: Tensor | Sequence[Tensor]) -> float:
         """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's

@@ -1,0 +1,33 @@
+# make demo   train a small LLaMA on 4 ranks, one sequence split over all of them
+# make test   the tests, with a pairwise cover of every case grid
+# make test-all   the tests, with every case grid whole
+# Each makes .venv first, where there is none or the requirements changed.
+
+PYTHON ?= python3
+RANKS ?= 4
+CONFIG ?= ds_configs/zero3_u2r2_fp32.json
+OUT ?= runs/demo
+VENV := .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: demo test test-all lint format
+
+demo: $(VENV)/.ready
+	deepspeed --num_gpus $(RANKS) examples/finetune_llama.py --deepspeed_config $(CONFIG) --out $(OUT)
+
+test: $(VENV)/.ready
+	python -m pytest -m "not whole" tests
+
+test-all: $(VENV)/.ready
+	python -m pytest tests
+
+lint: $(VENV)/.ready
+	ruff check . && ruff format --check .
+
+format: $(VENV)/.ready
+	ruff format . && ruff check --fix .
+
+$(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,56 @@
+"""Grids of cases: the whole cartesian product, and a small cover of it that meets every pair of values."""
+
+import heapq
+import itertools
+
+import pytest
+
+
+def whole(legal=lambda case: True, **axes):
+    """Every legal case as a dict, the last axis fastest."""
+    found = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    return [case for case in found if legal(case)]
+
+
+def cover(legal=lambda case: True, **axes):
+    """Few of `whole`'s cases that still hold every pair of values which any legal case holds. The same on every run.
+
+    Greedy: takes the case with the most pairs that are still wanting, the first of `whole` among equals.
+    """
+    cases = whole(legal, **axes)
+    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
+    wanting = set().union(*pairs)
+    heap = [(-len(mine), index) for index, mine in enumerate(pairs)]
+    heapq.heapify(heap)
+    taken = []
+    while wanting:
+        # counts only ever fall, so a case whose count still stands at the top of the heap has the most
+        count, index = heapq.heappop(heap)
+        fresh = len(pairs[index] & wanting)
+        if fresh == -count:
+            taken.append(index)
+            wanting -= pairs[index]
+        elif fresh:
+            heapq.heappush(heap, (-fresh, index))
+    return [cases[index] for index in sorted(taken)]
+
+
+def grouped(group, legal=lambda case: True, **axes):
+    """pytest parameters (name, cases): the cover, and marked `whole` the rest, each split by the axes in `group`.
+
+    A group of cases is one test, so that pytest's own time for a case stays small.
+    """
+    few = cover(legal, **axes)
+    rest = [case for case in whole(legal, **axes) if case not in few]
+    return [*_split(few, group), *_split(rest, group, marks=pytest.mark.whole)]
+
+
+def _split(cases, group, **options):
+    groups = {}
+    for case in cases:
+        groups.setdefault("-".join(f"{axis}_{_name(case[axis])}" for axis in group), []).append(case)
+    return [pytest.param(members, id=name, **options) for name, members in groups.items()]
+
+
+def _name(value):
+    return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)

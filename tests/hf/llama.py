@@ -1,0 +1,101 @@
+"""A LLaMA so small that a step takes milliseconds, batches for it, and what one process makes of them."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_seqpar.layout import multiple, positions
+
+IGNORE = -100
+SEQ = 48
+# what the "sequence_parallel" section says for each way to share a sequence; s1: not at all
+MODES = {
+    "s1": {"size": 1},
+    "u2": {"size": 2, "ulysses": 2},
+    "r2": {"size": 2, "ulysses": 1},
+    "u4": {"size": 4, "ulysses": 4},
+    "r4": {"size": 4, "ulysses": 1},
+    "u2r2": {"size": 4, "ulysses": 2},
+}
+LAYOUTS = ("contiguous", "striped", "zigzag")
+
+
+def llama(seed=0, **changes):
+    """GQA, 4 query heads a key/value head. The same weights for the same seed, on every rank."""
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "attn_implementation": "sdpa",
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
+
+
+def held(section, seq=SEQ):
+    """The positions that each rank of a sequence holds."""
+    size, ulysses, layout = section["size"], section.get("ulysses", 1), section.get("layout", "zigzag")
+    assert seq % multiple(layout, size, ulysses) == 0
+    return [positions(layout, seq, size, ulysses, rank) for rank in range(size)]
+
+
+def ragged(section, data_size, steps, sequences=4, seq=SEQ):
+    """A window of global batches with label counts that differ between sequences, groups, ranks and micro-steps, and
+    no label at all for the last rank of the first group, in every micro-step."""
+    generator = torch.Generator().manual_seed(7)
+    window = []
+    for step in range(steps):
+        ids = torch.randint(0, 64, (sequences, seq), generator=generator)
+        labels = ids.clone()
+        for row in range(sequences):
+            labels[row, : 3 * row + 5 * step] = IGNORE
+            labels[row, torch.randint(0, seq, (row + step,), generator=generator)] = IGNORE
+        predicted = torch.tensor([p + 1 for p in held(section, seq)[-1] if p + 1 < seq])
+        labels[: sequences // data_size, predicted] = IGNORE
+        window.append({"input_ids": ids, "labels": labels})
+    return window
+
+
+def part(batch, data_rank, data_size):
+    """The sequences of one data group."""
+    return {name: x.chunk(data_size)[data_rank] for name, x in batch.items()}
+
+
+def one_process(model, window):
+    """(gradients by name, loss) of the mean token loss over all batches of the window, as one process has them."""
+    total, count = 0.0, 0
+    for batch in window:
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        targets = batch["labels"][:, 1:]
+        total = total + torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        count += int((targets != IGNORE).sum())
+    loss = total / count
+    loss.backward()
+    return {name: array(p.grad) for name, p in model.named_parameters()}, loss.item()
+
+
+def gap(found, expected):
+    """The greatest max|a-b| / max|b| over parameters (or other arrays by name); NaN or inf where one holds it.
+
+    A parameter whose own gradient is next to nothing is measured against a thousandth of the greatest of all.
+    """
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(np.abs(b).max() for b in expected.values())
+    return float(np.max([np.abs(found[n] - b).max() / max(np.abs(b).max(), floor) for n, b in expected.items()]))
+
+
+def norm(gradients):
+    """The 2-norm of all of them together."""
+    return float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in gradients.values())))
+
+
+def array(x):
+    """As numpy, in fp32 or wider: what a rank can hand to the test."""
+    x = x.detach()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()

@@ -1,0 +1,160 @@
+"""Settings: what is accepted, how "auto" is resolved, and what each error says."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ds_seqpar.config import KERNELS, LAYOUTS, SCHEDULES, SequenceParallelConfig, legal_ulysses
+from ds_seqpar.errors import ConfigError, SeqParError
+from ds_seqpar.kernels import KERNELS as KERNEL_OBJECTS
+from ds_seqpar.layout import LAYOUTS as LAYOUT_FUNCTIONS
+from ds_seqpar.schedules import SCHEDULES as BUILDERS
+
+Config = SequenceParallelConfig
+
+
+def _message(call, *arguments, **settings):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **settings)
+    return str(caught.value)
+
+
+def test_names_in_the_config_are_the_names_that_exist():
+    assert set(SCHEDULES) == set(BUILDERS)
+    assert set(LAYOUTS) == set(LAYOUT_FUNCTIONS)
+    assert set(KERNELS) == {"auto", *KERNEL_OBJECTS}
+
+
+def test_a_config_is_frozen_and_its_error_a_value_error():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().size = 2
+    assert issubclass(ConfigError, SeqParError)
+    assert issubclass(SeqParError, ValueError)
+
+
+@pytest.mark.parametrize("field", ["size", "ulysses"])
+@pytest.mark.parametrize("value", [True, False, 0, -1, 2.0, "2", None, [2], "Auto"])
+def test_sizes_are_whole_numbers_or_auto(field, value):
+    message = _message(Config, **{field: value})
+    assert message == f'sequence_parallel.{field} must be a whole number from 1 or "auto"; got {value!r}'
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "known", "nearest"),
+    [
+        ("schedule", "rings", "auto, ring", "'ring'"),
+        ("layout", "zig-zag", "auto, contiguous, striped, zigzag", "'zigzag'"),
+        ("layout", "stripes", "auto, contiguous, striped, zigzag", "'striped'"),
+        ("kernel", "cpuflash", "auto, cpu_flash, cuda_flash, flash_attn, reference", "'cpu_flash'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(field, value, known, nearest):
+    message = _message(Config, **{field: value})
+    listed = message.split(";")[0].removeprefix(f"sequence_parallel.{field} must be one of ").split(", ")
+    assert set(known.split(", ")) <= set(listed)
+    assert message.endswith(f"got {value!r} (did you mean {nearest}?)")
+
+
+@pytest.mark.parametrize("field", ["schedule", "layout", "kernel"])
+@pytest.mark.parametrize("value", [3, None, True, "", ["ring"], {"name": "ring"}])
+def test_names_are_words_that_exist(field, value):
+    assert f"got {value!r}" in _message(Config, **{field: value})
+
+
+def test_an_unknown_key_is_answered_with_all_keys_and_the_nearest():
+    message = _message(Config.from_dict, {"ulyses": 2})
+    keys = ", ".join(field.name for field in dataclasses.fields(Config))
+    assert message == f"\"sequence_parallel\" takes {keys}; got 'ulyses' (did you mean 'ulysses'?)"
+    assert _message(Config.from_dict, {"qqqq": 2}).endswith("got 'qqqq'")
+    assert "got 5" in _message(Config.from_dict, {5: 2})
+
+
+@pytest.mark.parametrize("section", [[], 4, "ring", None, True])
+def test_a_section_is_an_object(section):
+    assert f"got {section!r}" in _message(Config.from_deepspeed, {"sequence_parallel": section})
+
+
+def test_from_a_deepspeed_dict_or_file(tmp_path):
+    section = {"size": 4, "ulysses": 2, "schedule": "ring", "layout": "striped", "kernel": "reference"}
+    whole = {"train_batch_size": 8, "sequence_parallel": section}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    for source in (whole, path, str(path)):
+        assert Config.from_deepspeed(source) == Config(**section)
+    assert Config.from_deepspeed({"train_batch_size": 8}) == Config()
+
+
+def test_a_file_that_does_not_exist_or_cannot_be_read(tmp_path):
+    missing = tmp_path / "none.json"
+    assert f"must be a readable JSON file; {missing}: No such file" in _message(Config.from_deepspeed, missing)
+    assert f"must be a readable JSON file; {tmp_path}: Is a directory" in _message(Config.from_deepspeed, tmp_path)
+
+
+def test_a_malformed_file_is_named_with_its_line(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "train_batch_size": 8,\n  "sequence_parallel": {"size": 4,}\n}\n', encoding="utf-8")
+    message = _message(Config.from_deepspeed, str(path))
+    assert f"must be valid JSON; {path}, line 3 column " in message
+
+
+def test_a_file_that_is_no_text_or_no_object(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    assert f"must be UTF-8 text; {path}" in _message(Config.from_deepspeed, path)
+    path.write_text("[1, 2]", encoding="utf-8")
+    assert f"must be a JSON object; {path} holds a list" in _message(Config.from_deepspeed, path)
+
+
+def test_size_divides_the_ranks():
+    assert _message(Config(size=3).resolve, 8) == (
+        "sequence_parallel.size must divide the number of ranks; got size 3 on 8 ranks, use one of [1, 2, 4, 8]"
+    )
+    assert "got size 16 on 8 ranks" in _message(Config(size=16).resolve, 8)
+
+
+def test_ulysses_divides_the_size():
+    assert _message(Config(size=4, ulysses=3).resolve, 8) == (
+        "sequence_parallel.ulysses must divide sequence_parallel.size; got ulysses 3, size 4, use one of [1, 2, 4]"
+    )
+
+
+# deepspeed#8291: heads split [4, 4, 4, 0] and a hang; verl#850, prime-rl#3042: kv heads fewer than ranks
+def test_ulysses_fits_the_heads_or_the_legal_degrees_are_listed():
+    assert _message(Config(size=8, ulysses=8).resolve, 8, (12, 2)) == (
+        "sequence_parallel.ulysses must divide the query heads and divide, or be a multiple of, the key/value heads; "
+        "got ulysses 8 for 12 query and 2 key/value heads, use one of [1, 2, 4]"
+    )
+    assert "use one of [1, 2, 3, 6, 12]" in _message(Config(size=12, ulysses=4).resolve, 12, (24, 6))
+    assert "query heads must be a multiple of key/value heads; got 6 and 4" in _message(
+        Config(size=2).resolve, 2, (6, 4)
+    )
+    assert "got 6 and 0" in _message(Config(size=2, ulysses=2).resolve, 2, (6, 0))
+
+
+def test_legal_degrees_are_those_that_share_heads_equally():
+    for size in range(1, 25):
+        for q_heads, kv_heads in ((24, 24), (24, 6), (24, 2), (24, 1), (96, 24), (12, 4), (33, 33)):
+            legal = legal_ulysses(size, q_heads, kv_heads)
+            for u in range(1, size + 1):
+                # equally: each of u members has as many query heads, and they read whole kv heads or one of them
+                queries = [set(range(m * q_heads // u, (m + 1) * q_heads // u)) for m in range(u)]
+                keys = [{h * kv_heads // q_heads for h in mine} for mine in queries]
+                equal = len({len(x) for x in queries}) == 1 and len({len(x) for x in keys}) == 1
+                split = sum(len(x) for x in keys) in (kv_heads, u)
+                assert (u in legal) == (size % u == 0 and q_heads % u == 0 and equal and split), (size, u, kv_heads)
+
+
+def test_auto_is_resolved():
+    chosen = Config().resolve(8)
+    assert chosen == Config(size=8, ulysses=1, schedule="ring", layout="zigzag")
+    assert Config().resolve(8, (24, 2)).ulysses == 8
+    assert Config().resolve(8, (6, 2)).ulysses == 2
+    assert Config().resolve(1, (6, 2)) == Config(size=1, ulysses=1, schedule="ring", layout="zigzag")
+    given = Config(size=4, ulysses=2, schedule="ring", layout="striped", kernel="reference")
+    assert given.resolve(8, (6, 2)) == given
+
+
+def test_resolving_again_changes_nothing():
+    once = Config().resolve(8, (24, 6))
+    assert once.resolve(8, (24, 6)) == once
