@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .errors import DisagreementError, SeqParError
+from .errors import CommunicationError, DisagreementError, SeqParError
 
 
 def agree(
@@ -30,7 +30,12 @@ def agree(
     digest = hashlib.blake2b(repr((what, value)).encode(), digest_size=7).digest()
     mine = torch.tensor([error is not None, int.from_bytes(digest, "big"), number], dtype=torch.int64)
     gathered = torch.empty(size, 3, dtype=torch.int64)
-    dist.all_gather(list(gathered.unbind()), mine, group=group)
+    try:
+        dist.all_gather(list(gathered.unbind()), mine, group=group)
+    except RuntimeError as reason:
+        raise CommunicationError(
+            f"ranks could not compare their {what} before going on, mostly because another rank ended: {reason}"
+        ) from reason
     flags, digests, numbers = gathered.t().tolist()
     # decided from what everybody has, so that all ranks take the slow path or none
     if any(flags) or len(set(zip(colors, digests, strict=True))) > len(set(colors)):

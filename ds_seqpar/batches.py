@@ -8,7 +8,7 @@ divides its local sum by `num_items_in_batch = N / (world * G)`. That needs N be
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ def shard_window(
     are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
     losses by it (transformers models do). The loss a rank then sees is its own part: `sp.mean_loss` gives the loss.
     """
-    window = list(window)
+    window = list(window) if isinstance(window, Iterable) else [window]
     try:
         checked = [_check(sp, batch, causal) for batch in window]
         sharded = [_shard(sp, batch) for batch in checked]
@@ -99,7 +99,7 @@ def _check(sp: SequenceParallel, batch: Mapping[str, Any], causal: bool) -> dict
 
 
 def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:
-    if mask.shape != labels.shape:
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         raise InputError(
             f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {_describe(mask)}"
         )
@@ -122,9 +122,10 @@ def _shard(sp: SequenceParallel, batch: dict[str, Any]) -> dict[str, Any]:
     return {**sharded, "position_ids": positions.expand(labels.shape[0], -1)}
 
 
-def _is_range(positions: Tensor, seq: int) -> bool:
-    expected = torch.arange(seq, device=positions.device)
-    return positions.shape[-1] == seq and bool((positions == expected).all())
+def _is_range(positions: object, seq: int) -> bool:
+    if not isinstance(positions, Tensor) or not positions.dim() or positions.shape[-1] != seq:
+        return False
+    return bool((positions == torch.arange(seq, device=positions.device)).all())
 
 
 def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:

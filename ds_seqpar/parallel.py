@@ -65,6 +65,7 @@ class SequenceParallel:
         ConfigError or DisagreementError on all of them, before anything is sent, where one was given something that
         does not fit.
         """
+        q, k, v = _autocast(q, k, v)
         error = self._attention_error(q, k, v)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in (q, k, v)]
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
@@ -75,12 +76,14 @@ class SequenceParallel:
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = _autocast(q, k, v)
         return runtime.attention(self.runtime, q, k, v, causal, scale)
 
     def _attention_error(self, q: Tensor, k: Tensor, v: Tensor) -> InputError | ConfigError | None:
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             return InputError(
-                "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); got other shapes"
+                "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
+                f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
             )
         if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
             return InputError(
@@ -112,7 +115,8 @@ class SequenceParallel:
     def position_ids(self, seq: int) -> Tensor:
         """Global positions of this rank's tokens of a sequence of `seq`, int64 (seq / size,), on the CPU."""
         self.check_length(seq)
-        return _positions(self.config.layout, seq, self.size, self.config.ulysses, self.rank)
+        mine = _positions(self.config.layout, seq, self.size, self.config.ulysses, self.rank)
+        return mine.clone()  # the cached one must not be the caller's to change
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local."""
@@ -124,13 +128,8 @@ class SequenceParallel:
         Raises InputError for a tensor that autograd follows: each rank's loss would send it a gradient, and whether
         those are parts to be summed or copies of one another only the caller knows.
         """
-        error = None
-        if x.requires_grad and torch.is_grad_enabled():
-            error = InputError(
-                "gather needs a tensor that autograd does not follow; got one with requires_grad, "
-                "gather x.detach() or call it under torch.no_grad()"
-            )
-        agree(self.groups.control, "tensor to gather", (tuple(x.shape), x.dtype, dim), error=error)
+        given = tuple(getattr(x, "shape", ())), getattr(x, "dtype", type(x)), dim
+        agree(self.groups.control, "tensor to gather", given, error=self._gather_error(x, dim))
         local = x.movedim(dim, 0).contiguous()
         parts = local.new_empty(self.size, *local.shape)
         dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
@@ -142,6 +141,23 @@ class SequenceParallel:
         whole = torch.empty_like(parts)
         whole[order.to(parts.device)] = parts
         return whole.movedim(0, dim)
+
+    def _gather_error(self, x: Tensor, dim: int) -> InputError | None:
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+            return InputError(
+                f"gather needs a tensor and one of its dims; got {_shape(x)} and dim {dim}, "
+                "give it this rank's tokens and the dim that they are on"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            return InputError(
+                "gather needs a tensor that autograd does not follow; got one with requires_grad, "
+                "gather x.detach() or call it under torch.no_grad()"
+            )
+        try:
+            self.check_length(x.shape[dim] * self.size)
+        except InputError as error:
+            return error
+        return None
 
     def shard_batches(
         self, window: Sequence[Mapping[str, Any]], *, causal: bool = True, training: bool = True
@@ -162,6 +178,23 @@ class SequenceParallel:
         total = torch.stack([loss.detach().double().cpu() for loss in losses]).mean()
         dist.all_reduce(total, group=self.control_world)
         return total.item() / dist.get_world_size()
+
+
+def _shape(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Under torch.autocast, in its dtype: what it does for scaled_dot_product_attention (RoPE mixes fp32 and bf16)."""
+    return [
+        x.to(torch.get_autocast_dtype(x.device.type))
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.dtype != torch.float64
+        and torch.is_autocast_enabled(x.device.type)
+        else x
+        for x in tensors
+    ]
 
 
 @functools.lru_cache(maxsize=64)

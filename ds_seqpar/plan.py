@@ -5,8 +5,9 @@ that were gathered into one operand. Operands are "q" and "kv" (in a backward pl
 brings: q, the output's gradient, output, lse). Accumulators are "out" in forward and "dq", "dkv" in backward.
 
 One step, on every rank, in this order: gather operands; post the step's operand moves; compute products; merge the
-results that the step before sent here; post the step's result moves; reduce-scatter; wait for the operands. Transfers
-of operands therefore run beside the products of their own step and results beside those of the next.
+results that are due; post the step's result moves; reduce-scatter; wait for the operands that are due. A move is due
+`within` steps, 1 unless a pass says otherwise: operands travel beside the products of their own step and results beside
+those of the next.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Move:
-    """An operand is copied from `src` to `dst`, or an accumulator leaves `src` and is merged into `dst`'s."""
+    """An operand is copied from `src` to `dst`, or an accumulator leaves `src` and is merged into `dst`'s.
+
+    Posted in step s, an operand can be used from step s + within on, and a result is merged after the products of step
+    s + within (or at the end of the plan).
+    """
 
     src: int
     dst: int
     kind: str
     key: Key
+    within: int = 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -157,10 +163,15 @@ class Plan:
 def last_uses(program: Program, rank: int) -> list[set[Unit]]:
     """For each step, the operands that `rank` never touches again after it (its own blocks too): free them then."""
     frees: list[set[Unit]] = [set() for _ in program]
+    arrived = [set() for _ in program]
+    for index, step in enumerate(program):
+        for move in step.moves:
+            if move.dst == rank:
+                arrived[min(index + move.within, len(program)) - 1].add(move.unit)
     seen: set[Unit] = set()
     for index in range(len(program) - 1, -1, -1):
         step = program[index]
-        touched = {move.unit for move in step.moves}
+        touched = arrived[index] | {move.unit for move in step.moves if move.src == rank}
         for compute in step.computes:
             touched |= {("q", compute.q), ("kv", compute.kv)}
         for gather in step.gathers:
@@ -187,7 +198,9 @@ class _Validator:
         self.operands: list[set[Unit]] = [{("q", (r,)), ("kv", (r,))} for r in range(plan.size)]
         # accumulator -> the (q, kv) products that are in it
         self.held: list[dict[Unit, frozenset]] = [{} for _ in range(plan.size)]
-        self.in_flight: list[tuple[Move, frozenset]] = []
+        self.results: dict[int, list[tuple[Move, frozenset]]] = {}  # due in step -> on their way
+        self.arrivals: dict[int, list[Move]] = {}
+        self.frees = [last_uses(program, rank) for rank, program in enumerate(programs)]
         self.done: set[tuple[int, int]] = set()
         self.step = 0
 
@@ -209,27 +222,30 @@ class _Validator:
             for rank, step in enumerate(steps):
                 for compute in step.computes:
                     self.compute(rank, compute)
-            self.finish_results()
+            self.finish_results(self.step)
             for rank, step in enumerate(steps):
                 self.send_results(rank, step)
             self.reduce(steps)
-            for rank, step in enumerate(steps):
-                self.receive_operands(rank, step)
-        self.finish_results()
+            self.receive_operands()
+        for due in sorted(self.results):
+            self.finish_results(due)
         self.all_home()
 
     def matched(self, steps: list[Step]) -> None:
         """Everything that several ranks do together stands in all their programs, in the same order for each pair and
         each group: then posting in program order cannot deadlock and no message reaches the wrong buffer."""
-        for field in ("gathers", "moves", "results", "reduces"):
+        everyone = set(range(self.plan.size))
+        for field in ("gathers", "moves", "computes", "results", "reduces"):
             lists = [getattr(step, field) for step in steps]
             for rank, actions in enumerate(lists):
                 for action in actions:
                     if rank not in action.ranks:
                         self.fail(rank, f"{action} is not its own")
+                    if not everyone.issuperset(action.ranks):
+                        self.fail(rank, f"{action} names a rank that does not exist")
+                    if len(set(action.ranks)) != len(action.ranks):
+                        self.fail(rank, f"{action} names a rank twice")
                     for peer in action.ranks:
-                        if len(set(action.ranks)) != len(action.ranks):
-                            self.fail(rank, f"{action} names a rank twice")
                         self.same_order(rank, peer, action, lists)
 
     def same_order(self, rank: int, peer: int, action: Action, lists: list[tuple]) -> None:
@@ -246,22 +262,29 @@ class _Validator:
             for member in gather.ranks:
                 if (gather.kind, gather.part(member)) not in self.operands[member]:
                     self.fail(member, f"{gather} needs {gather.kind}{_name(gather.part(member))}, which is not there")
+            if (gather.kind, gather.whole) in self.operands[rank]:
+                self.fail(rank, f"{gather} brings what is there already")
             self.operands[rank].add((gather.kind, gather.whole))
 
     def send_operands(self, rank: int, step: Step) -> None:
         for move in step.moves:
             if move.kind not in ("q", "kv"):
                 self.fail(rank, f"{move} moves no operand")
-            if move.src == rank and move.unit not in self.operands[rank]:
-                self.fail(rank, f"{move} sends {move.kind}{_name(move.key)}, which is not there")
+            if move.src == rank:
+                if move.unit not in self.operands[rank]:
+                    self.fail(rank, f"{move} sends {move.kind}{_name(move.key)}, which is not there")
+                due = self.step + move.within - 1
+                if not self.step <= due < len(self.plan.steps):
+                    self.fail(rank, f"{move} is due within {move.within} steps, outside the plan")
+                self.arrivals.setdefault(due, []).append(move)
 
-    def receive_operands(self, rank: int, step: Step) -> None:
-        for move in step.moves:
-            if move.dst == rank:
-                if move.unit in self.operands[rank]:
-                    self.fail(rank, f"{move} brings what is there already")
-                self.operands[rank].add(move.unit)
-        self.operands[rank] -= last_uses(self.programs[rank], rank)[self.step]
+    def receive_operands(self) -> None:
+        for move in self.arrivals.pop(self.step, []):
+            if move.unit in self.operands[move.dst]:
+                self.fail(move.dst, f"{move} brings what is there already")
+            self.operands[move.dst].add(move.unit)
+        for rank, frees in enumerate(self.frees):
+            self.operands[rank] -= frees[self.step]
 
     def compute(self, rank: int, compute: Compute) -> None:
         for unit in (("q", compute.q), ("kv", compute.kv)):
@@ -275,10 +298,9 @@ class _Validator:
             key = compute.kv if kind == "dkv" else compute.q
             self.held[rank][kind, key] = self.held[rank].get((kind, key), frozenset()) | pairs
 
-    def finish_results(self) -> None:
-        for move, products in self.in_flight:
+    def finish_results(self, due: int) -> None:
+        for move, products in self.results.pop(due, []):
             self.held[move.dst][move.unit] = self.held[move.dst].get(move.unit, frozenset()) | products
-        self.in_flight = []
 
     def send_results(self, rank: int, step: Step) -> None:
         for move in step.results:
@@ -287,10 +309,13 @@ class _Validator:
             if move.src == rank:
                 if move.unit not in self.held[rank]:
                     self.fail(rank, f"{move} sends {move.kind}{_name(move.key)}, which is not there")
-                self.in_flight.append((move, self.held[rank].pop(move.unit)))
+                if move.within < 1:
+                    self.fail(rank, f"{move} is due within {move.within} steps, before it was sent")
+                due = self.step + move.within
+                self.results.setdefault(due, []).append((move, self.held[rank].pop(move.unit)))
 
     def reduce(self, steps: list[Step]) -> None:
-        for reduce in dict.fromkeys(reduce for step in steps for reduce in step.reduces):
+        for reduce in (reduce for rank, step in enumerate(steps) for reduce in step.reduces if rank == reduce.ranks[0]):
             whole = frozenset()
             for rank in reduce.ranks:
                 if (reduce.kind, reduce.whole) not in self.held[rank]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from . import ulysses
 from .comm import Handle, Message
 from .config import SequenceParallelConfig
-from .layout import positions
+from .errors import InputError
+from .layout import multiple, positions
 from .runtime import Runtime
 from .topology import Topology
 from .work import Tensors
@@ -79,6 +80,12 @@ def attention(
     """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
+    step = multiple(config.layout, config.size, config.ulysses)
+    if q.shape[1] % step:
+        raise InputError(
+            f"a sequence's length must be a multiple of {step} for the {config.layout} layout on {config.size} ranks "
+            f"with ulysses {config.ulysses}; got {q.shape[1]}, pad it"
+        )
     return _Ranks(config).attention(q, k, v, do, causal, scale)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from .comm import Comm, Handle, Message
@@ -18,40 +19,51 @@ def walk(program: Program, work: Work, comm: Comm) -> Iterator[int]:
     """
     rank = work.problem.rank
     own = {("q", (rank,)), ("kv", (rank,))}  # the caller holds these anyway
-    arriving: list[Arrivals] = []
+    operands: dict[int, list[Arrivals]] = defaultdict(list)  # due at the end of step
+    results: dict[int, list[Arrivals]] = defaultdict(list)  # due after the products of step
     for index, (step, frees) in enumerate(zip(program, last_uses(program, rank), strict=True)):
         gathered = [(gather, _gather(gather, work, comm)) for gather in step.gathers]
         yield index
         for gather, arrivals in gathered:
             _finish_gather(gather, work, arrivals)
-        operands = _post(step.moves, work, comm, lambda unit: work.operands[unit])
+        for within, arrivals in _post(step.moves, work, comm, lambda unit: work.operands[unit]):
+            operands[index + within - 1].append(arrivals)
         for compute in step.computes:
             work.compute(compute.q, compute.kv)
-        for arrivals in arriving:
+        for arrivals in results.pop(index, []):
             _merge(work, arrivals)
-        arriving = [_post(step.results, work, comm, work.take)]
+        for within, arrivals in _post(step.results, work, comm, work.take):
+            results[index + within].append(arrivals)
         reduced = [_reduce(reduce, work, comm) for reduce in step.reduces]
         yield index
         for arrivals in reduced:
             _merge(work, arrivals)
-        work.operands.update(_wait(operands))
+        for arrivals in operands.pop(index, []):
+            work.operands.update(_wait(arrivals))
         for unit in frees - own:
             del work.operands[unit]
-    for arrivals in arriving:
-        _merge(work, arrivals)
+    for due in sorted(results):
+        for arrivals in results[due]:
+            _merge(work, arrivals)
 
 
-def _post(moves: tuple[Move, ...], work: Work, comm: Comm, tensors_of: Callable[[Unit], Tensors]) -> Arrivals:
+def _post(
+    moves: tuple[Move, ...], work: Work, comm: Comm, tensors_of: Callable[[Unit], Tensors]
+) -> list[tuple[int, Arrivals]]:
+    """Starts the moves, those that are due together as one, and says within how many steps each is due."""
     rank = work.problem.rank
-    sends, receives, arrivals = [], [], []
-    for move in moves:
-        if move.src == rank:
-            sends += _messages(move.dst, move.kind, move.key, tensors_of(move.unit), work)
-        else:
-            buffers = work.empty(move.kind, move.key)
-            receives += _messages(move.src, move.kind, move.key, buffers, work)
-            arrivals.append((move.unit, buffers))
-    return comm.post(sends, receives), arrivals
+    posted = []
+    for within in sorted({move.within for move in moves}):
+        sends, receives, arrivals = [], [], []
+        for move in (move for move in moves if move.within == within):
+            if move.src == rank:
+                sends += _messages(move.dst, move.kind, move.key, tensors_of(move.unit), work)
+            else:
+                buffers = work.empty(move.kind, move.key)
+                receives += _messages(move.src, move.kind, move.key, buffers, work)
+                arrivals.append((move.unit, buffers))
+        posted.append((within, (comm.post(sends, receives), arrivals)))
+    return posted
 
 
 def _gather(gather: Gather, work: Work, comm: Comm) -> Arrivals:

@@ -7,6 +7,7 @@ and tells the attention, through the keyword arguments that flow to every layer.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from typing import Any
@@ -50,6 +51,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     check_heads(sp.config.ulysses, *heads(model), size=sp.size)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
+    _own_config(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     for module in _attentions(model):
@@ -79,6 +81,14 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
     """The SequenceParallel that the model is patched with."""
     patch = getattr(model.base_model, "_sequence_parallel_patch", None)
     return patch.sp if patch else None
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Models made from one config object share it, and it names the attention: the patched one needs its own."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
@@ -124,9 +134,9 @@ def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _is_local(module: nn.Module, given: dict[str, Any]) -> bool:
-    """A kv cache means generation, which is local; training has none."""
+    """A kv cache means generation, which is local; training has none, and labels that were sharded none either."""
     cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
-    return cached and not (module.training and torch.is_grad_enabled())
+    return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
 def _before_head(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -157,7 +167,7 @@ def _sharding_error(sp: SequenceParallel, tokens: Tensor | None, given: dict[str
     if tokens is None:
         return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
     if given.get("past_key_values") is not None or given.get("use_cache"):
-        return InputError("training takes no kv cache; got one, leave out use_cache and past_key_values")
+        return InputError("training and evaluation take no kv cache; got one, leave out use_cache and past_key_values")
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not bool((mask != 0).all()):
         return InputError(

@@ -42,13 +42,13 @@ def grouped(group, legal=lambda case: True, **axes):
     """
     few = cover(legal, **axes)
     rest = [case for case in whole(legal, **axes) if case not in few]
-    return [*_split(few, group), *_split(rest, group, marks=pytest.mark.whole)]
+    return [*_split(few, group), *_split(rest, group, "rest-", marks=pytest.mark.whole)]
 
 
-def _split(cases, group, **options):
+def _split(cases, group, prefix="", **options):
     groups = {}
     for case in cases:
-        groups.setdefault("-".join(f"{axis}_{_name(case[axis])}" for axis in group), []).append(case)
+        groups.setdefault(prefix + "-".join(f"{axis}_{_name(case[axis])}" for axis in group), []).append(case)
     return [pytest.param(members, id=name, **options) for name, members in groups.items()]
 
 

@@ -1,6 +1,14 @@
-"""What the tests of this folder do on a rank."""
+"""What the tests of this folder do on a rank, and how they read refusals."""
+
+import re
+
+import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
+from tests import oracle
+
+SECONDS = 30  # for ranks that should be told of a mistake: one that takes longer hangs
+WRONG = 1  # the rank that is given something else than the others
 
 
 def make(heads=None, **config):
@@ -21,6 +29,12 @@ def attend(sp, q, k, v, do, causal=True, scale=None):
     return [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
 
 
+def attention_error(sp):
+    """The error of a small attention on this SequenceParallel, gradients too."""
+    whole = oracle.tensors(1, 16, (4, 2), seed=sp.data_rank)
+    return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
+
+
 def refusal(function, *args, **kwargs):
     """(kind, message) of the SeqParError that a call raises on this rank; (None, None) where it raises none."""
     try:
@@ -28,3 +42,54 @@ def refusal(function, *args, **kwargs):
     except SeqParError as error:
         return type(error).__name__, str(error)
     return None, None
+
+
+def try_all(table, sp):
+    """Every call of a table in turn, then a good attention: refusals must leave the ranks in step.
+
+    table: name -> (call(sp, rank), what ranks are to be told). Returns (name -> (kind, message, elements that arrived),
+    error of the attention).
+    """
+    found = {}
+    for name, (call, _) in table.items():
+        refused = refusal(call, sp, dist.get_rank())
+        found[name] = *refused, sum(sp.comm.received.values())
+        sp.accumulation_steps = None
+    return found, attention_error(sp)
+
+
+def assert_all_refused(table, results):
+    """results: what `try_all` returned, by rank."""
+    for name, (_, expected) in table.items():
+        for rank, (found, _) in enumerate(results):
+            kind, message, received = found[name]
+            wanted, *words = expected.get(rank, expected.get("others"))
+            assert kind == wanted, (name, rank, kind, message)
+            assert is_one_sentence(message), (name, rank, message)
+            assert [word for word in words if word not in message] == [], (name, rank, message)
+            assert received == 0, (name, rank)
+    assert max(error for _, error in results) < 1e-10
+
+
+def is_one_sentence(message):
+    return bool(message.strip()) and "\n" not in message and not re.search(r"[.!?]\s+[A-Z]", message)
+
+
+def everywhere(kind, *words):
+    """Every rank is told the same."""
+    return {"others": (kind, *words)}
+
+
+def only_one(kind, *words):
+    """The wrong rank is told what is wrong; the others are told it too, and which rank it is."""
+    return {WRONG: (kind, *words), "others": ("DisagreementError", f"rank {WRONG} cannot go on", *words)}
+
+
+def differ(*words):
+    """All ranks are told what each was given."""
+    return everywhere("DisagreementError", "must be given the same", "rank 0: ", "rank 1: ", *words)
+
+
+def on_wrong(rank, **options):
+    """These options on the wrong rank, none on the others."""
+    return options if rank == WRONG else {}

@@ -1,5 +1,6 @@
 """A LLaMA so small that a step takes milliseconds, batches for it, and what one process makes of them."""
 
+import deepspeed
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +19,16 @@ MODES = {
     "u2r2": {"size": 4, "ulysses": 2},
 }
 LAYOUTS = ("contiguous", "striped", "zigzag")
+# a step this large leaves nothing of the weights: their difference is the gradient with fp32's full precision
+RATE = 2.0**20
+STAGES = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    # DeepSpeed divides by another number in this path as soon as it is given groups (deepspeed#6841)
+    "3_all_reduce": {"stage": 3, "reduce_scatter": False},
+}
 
 
 def llama(seed=0, **changes):
@@ -43,10 +54,10 @@ def held(section, seq=SEQ):
     return [positions(layout, seq, size, ulysses, rank) for rank in range(size)]
 
 
-def ragged(section, data_size, steps, sequences=4, seq=SEQ):
+def ragged(section, data_size, steps, sequences=4, seq=SEQ, seed=7):
     """A window of global batches with label counts that differ between sequences, groups, ranks and micro-steps, and
     no label at all for the last rank of the first group, in every micro-step."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     window = []
     for step in range(steps):
         ids = torch.randint(0, 64, (sequences, seq), generator=generator)
@@ -99,3 +110,44 @@ def array(x):
     """As numpy, in fp32 or wider: what a rank can hand to the test."""
     x = x.detach()
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
+
+
+def settings(section, stage, steps, micro, **changes):
+    """A DeepSpeed JSON for plain SGD without clipping; `changes` go on top."""
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": STAGES[stage],
+        "steps_per_print": 2**30,
+        "sequence_parallel": section,
+        **changes,
+    }
+
+
+def weights(model):
+    found = {}
+    for name, p in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([p]):
+            found[name] = array(p)
+    return found
+
+
+def step(engine, batches):
+    """One optimiser step: (gradients by name, loss, DeepSpeed's gradient norm)."""
+    before = weights(engine.module)
+    losses = []
+    for batch in batches:
+        out = engine(**batch)
+        losses.append(out if isinstance(out, torch.Tensor) else out.loss)
+        engine.backward(losses[-1])
+        engine.step()
+    after = weights(engine.module)
+    reported = engine.get_global_grad_norm()
+    return {
+        "gradients": {name: (before[name] - after[name]) / RATE for name in before},
+        "loss": engine.sequence_parallel.mean_loss(losses),
+        "norm": None if reported is None else float(reported),
+    }

@@ -1,4 +1,4 @@
-"""A mesh schedule for tests: the one user so far of Gather and ReduceScatter, which have to work before schedules come."""
+"""A mesh schedule for tests: the first user of Gather and ReduceScatter, which have to work before others come."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from ds_seqpar.plan import Compute, Gather, Move, Plan, ReduceScatter, Step
 
 
 def mesh(a, b, rounds):
-    """The builder of an (a, b, rounds) mesh: gather q along x and kv along y, rotate kv along z, reduce-scatter along x.
+    """The builder of a mesh: gather q along x and kv along y, rotate kv along z, reduce-scatter out along x.
 
     Blocks q(x0, y0, z0) and kv(x1, y1, z1) meet on rank (x1, y0, z0). Backward makes the same moves; the gradient of
     visiting keys rides one hop behind them, and is reduce-scattered along y where its keys came from.

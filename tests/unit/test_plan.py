@@ -18,32 +18,15 @@ from ds_seqpar import schedules
 from ds_seqpar.errors import PlanError
 from ds_seqpar.plan import Collective, Compute, Gather, Move, Plan, ReduceScatter, Step, last_uses, validate
 from ds_seqpar.schedules import SCHEDULES
-from ds_seqpar.topology import Topology
 from tests.unit.mesh import mesh
+from tests.unit.plans import added, build, causal_contiguous, changed, everything, places, replaced, topology
 
 DIRECTIONS = ("forward", "backward")
 MESHES = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (3, 2, 1), (2, 3, 2), (2, 2, 3), (4, 4, 1), (4, 1, 4), (1, 1, 5)]
 
 
-def _topology(size):
-    return Topology(axes=(("ulysses", 1), ("ring", size), ("data", 1)))
-
-
-def _all(size):
-    return frozenset(itertools.product(range(size), repeat=2))
-
-
-def _causal_contiguous(size):
-    return frozenset((i, j) for i, j in _all(size) if j <= i)
-
-
-def _plan(builder, size, direction, pairs=None):
-    pairs = _all(size) if pairs is None else pairs
-    return builder(_topology(size), lambda i, j: (i, j) in pairs, direction)
-
-
 def _mesh_plan(shape, direction):
-    return _plan(mesh(*shape), shape[0] * shape[1] * shape[2], direction)
+    return build(mesh(*shape), shape[0] * shape[1] * shape[2], direction)
 
 
 # (name, builder, size): what the systematic mutations start from
@@ -59,12 +42,12 @@ def _relations(draw, most):
     size = draw(st.integers(1, most))
     kind = draw(st.sampled_from(["random", "random", "all", "causal contiguous", "diagonal"]))
     if kind == "all":
-        return size, _all(size)
+        return size, everything(size)
     if kind == "causal contiguous":
-        return size, _causal_contiguous(size)
+        return size, causal_contiguous(size)
     density = draw(st.floats(0, 1)) if kind == "random" else 0
     dice = random.Random(draw(st.integers(0, 2**32)))
-    return size, frozenset((i, j) for i, j in sorted(_all(size)) if i == j or dice.random() < density)
+    return size, frozenset((i, j) for i, j in sorted(everything(size)) if i == j or dice.random() < density)
 
 
 # ---- right plans
@@ -76,7 +59,7 @@ def _relations(draw, most):
 @given(relation=_relations(64))
 def test_every_schedule_builds_plans_that_validate(schedule, direction, relation):
     size, pairs = relation
-    validate(_plan(SCHEDULES[schedule], size, direction, pairs), pairs)
+    validate(build(SCHEDULES[schedule], size, direction, pairs), pairs)
 
 
 @_directions
@@ -85,8 +68,8 @@ def test_every_schedule_builds_plans_that_validate(schedule, direction, relation
 @given(relation=_relations(24))
 def test_builders_are_pure_and_plans_are_frozen(schedule, direction, relation):
     size, pairs = relation
-    plan = _plan(SCHEDULES[schedule], size, direction, pairs)
-    again = _plan(SCHEDULES[schedule], size, direction, pairs)
+    plan = build(SCHEDULES[schedule], size, direction, pairs)
+    again = build(SCHEDULES[schedule], size, direction, pairs)
     assert plan == again
     assert hash(plan) == hash(again)
     for thing in (plan, plan.steps[0], *plan.steps[0].actions):
@@ -99,39 +82,39 @@ def test_builders_are_pure_and_plans_are_frozen(schedule, direction, relation):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_gathered_and_reduced_groups_validate(shape, direction):
     size = shape[0] * shape[1] * shape[2]
-    validate(_mesh_plan(shape, direction), _all(size))
+    validate(_mesh_plan(shape, direction), everything(size))
 
 
 @_directions
 def test_a_plan_may_compute_more_than_is_needed(direction):
-    validate(_plan(SCHEDULES["ring"], 4, direction), _causal_contiguous(4))
+    validate(build(SCHEDULES["ring"], 4, direction), causal_contiguous(4))
 
 
 @_schedules
 def test_build_gives_one_validated_plan_for_the_same_settings(schedule):
-    plan = schedules.build(schedule, _topology(4), "zigzag", 16, True, "forward")
-    assert schedules.build(schedule, _topology(4), "zigzag", 16, True, "forward") is plan
-    validate(plan, _all(4))
+    plan = schedules.build(schedule, topology(4), "zigzag", 16, True, "forward")
+    assert schedules.build(schedule, topology(4), "zigzag", 16, True, "forward") is plan
+    validate(plan, everything(4))
 
 
 def test_build_asks_the_layout_which_products_are_needed():
     def products(layout, seq, causal):
-        plan = schedules.build("ring", _topology(4), layout, seq, causal, "forward")
+        plan = schedules.build("ring", topology(4), layout, seq, causal, "forward")
         return {(c.q[0], c.kv[0]) for step in plan.steps for c in step.computes}
 
-    assert products("contiguous", 8, True) == _causal_contiguous(4)
-    assert products("contiguous", 8, False) == _all(4)
-    assert products("striped", 8, True) == _all(4)
-    assert products("striped", 4, True) == _causal_contiguous(4)  # one token a rank
-    assert products("zigzag", 8, True) == _all(4)
+    assert products("contiguous", 8, True) == causal_contiguous(4)
+    assert products("contiguous", 8, False) == everything(4)
+    assert products("striped", 8, True) == everything(4)
+    assert products("striped", 4, True) == causal_contiguous(4)  # one token a rank
+    assert products("zigzag", 8, True) == everything(4)
 
 
 def test_the_table_of_a_small_ring():
-    assert _plan(SCHEDULES["ring"], 2, "backward").table() == (
+    assert build(SCHEDULES["ring"], 2, "backward").table() == (
         "ring backward, 2 ranks\n"
-        "step  rank 0                         rank 1\n"
-        "0     q(0)*kv(0) kv(0)>1 kv(1)<1     q(1)*kv(1) kv(0)<0 kv(1)>0\n"
-        "1     q(0)*kv(1) dkv(0)<1 dkv(1)>1   q(1)*kv(0) dkv(0)>0 dkv(1)<0"
+        "step  rank 0                        rank 1\n"
+        "0     q(0)*kv(0) kv(0)>1 kv(1)<1    q(1)*kv(1) kv(0)<0 kv(1)>0\n"
+        "1     q(0)*kv(1) dkv(0)<1 dkv(1)>1  q(1)*kv(0) dkv(0)>0 dkv(1)<0"
     )
 
 
@@ -141,18 +124,18 @@ def test_the_table_of_a_small_ring():
 _units = st.fixed_dictionaries({kind: st.integers(1, 1000) for kind in ("q", "kv", "out", "dq", "dkv")})
 
 
-@given(st.integers(1, 32), _units)
+@settings(max_examples=40)
+@given(st.integers(1, 16), _units)
 def test_a_full_ring_receives_what_the_papers_table_says(size, units):
-    forward, backward = (_plan(SCHEDULES["ring"], size, direction) for direction in DIRECTIONS)
+    forward, backward = (build(SCHEDULES["ring"], size, direction) for direction in DIRECTIONS)
     assert forward.received(units) == [(size - 1) * units["kv"]] * size
     assert backward.received(units) == [(size - 1) * (units["kv"] + units["dkv"])] * size
 
 
-@given(st.integers(1, 32), _units)
+@settings(max_examples=40)
+@given(st.integers(1, 16), _units)
 def test_a_causal_contiguous_ring_sends_no_block_to_a_rank_that_precedes_it(size, units):
-    forward, backward = (
-        _plan(SCHEDULES["ring"], size, direction, _causal_contiguous(size)) for direction in DIRECTIONS
-    )
+    forward, backward = (build(SCHEDULES["ring"], size, direction, causal_contiguous(size)) for direction in DIRECTIONS)
     assert forward.received(units) == [rank * units["kv"] for rank in range(size)]
     # gradients of visitors go one rank less far than their keys, and come home where there were visitors
     gradients = [max(0, rank - 1) + (rank < size - 1) for rank in range(size)]
@@ -163,9 +146,9 @@ def test_a_causal_contiguous_ring_sends_no_block_to_a_rank_that_precedes_it(size
 @given(relation=_relations(16))
 def test_a_ring_sends_never_more_than_the_full_one_and_only_towards_ranks_that_need_it(direction, relation):
     size, pairs = relation
-    plan = _plan(SCHEDULES["ring"], size, direction, pairs)
+    plan = build(SCHEDULES["ring"], size, direction, pairs)
     units = {"kv": 2, "dkv": 3}
-    full = _plan(SCHEDULES["ring"], size, direction).received(units)
+    full = build(SCHEDULES["ring"], size, direction).received(units)
     assert all(mine <= most for mine, most in zip(plan.received(units), full, strict=True))
     for index, step in enumerate(plan.steps):
         for move in step.moves:
@@ -210,7 +193,7 @@ def _peak(plan, rank):
 @given(relation=_relations(16))
 def test_a_freed_operand_is_never_used_again(schedule, direction, relation):
     size, pairs = relation
-    plan = _plan(SCHEDULES[schedule], size, direction, pairs)
+    plan = build(SCHEDULES[schedule], size, direction, pairs)
     for rank in range(size):
         assert _peak(plan, rank) >= 1
 
@@ -219,7 +202,7 @@ def test_a_freed_operand_is_never_used_again(schedule, direction, relation):
 @_directions
 def test_few_operands_are_held_at_once(direction):
     for size in range(1, 17):
-        plan = _plan(SCHEDULES["ring"], size, direction)
+        plan = build(SCHEDULES["ring"], size, direction)
         # own q, own kv, the visiting kv and the next one
         assert max(_peak(plan, rank) for rank in range(size)) <= 4
     for shape in MESHES:
@@ -241,29 +224,9 @@ def _rejection(plan, pairs, programs=None):
     return sentence
 
 
-def _places(plan):
-    """(step, field, index, action) of every action."""
-    for number, step in enumerate(plan.steps):
-        for field in dataclasses.fields(step):
-            for index, action in enumerate(getattr(step, field.name)):
-                yield number, field.name, index, action
-
-
-def _with(steps, place, *actions):
-    """The steps with the action at `place` replaced by `actions`."""
-    number, field, index, _ = place
-    old = getattr(steps[number], field)
-    new = dataclasses.replace(steps[number], **{field: (*old[:index], *actions, *old[index + 1 :])})
-    return (*steps[:number], new, *steps[number + 1 :])
-
-
-def _broken(plan, place, *actions):
-    return dataclasses.replace(plan, steps=_with(plan.steps, place, *actions))
-
-
 def _good(builder, size, direction):
-    plan = _plan(builder, size, direction)
-    validate(plan, _all(size))
+    plan = build(builder, size, direction)
+    validate(plan, everything(size))
     return plan
 
 
@@ -271,11 +234,11 @@ def _good(builder, size, direction):
 @_plans
 def test_a_dropped_action_is_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
-        sentence = _rejection(_broken(plan, place), _all(size))
+    for place in places(plan):
+        sentence = _rejection(changed(plan, place), everything(size))
         action = place[3]
         if isinstance(action, Move) and place[1] == "results":
-            assert "is not home" in sentence or "which is not there" in sentence
+            assert re.search("is not home|is left over|which is not there", sentence)
         elif isinstance(action, Move | Gather):
             assert "which is not there" in sentence
         elif isinstance(action, ReduceScatter):
@@ -289,9 +252,9 @@ def test_a_dropped_action_is_noticed(builder, size, direction):
 @_plans
 def test_a_doubled_action_is_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
+    for place in places(plan):
         action = place[3]
-        sentence = _rejection(_broken(plan, place, action, action), _all(size))
+        sentence = _rejection(changed(plan, place, action, action), everything(size))
         if isinstance(action, Compute):
             assert "a second time" in sentence
         elif isinstance(action, ReduceScatter) or place[1] == "results":
@@ -301,75 +264,96 @@ def test_a_doubled_action_is_noticed(builder, size, direction):
 
 
 @_directions
-@_plans
-def test_a_misdirected_move_is_noticed(builder, size, direction):
-    plan = _good(builder, size, direction)
-    for place in _places(plan):
-        if not isinstance(place[3], Move):
+def test_a_misdirected_move_is_noticed(direction):
+    plan = _good(SCHEDULES["ring"], 4, direction)
+    for place in places(plan):
+        step, field, _, move = place
+        if not isinstance(move, Move):
             continue
-        for end, rank in itertools.product(("src", "dst"), range(-1, size + 1)):
-            if rank != getattr(place[3], end):
-                _rejection(_broken(plan, place, dataclasses.replace(place[3], **{end: rank})), _all(size))
+        for end, rank in itertools.product(("src", "dst"), range(-1, 5)):
+            hops = (rank - move.key[0]) % 4  # from the block's owner to this rank, along the ring
+            # a rank that the block has visited may still send it; a gradient may go straight home, or ahead to a rank
+            # that sends it on later
+            harmless = hops <= step if (field, end) == ("moves", "src") else field == "results" and end == "dst"
+            harmless = harmless and (field == "moves" or hops == 0 or hops > step)
+            broken = changed(plan, place, dataclasses.replace(move, **{end: rank}))
+            if rank not in range(4) or rank in move.ranks or not harmless:
+                if rank != getattr(move, end):
+                    _rejection(broken, everything(4))
+            else:
+                validate(broken, everything(4))
+
+
+@_directions
+def test_a_misdirected_move_of_a_gathered_block_is_noticed(direction):
+    plan = _good(mesh(2, 2, 2), 8, direction)
+    for place in places(plan):
+        if isinstance(place[3], Move):
+            for rank in set(range(-1, 9)) - {place[3].dst}:
+                broken = changed(plan, place, dataclasses.replace(place[3], dst=rank))
+                if place[1] == "results" and rank in place[3].key:
+                    validate(broken, everything(8))  # home by another member: the reduce-scatter adds it all the same
+                else:
+                    _rejection(broken, everything(8))
 
 
 @_directions
 @_plans
 def test_a_product_on_the_wrong_rank_is_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
+    for place in places(plan):
         if isinstance(place[3], Compute):
             for rank in set(range(-1, size + 1)) - {place[3].rank}:
-                _rejection(_broken(plan, place, dataclasses.replace(place[3], rank=rank)), _all(size))
+                _rejection(changed(plan, place, dataclasses.replace(place[3], rank=rank)), everything(size))
 
 
 @_directions
 @_plans
 def test_another_block_in_an_action_is_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
+    for place in places(plan):
         for field in ("q", "kv", "key"):
             old = getattr(place[3], field, None)
             for block in range(size):
                 if old and (block,) != old:
-                    _rejection(_broken(plan, place, dataclasses.replace(place[3], **{field: (block,)})), _all(size))
+                    _rejection(
+                        changed(plan, place, dataclasses.replace(place[3], **{field: (block,)})), everything(size)
+                    )
 
 
 @_directions
 @_plans
 def test_another_kind_in_an_action_is_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
+    for place in places(plan):
         for kind in {"q", "kv", "out", "dq", "dkv"} - {getattr(place[3], "kind", None)}:
             if isinstance(place[3], Move | Collective):
-                _rejection(_broken(plan, place, dataclasses.replace(place[3], kind=kind)), _all(size))
+                _rejection(changed(plan, place, dataclasses.replace(place[3], kind=kind)), everything(size))
 
 
 @_directions
 @_plans
-def test_a_move_or_product_a_step_late_or_early_is_noticed_where_it_matters(builder, size, direction):
+def test_a_move_that_comes_a_step_late_or_early_is_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
+    for place in places(plan):
         number, field, _, action = place
-        for other in (number - 1, number + 1):
-            late_product = isinstance(action, Compute) and other > number and direction == "forward"
-            if other not in range(len(plan.steps)) or isinstance(action, Collective) or late_product:
-                continue
-            steps = list(_with(plan.steps, place))
-            steps[other] = dataclasses.replace(steps[other], **{field: (*getattr(steps[other], field), action)})
-            _rejection(dataclasses.replace(plan, steps=tuple(steps)), _all(size))
+        for other in {number - 1, number + 1} & set(range(len(plan.steps))):
+            if isinstance(action, Move):
+                steps = added(replaced(plan.steps, place), other, field, action)
+                _rejection(dataclasses.replace(plan, steps=steps), everything(size))
 
 
 @_directions
 @_plans
 def test_parts_of_a_collective_in_another_order_or_a_member_less_are_noticed(builder, size, direction):
     plan = _good(builder, size, direction)
-    for place in _places(plan):
+    for place in places(plan):
         action = place[3]
         if isinstance(action, Collective):
             turned = dataclasses.replace(action, parts=(*action.parts[1:], action.parts[0]))
-            _rejection(_broken(plan, place, turned), _all(size))
+            _rejection(changed(plan, place, turned), everything(size))
             fewer = dataclasses.replace(action, ranks=action.ranks[1:], parts=action.parts[1:])
-            _rejection(_broken(plan, place, fewer), _all(size))
+            _rejection(changed(plan, place, fewer), everything(size))
 
 
 def _programs(plan, rank, change):
@@ -385,29 +369,29 @@ def test_what_only_one_rank_leaves_out_doubles_or_changes_is_noticed(builder, si
     plan = _good(builder, size, direction)
     for rank in range(size):
         mine = dataclasses.replace(plan, steps=plan.program(rank))
-        for place in _places(mine):
+        for place in places(mine):
             action = place[3]
             changed = [(), (action, action)]
             if isinstance(action, Move):
                 changed += [(dataclasses.replace(action, src=action.dst, dst=action.src),)]
                 changed += [(dataclasses.replace(action, key=((action.key[0] + 1) % size,)),)]
             for actions in changed:
-                programs = _programs(plan, rank, lambda steps, p=place, a=actions: _with(steps, p, *a))
-                sentence = _rejection(plan, _all(size), programs)
+                programs = _programs(plan, rank, lambda steps, p=place, a=actions: replaced(steps, p, *a))
+                sentence = _rejection(plan, everything(size), programs)
                 if isinstance(action, Move | Collective):
                     assert re.search("has no counterpart on rank|does not stand in the order of rank", sentence)
 
 
 def test_results_that_stay_with_a_visitor_or_go_to_a_stranger_are_noticed():
     plan = _good(SCHEDULES["ring"], 4, "backward")
-    last = [place for place in _places(plan) if place[1] == "results" and place[0] == len(plan.steps) - 1]
+    last = [place for place in places(plan) if place[1] == "results" and place[0] == len(plan.steps) - 1]
     assert len(last) == 4
     for place in last:
         move = place[3]
-        assert "dkv" in _rejection(_broken(plan, place), _all(4))
+        assert re.search("is not home|is left over", _rejection(changed(plan, place), everything(4)))
         stranger = next(rank for rank in range(4) if rank not in move.ranks)
-        sentence = _rejection(_broken(plan, place, dataclasses.replace(move, dst=stranger)), _all(4))
-        assert f"dkv({move.dst}) is not home" in sentence
+        sentence = _rejection(changed(plan, place, dataclasses.replace(move, dst=stranger)), everything(4))
+        assert re.search(rf"dkv\({move.dst}\) is (not home|left over)", sentence)
 
 
 def test_an_accumulator_that_nobody_sends_home_is_left_over():
@@ -447,10 +431,10 @@ def test_collectives_of_a_group_out_of_order_are_noticed():
     gathers = tuple(Gather(ranks=(0, 1), kind=kind, parts=((0,), (1,))) for kind in ("q", "kv"))
     computes = tuple(Compute(rank=rank, q=(rank,), kv=(0, 1)) for rank in range(2))
     plan = Plan(name="hand", direction="forward", size=2, steps=(Step(gathers=gathers, computes=computes),))
-    validate(plan, _all(2))
+    validate(plan, everything(2))
     swapped = lambda steps: (dataclasses.replace(steps[0], gathers=steps[0].gathers[::-1]),)  # noqa: E731
     for rank in range(2):
-        sentence = _rejection(plan, _all(2), _programs(plan, rank, swapped))
+        sentence = _rejection(plan, everything(2), _programs(plan, rank, swapped))
         assert "does not stand in the order of rank" in sentence
         assert "Gather(q(0,1))" in sentence
 
@@ -466,29 +450,22 @@ def test_messages_between_two_ranks_out_of_order_are_noticed():
 
 
 @_directions
-def test_programs_of_the_wrong_length_or_number_are_noticed(direction):
+def test_a_program_of_the_wrong_length_is_noticed(direction):
     plan = _good(SCHEDULES["ring"], 4, direction)
     for rank, change in itertools.product(range(4), (lambda steps: steps[:-1], lambda steps: (*steps, Step()))):
         programs = _programs(plan, rank, change)
-        sentence = _rejection(plan, _all(4), programs)
+        sentence = _rejection(plan, everything(4), programs)
         assert sentence == f"rank {rank}, step 0: its program has {len(programs[rank])} steps, the plan 4"
-    programs = [plan.program(rank) for rank in range(4)]
-    for wrong in (programs[:3], [*programs, programs[0]]):
-        assert f"{len(wrong)} programs" in _rejection(plan, _all(4), wrong)
 
 
 @_directions
 def test_an_action_in_a_strangers_program_is_noticed(direction):
     plan = _good(SCHEDULES["ring"], 4, direction)
-    for place in _places(plan):
+    for place in places(plan):
         number, field, _, action = place
         stranger = next(rank for rank in range(4) if rank not in action.ranks)
-
-        def add(steps, number=number, field=field, action=action):
-            step = dataclasses.replace(steps[number], **{field: (*getattr(steps[number], field), action)})
-            return (*steps[:number], step, *steps[number + 1 :])
-
-        assert f"{action} is not its own" in _rejection(plan, _all(4), _programs(plan, stranger, add))
+        programs = _programs(plan, stranger, lambda steps, n=number, f=field, a=action: added(steps, n, f, a))
+        assert f"{action} is not its own" in _rejection(plan, everything(4), programs)
 
 
 @_directions
@@ -497,22 +474,7 @@ def test_an_action_in_a_strangers_program_is_noticed(direction):
 @given(relation=_relations(10), data=st.data())
 def test_no_action_of_any_plan_can_be_dropped_or_doubled(schedule, direction, relation, data):
     size, pairs = relation
-    plan = _plan(SCHEDULES[schedule], size, direction, pairs)
-    place = data.draw(st.sampled_from(list(_places(plan))))
-    _rejection(_broken(plan, place), pairs)
-    _rejection(_broken(plan, place, place[3], place[3]), pairs)
-
-
-@_directions
-@_schedules
-@settings(max_examples=100)
-@given(relation=_relations(10), data=st.data())
-def test_no_move_of_any_plan_can_go_elsewhere(schedule, direction, relation, data):
-    size, pairs = relation
-    plan = _plan(SCHEDULES[schedule], size, direction, pairs)
-    moves = [place for place in _places(plan) if isinstance(place[3], Move)]
-    if moves:
-        place = data.draw(st.sampled_from(moves))
-        end = data.draw(st.sampled_from(["src", "dst"]))
-        rank = data.draw(st.integers(0, size - 1).filter(lambda rank: rank != getattr(place[3], end)))
-        _rejection(_broken(plan, place, dataclasses.replace(place[3], **{end: rank})), pairs)
+    plan = build(SCHEDULES[schedule], size, direction, pairs)
+    place = data.draw(st.sampled_from(list(places(plan))))
+    _rejection(changed(plan, place), pairs)
+    _rejection(changed(plan, place, place[3], place[3]), pairs)

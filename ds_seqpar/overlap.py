@@ -1,0 +1,174 @@
+"""Overlap as a pass over plans: collectives become moves of single blocks, products run as their operands arrive.
+
+Serves every schedule. For a mesh (a, b, 1) it yields what Attention2D-O tiles by hand (Algs. 4-11): own products first,
+then those of whatever block has arrived, results on their way while other products still run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+from .plan import ACCUMULATORS, Compute, Move, Needed, Plan, Step
+from .simulate import Costs
+
+Operand = tuple[int, str, int]  # rank, kind, block
+
+
+def overlapped(plan: Plan, needed: Needed, costs: Costs) -> Plan:
+    """The same products on the same ranks and the same bytes in another order: a greedy list schedule under the model
+    of `simulate`. Results go straight home. Void products that only a group needed are left out.
+
+    costs: what transfers and products take, of which only the ratio matters.
+    """
+    return _ListScheduler(plan, needed, costs).run()
+
+
+class _ListScheduler:
+    """Time is counted in products: in slot s, which becomes step s, a rank starts one product at most. Transfers are
+    posted between products and queue for their links."""
+
+    def __init__(self, plan: Plan, needed: Needed, costs: Costs) -> None:
+        self.plan, self.costs = plan, costs
+        self.remaining = _products(plan, needed)
+        self.source = _sources(plan, self.remaining)
+        self.pending = set(self.source)
+        self.arrival: dict[Operand, float] = {(r, k, r): 0.0 for r in range(plan.size) for k in ("q", "kv")}
+        self.first_use: dict[Operand, int] = {}
+        # results that leave the rank: how many products are still to come into them
+        self.open = Counter(
+            unit for r, pairs in enumerate(self.remaining) for p in pairs for unit in self.leaving(r, *p)
+        )
+        self.link_in, self.link_out = [0.0] * plan.size, [0.0] * plan.size
+        self.moves: list[tuple[int, Move]] = []
+        self.computes: list[tuple[int, Compute]] = []
+        self.results: list[tuple[int, Move]] = []
+
+    def leaving(self, rank: int, q: int, kv: int) -> list[Operand]:
+        """The results of a product that do not belong to the rank that computes it."""
+        owner = {"out": q, "dq": q, "dkv": kv}
+        return [(rank, kind, owner[kind]) for kind in ACCUMULATORS[self.plan.direction] if owner[kind] != rank]
+
+    def run(self) -> Plan:
+        slot = 0
+        while self.pending or any(self.remaining) or self.open:
+            self.post_operands(slot)
+            for rank in range(self.plan.size):
+                self.start_product(rank, slot)
+            self.post_results(slot)
+            slot += 1
+        return self.emit(slot)
+
+    def post_operands(self, slot: int) -> None:
+        """For each link the transfer that lets its receiver compute most a second, until links are taken for the slot."""
+        while found := [candidate for candidate in map(self.candidate, self.pending) if candidate]:
+            posted = False
+            for _, _, (rank, kind, block) in sorted(found):
+                src = self.source[rank, kind, block]
+                if self.arrival[src, kind, block] <= slot and self.link_free(src, rank) < slot + 1:
+                    self.pending.remove((rank, kind, block))
+                    move = Move(src=src, dst=rank, kind=kind, key=(block,))
+                    self.arrival[rank, kind, block] = self.carry(move, slot)
+                    self.first_use.setdefault((src, kind, block), slot)
+                    self.moves.append((slot, move))
+                    posted = True
+            if not posted:
+                return
+
+    def candidate(self, unit: Operand) -> tuple[float, int, Operand] | None:
+        """Priority of an operand that its source has: products it allows with what is there or on its way (others that
+        it is part of count a little) for each second of link; then the nearest block."""
+        rank, kind, block = unit
+        if (self.source[unit], kind, block) not in self.arrival:
+            return None
+        side, other = (0, "kv") if kind == "q" else (1, "q")
+        mine = [pair for pair in self.remaining[rank] if pair[side] == block]
+        gain = sum(1.0 if (rank, other, pair[1 - side]) in self.arrival else 0.1 for pair in mine)
+        return -gain / self.costs.transfer[kind], (rank - block) % self.plan.size, unit
+
+    def link_free(self, src: int, dst: int) -> float:
+        return max(self.link_out[src], self.link_in[dst])
+
+    def carry(self, move: Move, earliest: float) -> float:
+        """Takes the links; returns when it arrives."""
+        end = max(earliest, self.link_free(move.src, move.dst)) + self.costs.move(move) / self.costs.product
+        self.link_out[move.src] = self.link_in[move.dst] = end
+        return round(end, 9)
+
+    def start_product(self, rank: int, slot: int) -> None:
+        never = float("inf")
+        ready = [
+            pair
+            for pair in self.remaining[rank]
+            if max(self.arrival.get((rank, "q", pair[0]), never), self.arrival.get((rank, "kv", pair[1]), never))
+            <= slot
+        ]
+        if not ready:
+            return
+        q, kv = min(ready, key=lambda pair: self.urgency(rank, *pair))
+        self.remaining[rank].remove((q, kv))
+        self.computes.append((slot, Compute(rank=rank, q=(q,), kv=(kv,))))
+        for unit in self.leaving(rank, q, kv):
+            self.open[unit] -= 1
+        for unit in ((rank, "q", q), (rank, "kv", kv)):
+            self.first_use.setdefault(unit, slot)
+
+    def urgency(self, rank: int, q: int, kv: int) -> tuple:
+        """What completes a result that has to leave comes first, a rank's own product last."""
+        still = [self.open[unit] for unit in self.leaving(rank, q, kv)]
+        return (not still, min(still, default=0), (rank - q) % self.plan.size, (rank - kv) % self.plan.size)
+
+    def post_results(self, slot: int) -> None:
+        """Complete results go home after the slot's products, unless operands have taken the links."""
+        for unit in sorted(unit for unit, count in self.open.items() if count == 0):
+            rank, kind, block = unit
+            if self.link_free(rank, block) < slot + 2:
+                move = Move(src=rank, dst=block, kind=kind, key=(block,))
+                slots = math.ceil(self.carry(move, slot + 1)) - slot
+                self.results.append((slot, dataclasses.replace(move, within=slots)))
+                del self.open[unit]
+
+    def emit(self, slots: int) -> Plan:
+        steps: list[dict[str, list]] = [{"moves": [], "computes": [], "results": []} for _ in range(slots)]
+        for slot, move in self.moves:
+            need = self.first_use[move.dst, move.kind, move.key[0]]
+            steps[slot]["moves"].append(dataclasses.replace(move, within=need - slot))
+        for slot, compute in self.computes:
+            steps[slot]["computes"].append(compute)
+        for slot, move in self.results:
+            steps[slot]["results"].append(move)
+        return Plan(
+            name=f"{self.plan.name}, overlapped",
+            direction=self.plan.direction,
+            size=self.plan.size,
+            steps=tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps),
+        )
+
+
+def _products(plan: Plan, needed: Needed) -> list[set[tuple[int, int]]]:
+    found: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
+    for step in plan.steps:
+        for compute in step.computes:
+            found[compute.rank] |= {(i, j) for i in compute.q for j in compute.kv if needed(i, j)}
+    return found
+
+
+def _sources(plan: Plan, products: list[set[tuple[int, int]]]) -> dict[Operand, int]:
+    """Where each rank gets each foreign operand block from: as in the plan, a gather's by a ring of its members."""
+    source: dict[Operand, int] = {}
+    for step in plan.steps:
+        for gather in step.gathers:
+            for index, rank in enumerate(gather.ranks):
+                for block in set(gather.whole) - set(gather.part(rank)):
+                    source[rank, gather.kind, block] = gather.ranks[index - 1]
+        for move in step.moves:
+            for block in move.key:
+                source.setdefault((move.dst, move.kind, block), move.src)
+    wanted = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
+    reached: set[Operand] = set()
+    for rank, kind, block in wanted:  # and whoever passes it on
+        while rank != block and (rank, kind, block) not in reached:
+            reached.add((rank, kind, block))
+            rank = source[rank, kind, block]
+    return {unit: source[unit] for unit in reached}

@@ -1,0 +1,179 @@
+"""Batches that cannot be trained on get one clear sentence on every rank of the world, and never a hang."""
+
+import pytest
+import torch
+
+from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one, try_all
+from tests.launch import on_ranks
+
+
+def batch(seed=0, seq=16, **other):
+    """A good batch, but for what a case asks for; a name with None is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 99, (2, seq), generator=generator)
+    whole = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids), **other}
+    return {name: x for name, x in whole.items() if x is not None}
+
+
+def mask(*zeros):
+    whole = torch.ones(2, 16, dtype=torch.int64)
+    whole[1, list(zeros)] = 0
+    return whole
+
+
+def window_of(steps, batches):
+    def call(sp, rank):
+        sp.accumulation_steps = steps
+        return sp.shard_batches(batches)
+
+    return call
+
+
+def shard_batch_in_a_window(sp, rank):
+    sp.accumulation_steps = 2
+    return sp.shard_batch(batch())
+
+
+def one_given(rank, **other):
+    return batch(**(other if rank == WRONG else {}))
+
+
+RESET = torch.arange(8).repeat(2).expand(2, -1)  # two documents of 8 tokens in a sequence
+ONE_GROUP = {
+    "no labels": (
+        lambda sp, rank: sp.shard_batch(batch(labels=None)),
+        everywhere("InputError", "needs labels", "got none", "labels=input_ids.clone()"),
+    ),
+    "no labels on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, labels=None)),
+        only_one("InputError", "needs labels", "got none"),
+    ),
+    "labels without batch": (
+        lambda sp, rank: sp.shard_batch(batch(labels=torch.arange(16))),
+        everywhere("InputError", "labels of shape (batch, seq)", "int64 (16,)"),
+    ),
+    # TRL#4579 and transformers lose or shift twice where labels became shift_labels; axolotl#3498: partitioned twice
+    "shift_labels": (
+        lambda sp, rank: sp.shard_batch(batch(shift_labels=torch.zeros(2, 16, dtype=torch.int64))),
+        everywhere("InputError", "not shifted", "got shift_labels"),
+    ),
+    "sharded twice": (
+        lambda sp, rank: sp.shard_batch(sp.shard_batch(batch(seq=64))),
+        everywhere("InputError", "not shifted", "got shift_labels"),
+    ),
+    # TransformerEngine#3331 and #1930, accelerate#4177: a mask that was dropped or misread let padding be attended to
+    "left padding": (
+        lambda sp, rank: sp.shard_batch(batch(attention_mask=mask(0, 1))),
+        everywhere("InputError", "padding must be on the right", "padding_side"),
+    ),
+    "gap": (
+        lambda sp, rank: sp.shard_batch(batch(attention_mask=mask(5))),
+        everywhere("InputError", "padding must be on the right", "padding before a real token"),
+    ),
+    "left padding on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, attention_mask=mask(0, 1))),
+        only_one("InputError", "padding must be on the right"),
+    ),
+    "padding that is not masked": (
+        lambda sp, rank: sp.shard_batch(batch(attention_mask=mask(14, 15)), causal=False),
+        everywhere("InputError", "without a causal mask takes no padding", "zeros"),
+    ),
+    "mask of four dims": (
+        lambda sp, rank: sp.shard_batch(batch(attention_mask=torch.ones(2, 1, 16, 16))),
+        everywhere("InputError", "shape (2, 16)", "(2, 1, 16, 16)"),
+    ),
+    "mask that is a list on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, attention_mask=[[1] * 16] * 2)),
+        only_one("InputError", "shape (2, 16)", "got list"),
+    ),
+    # axolotl#3608 and #2495, LLaMA-Factory PR 7338: packed documents attended to one another, loss 1.83 times too large
+    "packed": (
+        lambda sp, rank: sp.shard_batch(batch(position_ids=RESET)),
+        everywhere("InputError", "position_ids must count", "packed documents"),
+    ),
+    "positions that are a list on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, position_ids=list(range(16)))),
+        only_one("InputError", "position_ids must count"),
+    ),
+    "length": (
+        lambda sp, rank: sp.shard_batch(batch(seq=20)),
+        everywhere("InputError", "multiple of 8", "got 20", "to 24"),
+    ),
+    "tensor of another shape": (
+        lambda sp, rank: sp.shard_batch(batch(pixel_values=torch.zeros(3, 5))),
+        everywhere("InputError", "labels' shape (2, 16)", "pixel_values (3, 5)", "sp.shard"),
+    ),
+    "not a mapping on one rank": (
+        lambda sp, rank: sp.shard_batch((1, 2) if rank == WRONG else batch()),
+        only_one("InputError", "a batch must be a mapping", "got tuple"),
+    ),
+    "no window on one rank": (
+        lambda sp, rank: sp.shard_batches(None if rank == WRONG else [batch()]),
+        only_one("InputError", "a batch must be a mapping", "got none"),
+    ),
+    # axolotl#3920: peers got different batches, because their loaders' workers were seeded by global rank
+    "another batch on one rank": (
+        lambda sp, rank: sp.shard_batch(batch(seed=int(rank == WRONG))),
+        differ("'labels': 'int64 (2, 16) "),
+    ),
+    "another length on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, **batch(seq=24))),
+        differ("int64 (2, 16)", "int64 (2, 24)"),
+    ),
+    # verl#2857, 360-LLaMA-Factory#1: accumulation gave another loss
+    "window too long": (
+        window_of(2, [batch(seed) for seed in range(3)]),
+        everywhere("InputError", "window of 2 micro-batches", "got 3"),
+    ),
+    "window too short": (window_of(2, [batch()]), everywhere("InputError", "window of 2 micro-batches", "got 1")),
+    "one batch of a window": (
+        shard_batch_in_a_window,
+        everywhere("InputError", "window of 2 micro-batches", "got 1"),
+    ),
+    "empty window": (
+        lambda sp, rank: sp.shard_batches([]),
+        everywhere("InputError", "at least 1 micro-batches", "got 0"),
+    ),
+    "empty window on one rank": (
+        lambda sp, rank: sp.shard_batches([batch()] if rank != WRONG else []),
+        only_one("InputError", "at least 1 micro-batches", "got 0"),
+    ),
+}
+
+# two groups of two ranks, of which only the second is given something wrong: the world trains together, so all four
+# raise, and say which rank it is
+SECOND_GROUP = {
+    "no labels": (
+        lambda sp, rank: sp.shard_batch(batch(sp.data_rank, **({"labels": None} if rank == 3 else {}))),
+        {3: ("InputError", "needs labels"), "others": ("DisagreementError", "rank 3 cannot go on", "needs labels")},
+    ),
+    "left padding": (
+        lambda sp, rank: sp.shard_batch(batch(sp.data_rank, attention_mask=mask(0) if rank >= 2 else None)),
+        {
+            2: ("InputError", "padding must be on the right"),
+            3: ("InputError", "padding must be on the right"),
+            "others": ("DisagreementError", "rank 2 cannot go on", "padding must be on the right"),
+        },
+    ),
+    "peers differ": (
+        lambda sp, rank: sp.shard_batch(batch(10 + rank if rank >= 2 else 0)),
+        {"others": ("DisagreementError", "share a sequence", "rank 2: ", "rank 3: ")},
+    ),
+    "fewer micro-batches": (
+        lambda sp, rank: sp.shard_batches([batch(sp.data_rank)] * (2 - sp.data_rank)),
+        everywhere("InputError", "as many micro-batches", "[2, 2, 1, 1] by rank"),
+    ),
+}
+
+
+TABLES = {"one group": (ONE_GROUP, 4), "second of two groups": (SECOND_GROUP, 2)}
+
+
+def refused_batches(name):
+    table, size = TABLES[name]
+    return try_all(table, make(size=size))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_batches(name):
+    assert_all_refused(TABLES[name][0], on_ranks(4, refused_batches, name, timeout=SECONDS))

@@ -1,0 +1,199 @@
+"""shard_batches: labels are shifted before they are sharded, positions are global, and the divisor gives the mean."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.dist.ranks import SECONDS, attend, make
+from tests.launch import on_ranks
+
+IGNORE = -100
+WORLD, SEQ = 4, 48
+
+
+def a_batch(seed, ignored=0.4, rows=2):
+    """Token ids that say where they stand, and labels of which a share does not count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = 1000 * seed + torch.arange(rows * SEQ).view(rows, SEQ)
+    labels = torch.where(torch.rand(rows, SEQ, generator=generator) < ignored, IGNORE, ids)
+    return {"input_ids": ids, "labels": labels}
+
+
+def shifted(labels):
+    """The label that each token predicts: that of the token to its right."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], dim=1)
+
+
+def one_batch(degree, layout):
+    sp = make(ulysses=degree, layout=layout)
+    whole = a_batch(0)
+    extra = torch.arange(2 * SEQ * 3).view(2, SEQ, 3).bfloat16()
+    before = {name: x.clone() for name, x in whole.items()}
+    sharded = sp.shard_batch({**whole, "extra": extra, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]})
+    assert all(torch.equal(x, whole[name]) for name, x in before.items())  # what came in is left as it was
+    return sharded
+
+
+# deepspeed#5419 and #7473: ranks' losses differed, labels and position ids were suspected; deepspeed#7458: not sharded
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_shards_put_together_are_the_batch(degree, layout):
+    shards = on_ranks(WORLD, one_batch, degree, layout)
+    places = [shard["position_ids"] for shard in shards]
+    assert all(torch.equal(x, x[:1].expand(2, SEQ // WORLD)) for x in places)
+    order = torch.cat([x[0] for x in places])
+    assert sorted(order.tolist()) == list(range(SEQ))
+    joined = {}
+    for name in ("input_ids", "labels", "shift_labels", "extra"):
+        parts = torch.cat([shard[name] for shard in shards], dim=1)
+        joined[name] = torch.empty_like(parts)
+        joined[name][:, order] = parts
+    whole = a_batch(0)
+    assert torch.equal(joined["input_ids"], whole["input_ids"])
+    assert torch.equal(joined["labels"], whole["labels"])
+    assert torch.equal(joined["shift_labels"], shifted(whole["labels"]))
+    assert torch.equal(joined["extra"], torch.arange(2 * SEQ * 3).view(2, SEQ, 3).bfloat16())
+    for shard in shards:
+        assert shard["names"] == ["a", "b"]
+        assert set(shard) == {*joined, "names", "position_ids", "num_items_in_batch"}
+
+
+def boundary():
+    sp = make(layout="contiguous")
+    ids = torch.arange(SEQ)[None]
+    shard = sp.shard_batch({"input_ids": ids, "labels": ids})
+    return shard["input_ids"][0].tolist(), shard["shift_labels"][0].tolist()
+
+
+# shifted after sharding, the last token of every shard would predict nothing, or its own shard's first
+def test_a_shards_last_token_predicts_the_next_shards_first():
+    shards = on_ranks(WORLD, boundary)
+    for (_, labels), (ids, _) in itertools.pairwise(shards):
+        assert labels[-1] == ids[0]
+    assert shards[-1][1][-1] == IGNORE
+
+
+def token_loss(labels):
+    """A loss for every token, from its label alone; nothing for those that do not count."""
+    return torch.where(labels == IGNORE, 0.0, (labels.double() + 1).log())
+
+
+def windows(size, layout, batches):
+    """(num_items_in_batch by batch, this rank's label tokens, loss) of a window; batches: (seed, share ignored)."""
+    sp = make(size=size, layout=layout)
+    window = sp.shard_batches([a_batch(10 * sp.data_rank + seed, ignored) for seed, ignored in batches])
+    # as a transformers model does: the sum over its own tokens, divided by the number it is given
+    losses = [token_loss(batch["shift_labels"]).sum() / batch["num_items_in_batch"] for batch in window]
+    tokens = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in window)
+    return [batch["num_items_in_batch"] for batch in window], tokens, sp.mean_loss(losses)
+
+
+def all_labels(size, batches):
+    """The shifted labels of every group's window, flat."""
+    found = []
+    for group in range(WORLD // size):
+        found += [shifted(a_batch(10 * group + seed, ignored)["labels"]).flatten() for seed, ignored in batches]
+    return torch.cat(found)
+
+
+# Megatron#7513 and #673: unequal masks halved or quartered gradients; verl#2857 and 360-LLaMA-Factory#1: accumulation
+# gave another loss; transformers#46775 and 360-LLaMA-Factory#72: losses came out sp times too large
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("batches", [[(1, 0.4)], [(1, 0.1), (2, 0.9), (3, 0.5)]], ids=["one", "window of 3"])
+def test_divisor_makes_the_mean_over_all_label_tokens(size, layout, batches):
+    labels = all_labels(size, batches)
+    count = int((labels != IGNORE).sum())
+    results = on_ranks(WORLD, windows, size, layout, batches)
+    assert sum(tokens for _, tokens, _ in results) == count
+    for items, _, loss in results:
+        assert items == [count / (WORLD * len(batches))] * len(batches)
+        assert loss == pytest.approx(token_loss(labels).sum().item() / count, rel=1e-12)
+
+
+def ignored_tokens(which):
+    """(num_items_in_batch, this rank's label tokens, its loss, mean loss): labels that do not count, on a contiguous
+    layout, so that they are one rank's or all ranks'."""
+    sp = make(layout="contiguous")
+    ids = torch.arange(SEQ)[None]
+    labels = ids.clone()
+    labels[:, which] = IGNORE
+    batch = sp.shard_batch({"input_ids": ids, "labels": labels})
+    loss = token_loss(batch["shift_labels"]).sum() / batch["num_items_in_batch"]
+    return batch["num_items_in_batch"], int((batch["shift_labels"] != IGNORE).sum()), loss.item(), sp.mean_loss(loss)
+
+
+# Megatron#1764, axolotl#3026, ms-swift#2870: NaN where all tokens of a rank, or of a batch, were masked
+def test_a_shard_without_labels_contributes_nothing():
+    # the labels that rank 1's tokens predict: those of the tokens one to the right
+    results = on_ranks(WORLD, ignored_tokens, slice(SEQ // WORLD + 1, 2 * SEQ // WORLD + 1))
+    counts = [tokens for _, tokens, _, _ in results]
+    assert counts == [12, 0, 12, 11]
+    assert [items for items, *_ in results] == [sum(counts) / WORLD] * WORLD
+    assert results[1][2] == 0.0
+    assert all(loss > 0 for rank, (_, _, loss, _) in enumerate(results) if rank != 1)
+
+
+def test_no_labels_at_all_give_no_loss_and_no_nan():
+    for items, tokens, loss, mean in on_ranks(WORLD, ignored_tokens, slice(None)):
+        assert items > 0
+        assert tokens == 0
+        assert (loss, mean) == (0.0, 0.0)
+
+
+def first_label():
+    """Only a sequence's first token has a label: no token stands to its left to predict it."""
+    sp = make()
+    labels = torch.full((1, SEQ), IGNORE)
+    labels[0, 0] = 7
+    return int((sp.shard_batch({"labels": labels})["shift_labels"] != IGNORE).sum())
+
+
+def test_a_first_tokens_label_is_predicted_by_nobody():
+    assert on_ranks(WORLD, first_label) == [0] * WORLD
+
+
+def evaluation():
+    sp = make(size=2)
+    sp.accumulation_steps = 2
+    sharded = sp.shard_batch(a_batch(sp.data_rank), training=False)
+    loss = sp.mean_loss(token_loss(sharded["shift_labels"]).sum() / sharded["num_items_in_batch"])
+    return loss, sp.accumulation_steps
+
+
+# transformers#48167: eval_loss came out cp times too large
+def test_evaluation_takes_one_batch_of_a_window():
+    labels = torch.cat([shifted(a_batch(group)["labels"]) for group in (0, 1)])
+    expected = token_loss(labels).sum().item() / int((labels != IGNORE).sum())
+    for loss, steps in on_ranks(WORLD, evaluation):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert steps == 2
+
+
+def padded(real):
+    """Attention on a batch padded on the right, against the sequences without their padding, on real tokens."""
+    sp = make(layout="zigzag")
+    q, k, v, do = oracle.tensors(2, 24, (4, 2))
+    lengths = (24, real)
+    kept = torch.arange(24) < torch.tensor(lengths)[:, None]
+    ids = torch.where(kept, torch.arange(48).view(2, 24), 0)
+    labels = torch.where(kept, ids, -100)
+    sharded = sp.shard_batch({"input_ids": ids, "labels": labels, "attention_mask": kept.long()})
+    # padding is full of rubbish, and no loss comes from it
+    found = attend(sp, q, k, v, do * kept[..., None, None])
+    errors = []
+    for row, length in enumerate(lengths):
+        alone = [x[row : row + 1, :length] for x in (q, k, v, do)]
+        errors += oracle.errors([x[row : row + 1, :length] for x in found], oracle.dense(*alone))
+    return max(errors), "attention_mask" in sharded, sharded["num_items_in_batch"]
+
+
+# TransformerEngine#3331: tail padding dropped real keys; #2186: backward was NaN where half a rank was padding
+@pytest.mark.parametrize("real", [23, 17, 2])
+def test_right_padding_equals_no_padding(real):
+    for error, masked, items in on_ranks(4, padded, real, timeout=SECONDS):
+        assert error < 1e-10
+        assert not masked
+        assert items == (23 + real - 1) / 4

@@ -1,0 +1,96 @@
+"""Transfers run beside products: what is posted when, on real ranks. Order is asserted, never time."""
+
+import itertools
+
+import pytest
+
+from ds_seqpar.kernels import KERNELS
+from tests import oracle
+from tests.dist.ranks import leaves, make
+from tests.launch import on_ranks
+
+
+class Recorder:
+    """Writes down, in order: (`post`, kinds, number), (`wait`, kinds, number) and (`compute`,)."""
+
+    def __init__(self, sp):
+        self.events, self.numbers, self.unfinished = [], itertools.count(), []
+        self.real_post = sp.comm.post
+        sp.comm.post = self.post
+        kernel = KERNELS["cpu_flash"]
+        for name in ("forward", "backward"):
+            setattr(kernel, name, self.computing(getattr(kernel, name)))
+
+    def computing(self, function):
+        def compute(*args):
+            self.events.append(("compute",))
+            return function(*args)
+
+        return compute
+
+    def post(self, sends, receives):
+        handle = self.real_post(sends, receives)
+        kinds = tuple(sorted({message.kind for message in (*sends, *receives)}))
+        if not kinds:
+            return handle
+        number, works, real_wait = next(self.numbers), handle.works, handle.wait
+        self.events.append(("post", *kinds, number))
+
+        def wait():
+            real_wait()
+            self.unfinished += [work for work in works if not work.is_completed()]
+            self.events.append(("wait", *kinds, number))
+
+        handle.wait = wait
+        return handle
+
+    def story(self):
+        """The events so far without numbers, neighbouring computes as one. Forgets them."""
+        events, self.events = [event[:-1] if len(event) > 1 else event for event in self.events], []
+        return [" ".join(event) for event, _ in itertools.groupby(events)]
+
+
+def record(size, degree, layout, causal):
+    """(forward story, backward story, handles posted, handles waited for, works not done after their wait)."""
+    sp = make(size=size, ulysses=degree, layout=layout, kernel="cpu_flash")
+    recorder = Recorder(sp)
+    q, k, v, do = oracle.tensors(1, 48, (4, 4))
+    out = sp.attention(*leaves(sp, q, k, v), causal=causal)
+    events = list(recorder.events)
+    forward = recorder.story()
+    out.backward(sp.shard(do, 1))
+    events += recorder.events
+    posted = [event[1:] for event in events if event[0] == "post"]
+    waited = [event[1:] for event in events if event[0] == "wait"]
+    return forward, recorder.story(), posted, waited, len(recorder.unfinished)
+
+
+# on 4 inner ranks: the next k/v is under way while the present is computed
+FORWARD = 3 * ["post kv", "compute", "wait kv"] + ["compute"]
+# a rank's own product stays, so the first gradient leaves in step 1; it arrives beside the products of step 2 and is
+# merged only then; the last one is on its way home when the plan ends
+BACKWARD = [
+    *("post kv", "compute", "wait kv"),
+    *("post kv", "compute", "post dkv", "wait kv"),
+    *("post kv", "compute", "wait dkv", "post dkv", "wait kv"),
+    *("compute", "wait dkv", "post dkv", "wait dkv"),
+]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("size", "degree"), [(4, 1), (8, 2)])
+def test_next_transfer_is_posted_before_the_present_block_is_computed(size, degree, layout, causal):
+    for forward, backward, *_ in on_ranks(size, record, size, degree, layout, causal):
+        assert forward == FORWARD
+        assert backward == BACKWARD
+
+
+# a dropped isend loses its message: pytorch#174288, nccl#1967 and ring-flash-attention#39 hang on requests that do not
+# match what is waited for
+@pytest.mark.parametrize(("layout", "causal"), [("zigzag", True), ("contiguous", True), ("contiguous", False)])
+def test_every_handle_is_waited_for_once(layout, causal):
+    for *_, posted, waited, unfinished in on_ranks(4, record, 4, 1, layout, causal):
+        assert sorted(posted) == sorted(waited)
+        assert len(posted) == len(set(posted)) > 0
+        assert unfinished == 0

@@ -1,0 +1,232 @@
+"""Bad settings and tensors get one clear sentence on every rank before attention communicates, and never a hang."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from tests import oracle
+from tests.dist.ranks import (
+    SECONDS,
+    WRONG,
+    assert_all_refused,
+    attention_error,
+    differ,
+    everywhere,
+    is_one_sentence,
+    make,
+    on_wrong,
+    only_one,
+    refusal,
+    try_all,
+)
+from tests.launch import on_ranks
+
+
+def attention(sp, tokens=4, heads=(4, 2), batch=1, dtype=torch.float64, grad=True, change=None, **options):
+    """sp.attention with good local tensors, but for what a case asks for."""
+    q, k, v = oracle.tensors(batch, tokens, heads, dtype=dtype)[:3]
+    local = [x.requires_grad_(grad) for x in (q, k, v)]
+    return sp.attention(*(change(*local) if change else local), **options)
+
+
+# name -> (what a rank calls, what it is to be told). The SequenceParallel: 4 ranks, zigzag, ulysses 1, so 8 | length.
+RING = {
+    # deepspeed#7384 and #7842: a length that the ranks do not divide went through and corrupted
+    "length": (
+        lambda sp, rank: attention(sp, tokens=3),
+        everywhere("InputError", "multiple of 8", "got 12", "to 16"),
+    ),
+    "no tokens": (
+        lambda sp, rank: attention(sp, change=lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0])),
+        everywhere("InputError", "multiple of 8", "got 0", "to 8"),
+    ),
+    "length to shard": (
+        lambda sp, rank: sp.shard(torch.arange(20), 0),
+        everywhere("InputError", "multiple of 8", "got 20", "to 24"),
+    ),
+    "length to gather": (
+        lambda sp, rank: sp.gather(torch.zeros(3), 0),
+        everywhere("InputError", "multiple of 8", "got 12", "to 16"),
+    ),
+    "query heads": (
+        lambda sp, rank: attention(sp, heads=(2, 2), change=lambda q, k, v: (q[:, :, :1], k, v)),
+        everywhere("ConfigError", "multiple of key/value heads", "got 1 and 2"),
+    ),
+    # EasyContext#47: backward shapes differed where the ranks' chunks were unequal
+    "shapes": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, tokens=8)),
+        differ("(1, 4, 4, 8)", "(1, 8, 4, 8)"),
+    ),
+    "batch": (lambda sp, rank: attention(sp, **on_wrong(rank, batch=2)), differ("(1, 4, 4, 8)", "(2, 4, 4, 8)")),
+    "dtypes": (lambda sp, rank: attention(sp, **on_wrong(rank, dtype=torch.float32)), differ("float64", "float32")),
+    "causal": (lambda sp, rank: attention(sp, **on_wrong(rank, causal=False)), differ("causal=True", "causal=False")),
+    "scale": (lambda sp, rank: attention(sp, **on_wrong(rank, scale=0.5)), differ("scale=None", "scale=0.5")),
+    "requires_grad": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, grad=False)),
+        differ("backward=True", "backward=False"),
+    ),
+    "no_grad": (
+        lambda sp, rank: torch.no_grad()(attention)(sp) if rank == WRONG else attention(sp),
+        differ("backward=True", "backward=False"),
+    ),
+    "different calls": (
+        lambda sp, rank: sp.gather(torch.zeros(8), 0) if rank == WRONG else attention(sp),
+        differ("tensor to gather", "attention inputs"),
+    ),
+    "three dims": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q[0], k, v))),
+        only_one("InputError", "(batch, local_seq, heads, head_dim)", "got q (4, 4, 8), k (1, 4, 2, 8)"),
+    ),
+    "not a tensor": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, None, v))),
+        only_one("InputError", "(batch, local_seq, heads, head_dim)", "k NoneType"),
+    ),
+    "k unlike v": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, k, v[:, :, :1]))),
+        only_one("InputError", "k and v of one shape", "v (1, 4, 1, 8)"),
+    ),
+    "one tensor's dtype": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, k.float(), v))),
+        only_one("InputError", "one dtype", "torch.float64", "torch.float32"),
+    ),
+    "one rank's length": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, tokens=3)),
+        only_one("InputError", "multiple of 8", "got 12", "to 16"),
+    ),
+    "one rank gathers what autograd follows": (
+        lambda sp, rank: sp.gather(torch.zeros(8, requires_grad=rank == WRONG), 0),
+        only_one("InputError", "requires_grad", "x.detach()"),
+    ),
+    "one rank gathers nothing": (
+        lambda sp, rank: sp.gather(None if rank == WRONG else torch.zeros(8), 0),
+        only_one("InputError", "gather needs a tensor", "got NoneType"),
+    ),
+    "no kernel": (
+        lambda sp, rank: attention(sp, dtype=torch.int64, grad=False),
+        everywhere("KernelError", "no attention kernel takes int64 on cpu", "cpu_flash takes floating point"),
+    ),
+}
+
+# the same ranks with ulysses 2
+ULYSSES = {
+    "heads": (
+        lambda sp, rank: attention(sp, heads=(3, 3)),
+        everywhere("ConfigError", "ulysses must divide the query heads", "ulysses 2 for 3 query", "use one of [1]"),
+    ),
+    "key/value heads": (
+        lambda sp, rank: attention(sp, heads=(6, 3)),
+        everywhere("ConfigError", "ulysses 2 for 6 query and 3 key/value heads", "use one of [1]"),
+    ),
+    "one rank's heads": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, heads=(3, 3))),
+        only_one("ConfigError", "ulysses 2 for 3 query", "use one of [1]"),
+    ),
+    "shapes": (lambda sp, rank: attention(sp, **on_wrong(rank, tokens=8)), differ("(1, 4, 4, 8)", "(1, 8, 4, 8)")),
+}
+
+
+TABLES = {"ring": (RING, 1), "ulysses": (ULYSSES, 2)}
+
+
+def refused_tensors(name):
+    table, degree = TABLES[name]
+    return try_all(table, make(ulysses=degree))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tensors(name):
+    assert_all_refused(TABLES[name][0], on_ranks(4, refused_tensors, name, timeout=SECONDS))
+
+
+def wrong_group():
+    """Two groups of two ranks; the second is given one rank's tensors wrong."""
+    sp = make(size=2)
+    rank = dist.get_rank()
+    kind, message = refusal(attention, sp, tokens=4, **({"causal": False} if rank == 3 else {}))
+    return kind, message
+
+
+def test_attention_of_one_group_is_refused_on_that_group():
+    (first, second, third, fourth) = on_ranks(4, wrong_group, timeout=SECONDS)
+    # the other group shares nothing with it here: it goes on, up to what the whole world does together
+    assert first == second == (None, None)
+    for kind, message in (third, fourth):
+        assert kind == "DisagreementError"
+        assert "rank 2: attention inputs" in message
+        assert "rank 3: attention inputs" in message
+
+
+CONFIGURATIONS = {
+    "size": (
+        lambda rank: make(size=3),
+        everywhere("ConfigError", "size must divide the number of ranks", "3 on 4 ranks", "[1, 2, 4]"),
+    ),
+    "size beyond the world": (lambda rank: make(size=8), everywhere("ConfigError", "size 8 on 4 ranks", "[1, 2, 4]")),
+    "ulysses beyond the size": (
+        lambda rank: make(size=2, ulysses=4),
+        everywhere("ConfigError", "ulysses must divide", "ulysses 4, size 2", "[1, 2]"),
+    ),
+    # deepspeed#8291 and verl#850: heads that cannot be shared were split unequally, or padded apart from the queries
+    "heads": (
+        lambda rank: make((6, 2), ulysses=4),
+        everywhere("ConfigError", "ulysses 4 for 6 query and 2 key/value heads", "[1, 2]"),
+    ),
+    "heads that do not group": (
+        lambda rank: make((4, 3), ulysses=1),
+        everywhere("ConfigError", "multiple of key/value heads", "got 4 and 3"),
+    ),
+    "size on one rank": (
+        lambda rank: make(size=3 if rank == WRONG else 4),
+        only_one("ConfigError", "size must divide the number of ranks", "3 on 4 ranks"),
+    ),
+    "layouts": (
+        lambda rank: make(layout="striped" if rank == WRONG else "zigzag"),
+        differ("layout='zigzag'", "layout='striped'"),
+    ),
+    "sizes": (lambda rank: make(size=2 if rank == WRONG else 4), differ("size=4", "size=2")),
+    "the models' heads": (
+        lambda rank: make((4, 2) if rank == WRONG else (4, 4), ulysses=2),
+        differ("(4, 2)", "(4, 4)"),
+    ),
+}
+
+
+def refused_configurations():
+    found = {name: (*refusal(call, dist.get_rank()), 0) for name, (call, _) in CONFIGURATIONS.items()}
+    return found, attention_error(make(ulysses=2))
+
+
+def test_configurations():
+    assert_all_refused(CONFIGURATIONS, on_ranks(4, refused_configurations, timeout=SECONDS))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"schedule": "rings"}, ("schedule must be one of", "'rings'", "did you mean 'ring'")),
+        ({"layout": "zig-zag"}, ("layout must be one of", "'zig-zag'", "did you mean 'zigzag'")),
+        ({"kernel": "cpuflash"}, ("kernel must be one of", "'cpuflash'", "did you mean 'cpu_flash'")),
+        ({"ulises": 2}, ("takes size, ulysses", "'ulises'", "did you mean 'ulysses'")),
+        ({"size": 0}, ("size must be a whole number from 1", "got 0")),
+        ({"size": "4"}, ("size must be a whole number from 1", "got '4'")),
+        ({"ulysses": True}, ("ulysses must be a whole number from 1", "got True")),
+    ],
+)
+def test_words_that_do_not_exist(section, words):
+    kind, message = refusal(SequenceParallelConfig.from_dict, section)
+    assert kind == "ConfigError"
+    assert is_one_sentence(message)
+    assert all(word in message for word in words)
+
+
+def not_initialised():
+    dist.destroy_process_group()
+    return refusal(SequenceParallel)
+
+
+def test_without_torch_distributed():
+    ((kind, message),) = on_ranks(1, not_initialised, timeout=SECONDS)
+    assert kind == "ConfigError"
+    assert is_one_sentence(message)
+    assert "init_distributed()" in message

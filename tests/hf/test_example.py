@@ -1,0 +1,115 @@
+"""examples/finetune_llama.py under the deepspeed launcher: equal numbers for every shape, files, and plain errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ds_seqpar import SequenceParallelConfig
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "finetune_llama.py"
+CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def launch(ranks, config, folder, *more, steps=10, seq_len=256):
+    """Runs the example; returns the finished process."""
+    command = [
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", "29555",
+        str(EXAMPLE), "--deepspeed_config", str(config), "--out", str(folder / "out"),
+        "--steps", str(steps), "--seq-len", str(seq_len), "--eval-sequences", "2", *more,
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+
+
+def config_with(folder, **section):
+    content = json.loads((ROOT / "ds_configs" / "zero3_u2r2_fp32.json").read_text())
+    content["sequence_parallel"] = section
+    (folder / "ds.json").write_text(json.dumps(content))
+    return folder / "ds.json"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process: the numbers that all others must show."""
+    folder = tmp_path_factory.mktemp("alone")
+    ran = launch(1, config_with(folder, size=1), folder)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return log_of(folder)
+
+
+@pytest.mark.parametrize("ulysses", [4, 1, 2], ids=["u4", "r4", "u2r2"])
+def test_losses_and_gradient_norms_are_those_of_one_process(ulysses, alone, tmp_path):
+    ran = launch(4, config_with(tmp_path, size=4, ulysses=ulysses), tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = log_of(tmp_path)
+    assert len(found) == len(alone) == 10
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["grad_norm"] > 0
+
+
+def test_writes_a_model_for_from_pretrained_and_takes_one(tmp_path):
+    first = launch(4, ROOT / "ds_configs" / "zero3_u2r2_fp32.json", tmp_path, steps=3)
+    assert first.returncode == 0, first.stderr[-3000:]
+    model = tmp_path / "out" / "model"
+    assert AutoTokenizer.from_pretrained(model).decode(AutoTokenizer.from_pretrained(model)("def f").input_ids[:5])
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    assert loaded.config.num_key_value_heads < loaded.config.num_attention_heads
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
+    (tmp_path / "text.txt").write_text("All the world is a stage. " * 400)
+    again = tmp_path / "again"
+    again.mkdir()
+    arguments = ("--model", str(model), "--data", str(tmp_path / "text.txt"), "--gradient-checkpointing")
+    second = launch(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", again, *arguments, steps=3)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert log_of(again)[0]["loss"] < log_of(tmp_path)[0]["loss"]  # it went on from the trained weights
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_ready_configuration_trains(config, tmp_path):
+    ran = launch(4, config, tmp_path, steps=6)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    losses = [line["loss"] for line in log_of(tmp_path)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_ready_configuration_is_complete(config):
+    content = json.loads(config.read_text())
+    assert "gradient_clipping" in content
+    assert SequenceParallelConfig.from_deepspeed(config).resolve(4, heads=(8, 2)).size in (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"size": 3}, "size must divide the number of ranks; got size 3 on 4 ranks"),
+        ({"size": 4, "schedul": "ring"}, "did you mean 'schedule'?"),
+        ({"size": 4, "layout": "zigzig"}, "did you mean 'zigzag'?"),
+    ],
+)
+def test_bad_settings_end_the_launch_with_a_sentence(section, words, tmp_path):
+    ran = launch(4, config_with(tmp_path, **section), tmp_path)
+    assert ran.returncode != 0
+    assert words in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_bad_length_and_missing_json_end_the_launch_with_a_sentence(tmp_path):
+    ran = launch(4, config_with(tmp_path, size=4, ulysses=1), tmp_path, seq_len=252)
+    assert ran.returncode != 0
+    assert "must be a multiple of 8" in ran.stdout + ran.stderr
+    assert "pad it (on the right) to 256" in ran.stdout + ran.stderr
+    ran = launch(4, tmp_path / "absent.json", tmp_path)
+    assert ran.returncode != 0
+    assert "absent.json: No such file or directory" in ran.stdout + ran.stderr

@@ -1,0 +1,436 @@
+"""A patched LLaMA on 4 ranks computes what the unpatched one does, and can be given back as it was."""
+
+import copy
+import functools
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import LlamaForCausalLM
+
+import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from hf_integration import patch_attention, patched_with, unpatch_attention
+from tests.hf.llama import (
+    IGNORE,
+    LAYOUTS,
+    MODES,
+    SEQ,
+    array,
+    gap,
+    llama,
+    norm,
+    one_process,
+    part,
+    ragged,
+    settings,
+    step,
+    weights,
+)
+from tests.launch import on_ranks
+
+WORLD = 4
+WAYS = [{**MODES[mode], "layout": layout} for mode in ("u4", "r4", "u2r2") for layout in LAYOUTS if mode != "u4"]
+WAYS.append(MODES["u4"])
+# query and key/value heads: MHA, GQA with fewer kv heads than 4 Ulysses members, and MQA
+HEADS = ((8, 8), (8, 2), (8, 1))
+
+
+def parallel(section):
+    return SequenceParallel(SequenceParallelConfig(**section))
+
+
+def tokens(rows=2, seq=SEQ, seed=1):
+    return torch.randint(3, 64, (rows, seq), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def sharded_logits(model, sp, ids, **kwargs):
+    """Logits of the patched model for whole sequences, in global order."""
+    local = model(input_ids=sp.shard(ids, 1), position_ids=sp.position_ids(ids.shape[1])[None], **kwargs).logits
+    return sp.gather(local, 1)
+
+
+def error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def logits_errors(dtype):
+    """(error against the unpatched model, the unpatched model's own error against fp64) of each way and head count."""
+    found = []
+    for heads, kv_heads in HEADS:
+        model = llama(num_attention_heads=heads, num_key_value_heads=kv_heads).to(dtype)
+        exact = copy.deepcopy(model).double()
+        with torch.no_grad():
+            plain, true = model(tokens()).logits, exact(tokens()).logits
+        for section in WAYS:
+            sp = parallel(section)
+            model.patch_attention(sp)
+            for training in (True, False):
+                logits = sharded_logits(model.train(training), sp, tokens())
+                found.append((error(logits.double(), plain.double()), error(plain.double(), true)))
+            model.unpatch_attention()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"])
+def test_logits_are_those_of_the_unpatched_model(dtype, tolerance):
+    """deepspeed#7384, #7842, ring-flash-attention#42: silently wrong attention. verl#850, prime-rl#3042: fewer kv heads
+    than ranks."""
+    for found in on_ranks(WORLD, logits_errors, dtype):
+        assert len(found) == len(HEADS) * len(WAYS) * 2
+        assert max(difference for difference, _ in found) < tolerance
+
+
+def test_logits_in_bf16_are_as_near_as_the_unpatched_models():
+    """ring-flash-attention#42, #67: block outputs in bf16 add up. Both models' rounding noise, one apart each way."""
+    for found in on_ranks(WORLD, logits_errors, torch.bfloat16):
+        for difference, noise in found:
+            assert difference < 2 * noise < 0.05
+
+
+def padded_error(section):
+    """Of the logits of real tokens in sequences padded on the right, against the unpatched model with its mask."""
+    sp, model, ids = parallel(section), llama(), tokens(rows=3)
+    mask = (torch.arange(SEQ) < torch.tensor([[SEQ], [29], [5]])).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE)}
+    with torch.no_grad():
+        plain = model(input_ids=ids, attention_mask=mask).logits
+    patch_attention(model, sp)
+    (local,) = sp.shard_batches([batch])
+    with torch.no_grad():
+        logits = sp.gather(model(**local).logits, 1)
+        ones = sp.gather(model(**local, attention_mask=torch.ones_like(local["input_ids"])).logits, 1)
+    real = mask.bool()
+    return error(logits[real], plain[real]), error(ones[real], plain[real])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_right_padding_is_exact_on_real_tokens(layout):
+    """TransformerEngine#3331, #1930: tail padding drops real keys. A mask of ones is no mask."""
+    for errors in on_ranks(WORLD, padded_error, {**MODES["u2r2"], "layout": layout}):
+        assert max(errors) < 1e-5
+
+
+def other_inputs(section):
+    """Errors where the model is called otherwise: positional arguments, embeddings, the base model alone."""
+    sp, model, ids = parallel(section), llama(), tokens()
+    with torch.no_grad():
+        plain, hidden = model(ids).logits, model.model(ids).last_hidden_state
+    patch_attention(model, sp)
+    local, places = sp.shard(ids, 1), sp.position_ids(SEQ)[None]
+    with torch.no_grad():
+        by_place = model(local, None, places).logits
+        embedded = model(inputs_embeds=model.get_input_embeddings()(local), position_ids=places).logits
+        base = model.model(local, position_ids=places).last_hidden_state
+    alone = llama().model
+    patch_attention(alone, sp)
+    with torch.no_grad():
+        patched_alone = alone(local, position_ids=places).last_hidden_state
+    found = [(by_place, plain), (embedded, plain), (base, hidden), (patched_alone, hidden)]
+    return [error(sp.gather(a, 1), b) for a, b in found]
+
+
+def test_arguments_by_position_embeddings_and_the_base_model():
+    for errors in on_ranks(WORLD, other_inputs, MODES["u2r2"]):
+        assert max(errors) < 1e-5
+
+
+def autocast_errors(section):
+    """Of gradients under autocast to bf16, against fp32: unpatched, and patched; and in which dtypes attention ran."""
+    sp, found = parallel(section), []
+    window = ragged(section, 1, 1)
+    exact, _ = one_process(llama(), window)
+    for patched in (False, True):
+        model = llama()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if patched:
+                patch_attention(model, sp)
+                dtypes = seen_dtypes(sp)
+                (batch,) = sp.shard_batches(window)
+                loss = model(**batch).loss
+            else:
+                window_loss = model(input_ids=window[0]["input_ids"]).logits[:, :-1].float()
+                loss = torch.nn.functional.cross_entropy(
+                    window_loss.flatten(0, 1), window[0]["labels"][:, 1:].flatten()
+                )
+        loss.backward()
+        gradients = {}
+        for name, p in model.named_parameters():
+            if patched:
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= WORLD
+            gradients[name] = array(p.grad)
+        found.append(gap(gradients, exact))
+    return *found, dtypes
+
+
+def seen_dtypes(sp):
+    """A set that fills with the dtypes of queries that this SequenceParallel's attention is given."""
+    seen, forward = set(), sp.runtime.forward
+
+    def watched(q, *rest):
+        seen.add(str(q.dtype))
+        return forward(q, *rest)
+
+    sp.runtime.forward = watched
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["r4", "u2r2"])
+def test_autocast_is_as_near_as_the_unpatched_models(mode):
+    """RoPE leaves q and k in fp32 beside a bf16 v; attention runs in bf16 all the same, as sdpa does."""
+    for noise, difference, dtypes in on_ranks(WORLD, autocast_errors, MODES[mode]):
+        assert difference < 2 * noise < 0.05
+        assert dtypes == {"torch.bfloat16"}
+
+
+def generated(model, seed, padded):
+    """Greedy tokens for this rank's own prompts, two of them padded on the left."""
+    ids = tokens(rows=3, seq=11, seed=seed)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :4], mask[2, :7] = 0, 0
+        ids = ids.masked_fill(mask == 0, 0)
+    options = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(input_ids=ids, attention_mask=mask, **options).tolist()
+
+
+def generate_everywhere(stage):
+    """Whether a patched model generates as its unpatched twin: before and after training steps, train() and eval(),
+    with and without padding; and whether generating sent anything. Every rank has prompts of its own."""
+    case = MODES["u2r2"]
+    engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case, stage, 1, 4, optimizer=ADAM))
+    sp, model = engine.sequence_parallel, engine.module
+    same, sent = [], []
+    for trained in (False, True):
+        if trained:
+            for seed in range(2):
+                step(engine, sp.shard_batches(ragged(case, 1, 1, seed=seed)))
+        twin = llama()
+        twin.load_state_dict({name: torch.from_numpy(x) for name, x in weights(model).items()})
+        assert twin.config._attn_implementation == "sdpa"
+        for training in (True, False):
+            for padded in (True, False):
+                before = Counter(sp.comm.received)
+                ours = generated(model.train(training), sp.rank, padded)
+                sent.append(sp.comm.received - before)
+                same.append(ours == generated(twin.train(training), sp.rank, padded))
+    step(engine, sp.shard_batches(ragged(case, 1, 1, seed=3)))  # and training goes on
+    return same, sent, bool(sp.comm.received)
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+
+
+@pytest.mark.parametrize("stage", ["0", pytest.param("2", marks=pytest.mark.whole), "3"])
+def test_generate_is_that_of_the_unpatched_model(stage):
+    """accelerate#4177: masks discarded, here of prompts padded on the left. Generation is local on every rank."""
+    for same, sent, trained in on_ranks(WORLD, generate_everywhere, stage):
+        assert same == [True] * 8
+        assert not any(sent)
+        assert trained
+
+
+def come_and_go(section):
+    """What is left of a patch after unpatching, and what the model then computes."""
+    sp, model = parallel(section), llama()
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    attributes = [sorted(vars(m)) for m in model.modules()]
+    with torch.no_grad():
+        plain = model(tokens()).logits
+    found = []
+    for _ in range(2):
+        assert patch_attention(model, sp) is model
+        assert patched_with(model) is sp
+        assert model.config._attn_implementation == "ds_seqpar"
+        found.append(error(sharded_logits(model, sp, tokens()), plain) < 1e-5)
+        assert unpatch_attention(model) is model
+        assert patched_with(model) is None
+        assert model.config._attn_implementation == "sdpa"
+        with torch.no_grad():
+            found.append(torch.equal(model(tokens()).logits, plain))
+        found.append([len(m._forward_pre_hooks) for m in model.modules()] == hooks)
+        found.append([sorted(vars(m)) for m in model.modules()] == attributes)
+    unpatch_attention(model)  # a model that is not patched stays as it is
+    found.append(model.config._attn_implementation == "sdpa")
+    eager = llama(attn_implementation="eager")
+    eager.patch_attention(sp).unpatch_attention()
+    found.append(eager.config._attn_implementation == "eager")
+    return found
+
+
+def test_unpatching_gives_the_model_back():
+    assert on_ranks(WORLD, come_and_go, MODES["u2r2"]) == [[True] * 10] * WORLD
+
+
+def patch_twice():
+    """Patching again with the same SequenceParallel, then with another: (hooks the same, what was raised)."""
+    sp, other, model = parallel(MODES["u2r2"]), parallel(MODES["u2r2"]), llama()
+    patch_attention(model, sp)
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    patch_attention(model, sp)
+    again = [len(m._forward_pre_hooks) for m in model.modules()]
+    try:
+        patch_attention(model, other)
+    except ds_seqpar.SeqParError as reason:
+        return hooks == again, type(reason).__name__, str(reason), patched_with(model) is sp
+    return None
+
+
+def test_patching_twice():
+    """axolotl#3498: partitioned twice."""
+    for same, kind, message, kept in on_ranks(WORLD, patch_twice):
+        assert same
+        assert kept
+        assert kind == "ConfigError"
+        assert message == "the model is patched with another SequenceParallel; call unpatch_attention(model) first"
+
+
+def two_models():
+    """Two models, two SequenceParallels, in turns, a third unpatched; all made from one config object, as users do."""
+    sps = [parallel({"size": 2, "ulysses": 2}), parallel({"size": 4, "ulysses": 1, "layout": "striped"})]
+    config = llama().config
+    torch.manual_seed(1)
+    models = [LlamaForCausalLM(config) for _ in range(3)]
+    with torch.no_grad():
+        plain = [model(tokens()).logits for model in models]
+    found = []
+    for model, sp in zip(models, sps, strict=False):
+        patch_attention(model, sp)
+    for _ in range(2):
+        for model, sp, logits in zip(models, sps, plain, strict=False):
+            found.append(error(sharded_logits(model, sp, tokens()), logits) < 1e-5)
+        with torch.no_grad():
+            found.append(torch.equal(models[2](tokens()).logits, plain[2]))
+    unpatch_attention(models[1])
+    with torch.no_grad():
+        found.append(torch.equal(models[1](tokens()).logits, plain[1]))
+    found.append(error(sharded_logits(models[0], sps[0], tokens()), plain[0]) < 1e-5)
+    return found
+
+
+def test_two_models_with_settings_of_their_own_take_turns():
+    """deepspeed#8291: head counts kept once a process gave the second model the first one's split, and hung."""
+    assert on_ranks(WORLD, two_models) == [[True] * 8] * WORLD
+
+
+FRESH = """
+import json, sys
+sys.modules["ds_seqpar"] = sys.modules["hf_integration"] = None  # as where they are not installed
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.tensor(json.loads(sys.argv[2]))
+with torch.no_grad():
+    print(json.dumps([model.config._attn_implementation, model(ids).logits.tolist()]))
+"""
+
+
+def save(folder):
+    """Saves a patched model on one rank; returns what the unpatched one computes."""
+    sp, model = parallel(MODES["u2r2"]), llama()
+    with torch.no_grad():
+        plain = model(tokens(rows=1)).logits
+    patch_attention(model, sp)
+    if sp.rank == 0:
+        model.save_pretrained(folder)
+    return plain.tolist()
+
+
+def test_a_saved_model_knows_nothing_of_us(tmp_path):
+    """Loads with from_pretrained in a process that has neither package."""
+    plain = on_ranks(WORLD, save, tmp_path / "model")[0]
+    for file in (tmp_path / "model").glob("*.json"):
+        assert "ds_seqpar" not in file.read_text()
+        assert "sequence_parallel" not in file.read_text()
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "model"), json.dumps(tokens(rows=1).tolist())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    implementation, logits = json.loads(done.stdout.splitlines()[-1])
+    assert implementation == "sdpa"
+    np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6)
+
+
+CHECKPOINTING = {
+    "none": None,
+    "plain": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": "selective",
+}
+
+
+def enable(model, how):
+    if how == "selective":
+        saved = [torch.ops.ds_seqpar.attention.default]
+        context = functools.partial(create_selective_checkpoint_contexts, saved)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    elif how is not None:
+        model.gradient_checkpointing_enable(how)
+
+
+def count_forwards(sp):
+    """A list that grows with every attention forward on this rank."""
+    calls, forward = [], sp.runtime.forward
+
+    def counted(*args):
+        calls.append(None)
+        return forward(*args)
+
+    sp.runtime.forward = counted
+    return calls
+
+
+def checkpointed(section):
+    """For each way to checkpoint: gradients of 3 layers, and how often attention ran forward."""
+    sp, found = parallel(section), {}
+    calls = count_forwards(sp)
+    for name, how in CHECKPOINTING.items():
+        calls.clear()
+        model = llama(num_hidden_layers=3)
+        patch_attention(model, sp)
+        enable(model, how)
+        model.train()
+        model(**sp.shard_batches(ragged(section, 1, 1))[0]).loss.backward()
+        found[name] = {n: array(p.grad) for n, p in model.named_parameters()}, len(calls)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["r4", "u2r2"])
+def test_selective_checkpointing_does_not_run_attention_again(mode):
+    """DistFlashAttn, section 3.3: 3 attention forwards for 3 layers, not 6; gradients to the last bit."""
+    for found in on_ranks(WORLD, checkpointed, MODES[mode]):
+        gradients, forwards = found["none"]
+        assert forwards == 3
+        assert norm(gradients) > 0
+        for name, again in (("plain", 6), ("reentrant", 6), ("selective", 3)):
+            assert found[name][1] == again
+            assert gap(found[name][0], gradients) == 0
+
+
+def checkpointed_engines(stage):
+    """The same under an engine: one optimiser step of two micro-steps each."""
+    found = {}
+    for name, how in CHECKPOINTING.items():
+        model = llama(num_hidden_layers=3)
+        enable(model, how)
+        engine, *_ = ds_seqpar.initialize(model=model, config=settings(MODES["u2r2"], stage, 2, 4))
+        sp = engine.sequence_parallel
+        calls = count_forwards(sp)
+        batches = sp.shard_batches([part(batch, 0, 1) for batch in ragged(MODES["u2r2"], 1, 2)])
+        found[name] = {**step(engine, batches), "forwards": len(calls)}
+    return found
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_checkpointing_under_zero(stage):
+    gradients, loss = one_process(llama(num_hidden_layers=3), ragged(MODES["u2r2"], 1, 2))
+    for found in on_ranks(WORLD, checkpointed_engines, stage):
+        for name, forwards in (("none", 6), ("plain", 12), ("reentrant", 12), ("selective", 6)):
+            assert found[name]["forwards"] == forwards
+            assert gap(found[name]["gradients"], gradients) < 1e-5
+            assert found[name]["loss"] == pytest.approx(loss, rel=1e-5)

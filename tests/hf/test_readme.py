@@ -1,0 +1,64 @@
+"""Every snippet of the README runs as it stands there."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_seqpar import SequenceParallelConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+JSON = re.findall(r"```json\n(.*?)```", README, re.S)
+BASH = re.findall(r"```bash\n(.*?)```", README, re.S)
+
+
+def command_of(snippet):
+    """The command in the snippet's first line, `# file.py: command`, and the file's name."""
+    name, command = re.match(r"# (\S+): (.*)", snippet).groups()
+    words = command.split()
+    program = {"deepspeed": ["-m", "deepspeed.launcher.runner"], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
+    return name, [sys.executable, *program, *words[1:]]
+
+
+@pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.split(":")[0].removeprefix("# "))
+def test_python_snippet_runs(snippet, tmp_path):
+    name, command = command_of(snippet)
+    (tmp_path / name).write_text(snippet, encoding="utf-8")
+    (tmp_path / "ds_config.json").write_text(JSON[0], encoding="utf-8")
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    if "print(" in snippet:
+        assert re.search(r"loss \d+\.\d{4}", ran.stdout), ran.stdout[-3000:]
+
+
+def test_there_is_a_snippet_for_each_of_the_three_ways():
+    assert [command_of(snippet)[0] for snippet in PYTHON] == ["train.py", "evaluate.py", "own_model.py"]
+
+
+def test_json_snippet_is_a_configuration():
+    config = SequenceParallelConfig.from_deepspeed(json.loads(JSON[0]))
+    assert config.resolve(4, heads=(8, 2)).ulysses == 2
+
+
+def test_commands_name_what_exists():
+    commands = [line.split("#")[0].split() for block in BASH for line in block.strip().splitlines()]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for words in commands:
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in makefile
+        for word in words:
+            if word.endswith((".py", ".json")):
+                assert (ROOT / word).is_file(), word
+    assert len(commands) >= 3
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link

@@ -1,0 +1,79 @@
+"""Block kernels on this machine's CPU, and which of them is chosen."""
+
+import pytest
+import torch
+
+from ds_seqpar.errors import KernelError
+from ds_seqpar.kernels import KERNELS, BlockSpec, select
+from tests.kernel_suite import KernelSuite, LowerRight, cases
+
+CPU = BlockSpec("cpu", torch.float32, 8, 2, 64)
+CUDA = BlockSpec("cuda", torch.bfloat16, 8, 2, 64)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), cases([*KERNELS.values(), LowerRight()]))
+class TestKernelsOnTheCpu(KernelSuite):
+    device = "cpu"
+
+
+@pytest.fixture
+def fresh():
+    """`select` remembers what it chose."""
+    select.cache_clear()
+    yield
+    select.cache_clear()
+
+
+def test_kernels_say_what_they_are():
+    for name, kernel in KERNELS.items():
+        assert kernel.name == name
+        assert kernel.ran_on
+        assert kernel.tolerance
+        assert isinstance(kernel.square, bool)
+
+
+def test_auto_takes_the_first_that_can(fresh, monkeypatch):
+    assert select("auto", CPU).name == "cpu_flash"
+    for name in list(KERNELS)[::-1]:
+        monkeypatch.setattr(KERNELS[name], "reasons", lambda spec: [])
+        select.cache_clear()
+        order = list(KERNELS)
+        assert order.index(select("auto", CUDA).name) <= order.index(name) or name == "reference"
+    assert select("auto", CUDA).name == next(iter(KERNELS))
+
+
+def test_a_named_kernel_is_taken_where_it_can_and_no_other(fresh):
+    assert select("reference", CPU).name == "reference"
+    with pytest.raises(KernelError) as caught:
+        select("cuda_flash", CPU)
+    assert str(caught.value) == (
+        "no attention kernel takes float32 on cpu, 8/2 heads of 64: "
+        "cuda_flash runs on CUDA, not on cpu and takes bf16 and fp16, not torch.float32"
+    )
+
+
+def test_without_any_kernel_all_reasons_are_given(fresh):
+    spec = BlockSpec("cpu", torch.int64, 8, 2, 64)
+    with pytest.raises(KernelError) as caught:
+        select("auto", spec)
+    for name, kernel in KERNELS.items():
+        assert kernel.reasons(spec)
+        for reason in kernel.reasons(spec):
+            assert reason in str(caught.value), name
+        assert f" {name} " in str(caught.value)
+
+
+def test_reasons_name_what_is_asked_and_what_is_taken():
+    cuda_flash, cpu_flash = KERNELS["cuda_flash"], KERNELS["cpu_flash"]
+    assert cuda_flash.reasons(CUDA) == []
+    assert cpu_flash.reasons(CUDA) == ["runs on the CPU, not on cuda"]
+    odd = BlockSpec("cuda", torch.bfloat16, 8, 2, 260)
+    assert cuda_flash.reasons(odd) == ["takes head_dim up to 256 in multiples of 8, not 260"]
+
+
+def test_the_reference_is_never_chosen_by_itself_on_a_gpu(fresh):
+    wide = BlockSpec("cuda", torch.float64, 8, 2, 64)
+    with pytest.raises(KernelError) as caught:
+        select("auto", wide)
+    assert "reference" not in str(caught.value)
+    assert select("reference", wide).name == "reference"

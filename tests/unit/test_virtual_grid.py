@@ -1,0 +1,173 @@
+"""Attention and its three gradients on virtual ranks equal dense attention, over sizes, heads, layouts and lengths.
+
+The walker, kernels and packing are those of the real ranks; only the transport is a mailbox.
+"""
+
+import pytest
+import torch
+
+from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
+from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.kernels import KERNELS
+from ds_seqpar.layout import multiple
+from ds_seqpar.schedules import build
+from ds_seqpar.topology import Topology
+from ds_seqpar.virtual import attention
+from ds_seqpar.work import Work
+from tests.grids import cover, grouped
+from tests.oracle import dense, error, errors, tensors
+
+SIZES = (1, 2, 3, 4, 6, 8)
+HEADS = ((24, 24), (24, 6), (24, 2), (24, 1), (96, 24))
+# (size, ulysses)
+RANKS = tuple((size, u) for size in SIZES for u in range(1, size + 1) if size % u == 0)
+
+
+def _legal(case):
+    (_, u), (q_heads, kv_heads) = case["ranks"], case["heads"]
+    return q_heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
+
+
+GRID = {
+    "ranks": RANKS,
+    "heads": HEADS,
+    "layout": LAYOUTS,
+    "causal": (True, False),
+    "batch": (1, 2),
+    "head_dim": (32, 80, 128),
+    "times": (1, 3),  # the shortest sequence that can be shared (for zigzag a token a chunk), and a longer one
+}
+
+
+def _config(case):
+    size, ulysses = case["ranks"]
+    return SequenceParallelConfig(size=size, ulysses=ulysses, layout=case["layout"])
+
+
+def _check(case, dtype, tolerance):
+    config = _config(case)
+    # of one token alone the gradients of q and k are 0, and no measure of error
+    seq = max(2, case["times"] * multiple(config.layout, config.size, config.ulysses))
+    inputs = tensors(case["batch"], seq, case["heads"], case["head_dim"], dtype)
+    found = attention(config, *inputs, causal=case["causal"])
+    found = (found.out, found.dq, found.dk, found.dv)
+    assert {x.dtype for x in found} == {dtype}
+    wrong = errors(found, dense(*inputs, causal=case["causal"]))
+    assert max(wrong) <= tolerance, (case, dict(zip(("out", "dq", "dk", "dv"), wrong, strict=True)))
+
+
+# pytorch#141429: non-causal attention wrong under load balancing; EasyContext#47: shapes differ in backward
+@pytest.mark.parametrize("cases", grouped(("ranks",), _legal, **GRID))
+def test_virtual_ranks_equal_dense_attention(cases):
+    for case in cases:
+        _check(case, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+def test_virtual_ranks_equal_dense_attention_in_fp32(ranks):
+    for case in cover(_legal, **GRID):
+        if case["ranks"] == ranks:
+            _check(case, torch.float32, 1e-5)
+
+
+# deepspeed#8291, verl#850: heads that ranks cannot share equally are refused, not split unequally or padded
+def test_every_illegal_ulysses_degree_is_refused():
+    for size, heads in ((size, heads) for size in SIZES for heads in HEADS):
+        inputs = tensors(1, 48, heads, 8)[:3]
+        for ulysses in range(1, size + 2):
+            if (size, ulysses) in RANKS and _legal({"ranks": (size, ulysses), "heads": heads}):
+                attention(SequenceParallelConfig(size=size, ulysses=ulysses), *inputs)
+            else:
+                with pytest.raises(ConfigError, match="ulysses must divide"):
+                    attention(SequenceParallelConfig(size=size, ulysses=ulysses), *inputs)
+
+
+# deepspeed#7384, #7842: a sequence length that the ranks do not divide silently corrupts the result
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sequence_that_cannot_be_shared_is_refused(layout):
+    for ulysses in (1, 2, 4):
+        config = SequenceParallelConfig(size=4, ulysses=ulysses, layout=layout)
+        step = multiple(layout, 4, ulysses)
+        for seq in range(1, 2 * step):
+            if seq != step:
+                with pytest.raises(InputError, match=f"multiple of {step} for the {layout} layout.*got {seq}"):
+                    attention(config, *tensors(1, seq, (4, 4), 8)[:3])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_scale_is_the_callers_and_a_gradient_is_optional(causal):
+    config = SequenceParallelConfig(size=4, ulysses=2)
+    inputs = tensors(1, 16, (4, 2), 8)
+    found = attention(config, *inputs[:3], causal=causal, scale=0.7)
+    assert found.dq is None
+    assert error(found.out, dense(*inputs, causal, 0.7)[0]) <= 1e-10
+    found = attention(config, *inputs, causal=causal, scale=0.7)
+    assert max(errors((found.dq, found.dk, found.dv), dense(*inputs, causal, 0.7)[1:])) <= 1e-10
+
+
+BF16 = {
+    "ranks": ((2, 1), (4, 1), (4, 2), (8, 1), (8, 4), (16, 1), (16, 2)),
+    "heads": ((4, 4), (8, 4)),
+    "layout": LAYOUTS,
+    "causal": (True, False),
+    "head_dim": (64, 80),
+}
+
+
+def _rms(found, wanted):
+    return ((found.double() - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+
+
+def _bf16_ratios(case):
+    """Error of out, dq, dk, dv over that of one kernel call on the whole sequence, as root mean squares: the greatest
+    single error is chance, and differs by a factor of 3 between results that are equally good."""
+    kernel, causal = KERNELS["cpu_flash"], case["causal"]
+    q, k, v, do = tensors(1, 512, case["heads"], case["head_dim"], torch.bfloat16)
+    wanted, scale = dense(q, k, v, do, causal), case["head_dim"] ** -0.5
+    out, lse = kernel.forward(q, k, v, causal, scale)
+    single = out, *kernel.backward(do, q, k, v, out, lse, causal, scale)
+    found = attention(_config(case), q, k, v, do, causal=causal)
+    found = found.out, found.dq, found.dk, found.dv
+    return [_rms(mine, want) / _rms(alone, want) for mine, alone, want in zip(found, single, wanted, strict=True)]
+
+
+# ring-flash-attention#42, #67, OpenRLHF#564: in bf16 the error grows with the size of the ring
+@pytest.mark.parametrize("cases", grouped(("ranks",), **BF16))
+def test_bf16_is_about_as_exact_as_one_kernel_call_over_the_whole_sequence(cases):
+    for case in cases:
+        assert max(_bf16_ratios(case)) <= 1.5, case
+
+
+def test_accumulating_in_bf16_would_be_noticed(monkeypatch):
+    start = Work.__init__
+
+    def narrow(self, *arguments):
+        start(self, *arguments)
+        self.wide = torch.bfloat16
+
+    monkeypatch.setattr(Work, "__init__", narrow)
+    case = {"ranks": (16, 1), "heads": (4, 4), "layout": "zigzag", "causal": False, "head_dim": 64}
+    assert max(_bf16_ratios(case)[:2]) > 1.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_ranks_receive_is_what_the_plan_says(layout, causal):
+    size, ulysses, (q_heads, kv_heads), batch, seq, head_dim = 8, 2, (8, 4), 2, 48, 16
+    config = SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout).resolve(size)
+    inner = size // ulysses
+    block = batch * seq // inner * head_dim
+    q, kv = block * q_heads // ulysses, 2 * block * kv_heads // ulysses
+    topology = Topology.of(config, size)
+    forward, backward = (
+        build("ring", topology, layout, seq, causal, direction).received({"kv": kv, "dkv": kv})
+        for direction in ("forward", "backward")
+    )
+    result = attention(config, *tensors(batch, seq, (q_heads, kv_heads), head_dim), causal=causal)
+    for rank, received in enumerate(result.received):
+        assert sum(received[kind] for kind in ("kv", "dkv")) == forward[rank // ulysses] + backward[rank // ulysses]
+        # one fused all-to-all in and one out, each way
+        exchanged = {"qkv": q + kv, "out_heads": q, "do_heads": q, "dqkv": q + kv}
+        for kind, whole in exchanged.items():
+            assert received[kind] == whole * (ulysses - 1) // ulysses
+        assert set(received) <= {"kv", "dkv", *exchanged}
