@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CommunicationError
+from .groups import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,55 +39,112 @@ class Comm(Protocol):
         """Starts all of them; after the handle's wait the received tensors are filled and the sent ones free."""
         ...
 
-    def all_to_all(self, kind: str, buffer: Tensor) -> Tensor:
+    def all_gather(self, ranks: tuple[int, ...], kind: str, tensor: Tensor, received: list[Tensor]) -> Handle:
+        """Every one of the inner ranks gives `tensor`; received[i] becomes that of ranks[i], the own one too."""
+        ...
+
+    def all_to_all(self, ranks: tuple[int, ...], kind: str, sent: list[Tensor], received: list[Tensor]) -> Handle:
+        """sent[i] goes to inner rank ranks[i]; received[i] comes from it, the own one too."""
+        ...
+
+    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
         """buffer (members, n): row i goes to Ulysses member i; row i of the result comes from member i."""
         ...
+
+
+@dataclasses.dataclass
+class Together:
+    """Several handles as one."""
+
+    handles: Sequence[Handle]
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
 
 
 class _Works:
     """Owns works and tensors until they are done: a dropped isend loses its message."""
 
-    def __init__(self, works: list, tensors: list[Tensor]) -> None:
-        self.works, self.tensors = works, tensors
+    def __init__(self, works: list, tensors: list[Tensor], then: Callable[[], None] | None = None) -> None:
+        self.works, self.tensors, self.then = works, tensors, then
 
     def wait(self) -> None:
-        try:
+        with _failing("a transfer failed, mostly because another rank ended"):
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            raise CommunicationError(f"a transfer failed, mostly because another rank ended: {error}") from error
-        self.works, self.tensors = [], []
+        if self.then:
+            self.then()
+        self.works, self.tensors, self.then = [], [], None
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {error}") from error
 
 
 class TorchComm:
-    """Over process groups (gloo or NCCL)."""
+    """Over process groups (gloo or NCCL). received_bytes: all that arrived from other ranks."""
 
-    def __init__(self, inner: dist.ProcessGroup, ulysses: dist.ProcessGroup) -> None:
-        self.inner, self.ulysses = inner, ulysses
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
         self.received: Counter = Counter()
+        self.received_bytes = 0
+
+    def _count(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        self.received[kind] += sum(tensor.numel() for tensor in tensors)
+        self.received_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _count_others(self, ranks: tuple[int, ...], kind: str, received: Sequence[Tensor]) -> None:
+        me = self.groups.inner_rank
+        self._count(kind, [tensor for rank, tensor in zip(ranks, received, strict=True) if rank != me])
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         sent = [dataclasses.replace(m, tensor=m.tensor.contiguous()) for m in sends]
         ops = [
-            dist.P2POp(op, m.tensor, group=self.inner, tag=m.tag, group_peer=m.peer)
+            dist.P2POp(op, m.tensor, group=self.groups.inner, tag=m.tag, group_peer=self.groups.inner_order[m.peer])
             for op, messages in ((dist.isend, sent), (dist.irecv, receives))
             for m in messages
         ]
         for message in receives:
-            self.received[message.kind] += message.tensor.numel()
-        try:
+            self._count(message.kind, [message.tensor])
+        with _failing("a transfer could not start"):
             works = dist.batch_isend_irecv(ops) if ops else []
-        except RuntimeError as error:
-            raise CommunicationError(f"a transfer could not start: {error}") from error
         return _Works(works, [m.tensor for m in (*sent, *receives)])
 
-    def all_to_all(self, kind: str, buffer: Tensor) -> Tensor:
+    def all_gather(self, ranks: tuple[int, ...], kind: str, tensor: Tensor, received: list[Tensor]) -> Handle:
+        members = self.groups.members[ranks]
+        tensor = tensor.contiguous()
+        with _failing("an all-gather could not start"):
+            in_order = [received[ranks.index(rank)] for rank in members.order]
+            work = dist.all_gather(in_order, tensor, group=members.group, async_op=True)
+        self._count_others(ranks, kind, received)
+        return _Works([work], [tensor, *received])
+
+    def all_to_all(self, ranks: tuple[int, ...], kind: str, sent: list[Tensor], received: list[Tensor]) -> Handle:
+        members = self.groups.members[ranks]
+        places = [ranks.index(rank) for rank in members.order]
+        buffer = torch.cat([sent[place].flatten() for place in places])
+        result = torch.empty(sum(x.numel() for x in received), dtype=buffer.dtype, device=buffer.device)
+        sizes = [received[place].numel() for place in places]
+        with _failing("an all-to-all could not start"):
+            work = dist.all_to_all_single(
+                result, buffer, sizes, [sent[place].numel() for place in places], group=members.group, async_op=True
+            )
+
+        def unpack() -> None:
+            for place, part in zip(places, result.split(sizes), strict=True):
+                received[place].copy_(part.view_as(received[place]))
+
+        self._count_others(ranks, kind, received)
+        return _Works([work], [buffer, result], unpack)
+
+    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
         result = torch.empty_like(buffer)
-        try:
-            dist.all_to_all_single(result, buffer.contiguous(), group=self.ulysses)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"the Ulysses all-to-all failed, mostly because another rank ended: {error}"
-            ) from error
-        self.received[kind] += buffer.numel() - buffer[0].numel()
+        with _failing("the Ulysses all-to-all failed, mostly because another rank ended"):
+            dist.all_to_all_single(result, buffer.contiguous(), group=self.groups.ulysses)
+        self._count(kind, [result[1:]])
         return result

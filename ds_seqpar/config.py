@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import shapes
 from .errors import ConfigError, choose, nearest
+from .shapes import Axes, divisors
 
 SECTION = "sequence_parallel"
 LAYOUTS = ("contiguous", "striped", "zigzag")
-SCHEDULES = ("ring",)
+SCHEDULES = ("attention2d", "distflash", "double_ring", "mesh", "ring", "wallfacer")
+TRAVELS = ("auto", "kv", "q")
+TRAVEL_DTYPES = ("fp32", "bf16", "fp16")
+PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
+# the fields that give a schedule its shape -> the schedule they belong to
+SHAPE_FIELDS = {
+    "window": "double_ring",
+    "rows": "attention2d",
+    "cols": "attention2d",
+    "team": "wallfacer",
+    "mesh": "mesh",
+}
 KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "reference")
 
 
@@ -24,7 +37,17 @@ class SequenceParallelConfig:
     ulysses: ranks of an all-to-all that trades sequence for heads (U); the other `size / ulysses` (A) run `schedule`.
         "auto": the largest that divides `size` and fits the model's heads, 1 where heads are not known. The floor on
         received bytes falls as 1/sqrt(U P), so larger is better until heads or slow links end it.
-    schedule: what the inner A ranks do. "ring" (Liu et al., Ring Attention). "auto" is "ring".
+    schedule: what the inner A ranks do: "ring" (Ring Attention), "double_ring" (BurstAttention), "distflash"
+        (DistFlashAttn), "attention2d", "wallfacer", or "mesh", which contains ring, attention2d and wallfacer. "auto"
+        is "ring".
+    window: double_ring: ranks of the inner ring, a node's. rows, cols: attention2d: k/v is gathered over `rows` ranks
+        and q over `cols`. team: wallfacer: the team size C. mesh: [a, b, R]: q is gathered over a ranks, k/v over b, R
+        go round. Each "auto" is chosen; see ds_seqpar.shapes.
+    forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
+        what sends fewer bytes.
+    overlap: expand collectives into single transfers and order products as their operands arrive (ds_seqpar.overlap).
+    placement: the order of axes over ranks, the fastest first, as names or a preset; see ds_seqpar.shapes.place.
+    travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16", "fp16".
     layout: which tokens a rank holds: "zigzag" (chunks r and 2A-1-r of 2A; equal causal work in every step), "striped"
         (every A-th token; Striped Attention, section 3) or "contiguous". "auto" is "zigzag".
     kernel: the block kernel; "auto" is the first that can take the blocks.
@@ -34,13 +57,38 @@ class SequenceParallelConfig:
     ulysses: int | str = "auto"
     schedule: str = "auto"
     layout: str = "auto"
+    window: int | str = "auto"
+    rows: int | str = "auto"
+    cols: int | str = "auto"
+    team: int | str = "auto"
+    mesh: Sequence[int] | str = "auto"
+    forward: str = "auto"
+    backward: str = "auto"
+    overlap: bool = False
+    placement: Sequence[str] | str = "auto"
+    travel_dtype: str = "fp32"
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        for field in ("size", "ulysses"):
+        for field in ("size", "ulysses", "window", "rows", "cols", "team"):
             value = getattr(self, field)
-            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value != "auto" and not _is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
+        if self.mesh != "auto":
+            if isinstance(self.mesh, str) or not isinstance(self.mesh, Sequence) or len(self.mesh) != 3:
+                raise ConfigError(f'{SECTION}.mesh must be three whole numbers [a, b, R] or "auto"; got {self.mesh!r}')
+            if not all(map(_is_count, self.mesh)):
+                raise ConfigError(f'{SECTION}.mesh must be three whole numbers [a, b, R] or "auto"; got {self.mesh!r}')
+            object.__setattr__(self, "mesh", tuple(self.mesh))
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"{SECTION}.overlap must be true or false; got {self.overlap!r}")
+        if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):
+            object.__setattr__(self, "placement", tuple(self.placement))
+        else:
+            choose(f"{SECTION}.placement", self.placement, PLACEMENTS)
+        choose(f"{SECTION}.forward", self.forward, TRAVELS)
+        choose(f"{SECTION}.backward", self.backward, TRAVELS)
+        choose(f"{SECTION}.travel_dtype", self.travel_dtype, TRAVEL_DTYPES)
         choose(f"{SECTION}.schedule", self.schedule, ("auto", *SCHEDULES))
         choose(f"{SECTION}.layout", self.layout, ("auto", *LAYOUTS))
         choose(f"{SECTION}.kernel", self.kernel, KERNELS)
@@ -71,7 +119,7 @@ class SequenceParallelConfig:
         if world_size % size:
             raise ConfigError(
                 f"{SECTION}.size must divide the number of ranks; got size {size} on {world_size} ranks, "
-                f"use one of {_divisors(world_size)}"
+                f"use one of {divisors(world_size)}"
             )
         ulysses = self.ulysses
         if ulysses == "auto":
@@ -79,18 +127,70 @@ class SequenceParallelConfig:
         if size % ulysses:
             raise ConfigError(
                 f"{SECTION}.ulysses must divide {SECTION}.size; got ulysses {ulysses}, size {size}, "
-                f"use one of {_divisors(size)}"
+                f"use one of {divisors(size)}"
             )
         if heads:
             check_heads(ulysses, *heads, size=size)
-        auto = {"schedule": "ring", "layout": "zigzag"}
-        chosen = {name: value for name, value in auto.items() if getattr(self, name) == "auto"}
-        return dataclasses.replace(self, size=size, ulysses=ulysses, **chosen)
+        schedule = "ring" if self.schedule == "auto" else self.schedule
+        # DistFlashAttn balances a contiguous layout by itself
+        layout = ("contiguous" if schedule == "distflash" else "zigzag") if self.layout == "auto" else self.layout
+        self._check_fields(schedule, layout)
+        resolved = dataclasses.replace(self, size=size, ulysses=ulysses, schedule=schedule, layout=layout)
+        resolved = dataclasses.replace(resolved, **resolved._shape(heads))
+        shapes.place(resolved.inner_axes, resolved.placement)
+        return resolved
+
+    def _check_fields(self, schedule: str, layout: str) -> None:
+        for field, owner in SHAPE_FIELDS.items():
+            if getattr(self, field) != "auto" and schedule != owner:
+                raise ConfigError(
+                    f'{SECTION}.{field} belongs to schedule "{owner}"; got it with "{schedule}", '
+                    f'set "schedule": "{owner}" or leave {field} out'
+                )
+        if schedule == "distflash":
+            if layout != "contiguous":
+                raise ConfigError(
+                    f'schedule "distflash" balances causal work on the contiguous layout; got layout "{layout}", '
+                    'use "contiguous", or schedule "ring" with this layout'
+                )
+            if "q" in (self.forward, self.backward):
+                raise ConfigError(
+                    'schedule "distflash" moves k/v and queries by itself; got "q" for forward or backward, '
+                    'leave them out, or use schedule "ring" or "mesh"'
+                )
+
+    def _shape(self, heads: tuple[int, int] | None) -> dict[str, Any]:
+        """The schedule's own fields without "auto"."""
+        ranks = self.size // self.ulysses
+        if self.schedule == "double_ring":
+            return {"window": shapes.double_ring(ranks, self.window)[0][1]}
+        if self.schedule == "attention2d":
+            (_, a), (_, b), _ = shapes.attention2d(ranks, self.rows, self.cols, heads)
+            return {"rows": b, "cols": a}
+        if self.schedule == "wallfacer":
+            return {"team": shapes.wallfacer(ranks, self.team)[0][1]}
+        if self.schedule == "mesh":
+            return {"mesh": tuple(size for _, size in shapes.mesh(ranks, self.mesh, heads))}
+        return {}
+
+    @property
+    def inner_axes(self) -> Axes:
+        """Of a resolved config: names and sizes of the axes of its inner ranks, the first one numbered fastest."""
+        ranks = self.size // self.ulysses
+        if self.schedule == "double_ring":
+            return shapes.double_ring(ranks, self.window)
+        if self.schedule == "attention2d":
+            return shapes.attention2d(ranks, self.rows, self.cols, None)
+        if self.schedule == "wallfacer":
+            return shapes.wallfacer(ranks, self.team)
+        if self.schedule == "mesh":
+            return shapes.mesh(ranks, self.mesh, None)
+        return shapes.ring(ranks)
 
 
 def legal_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
     """The Ulysses degrees that divide `size` and fit the heads. Where U > kv_heads, U / kv_heads members share one."""
-    return [u for u in _divisors(size) if q_heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
+    return [u for u in divisors(size) if q_heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int) -> None:
@@ -128,5 +228,5 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

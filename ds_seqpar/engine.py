@@ -110,6 +110,11 @@ def _refuse(model: torch.nn.Module, content: dict[str, Any], kwargs: dict[str, A
     for key, why in REFUSED.items():
         if key in content:
             raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
+    if content.get("gradient_allreduce_op", "mean") != "mean":
+        raise ConfigError(
+            'the DeepSpeed JSON must not set "gradient_allreduce_op" with sequence parallelism: the loss is scaled for '
+            "the mean over ranks; remove it"
+        )
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         raise ConfigError("initialize takes no PipelineModule; give it the plain model")
     if "gradient_clipping" not in content:
@@ -133,9 +138,9 @@ def _sequence_parallel(
         return given
     import hf_integration  # the outermost room: here only because initialize patches by itself
 
-    if given is not None:
-        _same(config, given)
     sp = given or hf_integration.patched_with(model)
+    if sp is not None:
+        _same(config, sp)
     sp = sp or SequenceParallel(config, heads=hf_integration.heads(model))
     if hf_integration.patched_with(model) is not sp:
         hf_integration.patch_attention(model, sp)
@@ -147,6 +152,6 @@ def _same(config: SequenceParallelConfig, given: SequenceParallel) -> None:
     for name, value in vars(config).items():
         if value not in ("auto", getattr(given.config, name)):
             raise ConfigError(
-                f'sequence_parallel= must be made from the same settings as the JSON\'s "{SECTION}" section; '
-                f"{name} is {getattr(given.config, name)!r} there and {value!r} in the JSON"
+                f'the SequenceParallel of a model must be made from the same settings as the JSON\'s "{SECTION}" '
+                f"section; got {name} {getattr(given.config, name)!r} there and {value!r} in the JSON"
             )

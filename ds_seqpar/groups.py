@@ -17,37 +17,66 @@ def control_world() -> Group:
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """A group of inner ranks. order: the inner ranks by their rank in the group (which torch sorts by global rank)."""
+
+    group: Group
+    order: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's groups. sp: all that share its sequence; inner: those that run the schedule, group rank = inner rank;
-    ulysses: those that trade heads; control: the ranks of `sp`, for CPU tensors."""
+    """This rank's groups.
+
+    sp: all that share its sequence; sp_order[i]: the SP rank of its i-th member. inner: those that run the schedule;
+    inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: those that trade
+    heads. control: the ranks of `sp`, for CPU tensors. members: for collectives of schedules, by inner ranks.
+    """
 
     sp: Group
+    sp_order: tuple[int, ...]
     inner: Group
+    inner_rank: int
+    inner_order: tuple[int, ...]
     ulysses: Group
     control: Group
+    members: dict[tuple[int, ...], Members]
 
 
 def create(topology: Topology, rank: int) -> Groups:
     """Collective over the world."""
-    inner, sp_axes = topology.inner_axes, ("ulysses", *topology.inner_axes)
-    found = {
-        "sp": _mine(topology, rank, sp_axes),
-        "inner": _mine(topology, rank, inner),
-        "ulysses": _mine(topology, rank, ("ulysses",)),
-    }
-    found["control"] = found["sp"] if dist.get_backend() == "gloo" else _mine(topology, rank, sp_axes, "gloo")
+    inner = topology.inner_axes
+    sp_axes = ("ulysses", *inner)
+    groups = {axes: _mine(topology, rank, axes) for axes in (sp_axes, inner, ("ulysses",))}
+    control = groups[sp_axes] if dist.get_backend() == "gloo" else _mine(topology, rank, sp_axes, "gloo")
+    members = {}
+    for axis in ("x", "y"):  # what meshes gather along
+        if axis in inner and topology.size(axis) > 1:
+            groups[axis,] = _mine(topology, rank, (axis,))
+            ranks = topology.group(rank, axis)
+            order = tuple(topology.index(r, *inner) for r in sorted(ranks))
+            members[tuple(topology.index(r, *inner) for r in ranks)] = Members(groups[axis,], order)
     if dist.get_backend() == "nccl":
         # a communicator's first call must come from all its members; a schedule's first transfer need not
-        for name in ("sp", "inner", "ulysses"):
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=found[name])
-    return Groups(**found)
+        for group in groups.values():
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return Groups(
+        sp=groups[sp_axes],
+        sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(topology.group(rank, *sp_axes))),
+        inner=groups[inner],
+        inner_rank=topology.index(rank, *inner),
+        inner_order=tuple(sorted(topology.group(rank, *inner)).index(r) for r in topology.group(rank, *inner)),
+        ulysses=groups["ulysses",],
+        control=control,
+        members=members,
+    )
 
 
 def _mine(topology: Topology, rank: int, axes: tuple[str, ...], backend: str | None = None) -> Group:
     mine = None
     for ranks in topology.groups(*axes):
-        group = dist.new_group(list(ranks), backend=backend)
+        group = dist.new_group(sorted(ranks), backend=backend)
         if rank in ranks:
             mine = group
     return mine

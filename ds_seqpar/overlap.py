@@ -9,30 +9,42 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from .plan import ACCUMULATORS, Compute, Move, Needed, Plan, Step
-from .simulate import Costs
+from .simulate import Costs, communication, simulate
 
 Operand = tuple[int, str, int]  # rank, kind, block
 
 
-def overlapped(plan: Plan, needed: Needed, costs: Costs) -> Plan:
+def overlapped(plan: Plan, needed: Needed, sizes: Mapping[str, float]) -> Plan:
     """The same products on the same ranks and the same bytes in another order: a greedy list schedule under the model
-    of `simulate`. Results go straight home. Void products that only a group needed are left out.
+    of `simulate`, for products that take as long as the transfers do. Results go straight home; products that only a
+    group needed are left out.
 
-    costs: what transfers and products take, of which only the ratio matters.
+    Tried with gathered blocks passed on round their group, and, where there are gathers, with every block straight
+    from its owner; what `simulate` finds fastest is returned, at worst the plan itself. sizes: bytes of a block of each
+    kind.
     """
-    return _ListScheduler(plan, needed, costs).run()
+    costs = Costs(transfer=sizes, product=1.0)
+    if communication(plan, costs) == 0:
+        return plan
+    costs = costs.balanced(plan)
+    wanted = _wanted(_products(plan, needed))
+    routes = [_sources(plan, wanted)]
+    if any(step.gathers for step in plan.steps):
+        routes.append({unit: unit[2] for unit in wanted})
+    candidates = [plan, *(_ListScheduler(plan, needed, costs, route).run() for route in routes)]
+    return min(candidates, key=lambda candidate: simulate(candidate, costs).seconds)
 
 
 class _ListScheduler:
     """Time is counted in products: in slot s, which becomes step s, a rank starts one product at most. Transfers are
     posted between products and queue for their links."""
 
-    def __init__(self, plan: Plan, needed: Needed, costs: Costs) -> None:
-        self.plan, self.costs = plan, costs
+    def __init__(self, plan: Plan, needed: Needed, costs: Costs, source: dict[Operand, int]) -> None:
+        self.plan, self.costs, self.source = plan, costs, source
         self.remaining = _products(plan, needed)
-        self.source = _sources(plan, self.remaining)
         self.pending = set(self.source)
         self.arrival: dict[Operand, float] = {(r, k, r): 0.0 for r in range(plan.size) for k in ("q", "kv")}
         self.first_use: dict[Operand, int] = {}
@@ -61,7 +73,7 @@ class _ListScheduler:
         return self.emit(slot)
 
     def post_operands(self, slot: int) -> None:
-        """For each link the transfer that lets its receiver compute most a second, until links are taken for the slot."""
+        """Per link the transfer that lets its receiver compute most a second, until links are taken for the slot."""
         while found := [candidate for candidate in map(self.candidate, self.pending) if candidate]:
             posted = False
             for _, _, (rank, kind, block) in sorted(found):
@@ -154,8 +166,14 @@ def _products(plan: Plan, needed: Needed) -> list[set[tuple[int, int]]]:
     return found
 
 
-def _sources(plan: Plan, products: list[set[tuple[int, int]]]) -> dict[Operand, int]:
-    """Where each rank gets each foreign operand block from: as in the plan, a gather's by a ring of its members."""
+def _wanted(products: list[set[tuple[int, int]]]) -> set[Operand]:
+    """The foreign operand blocks that products read."""
+    units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
+    return {unit for unit in units if unit[0] != unit[2]}
+
+
+def _sources(plan: Plan, wanted: set[Operand]) -> dict[Operand, int]:
+    """Where each rank gets each block from: as in the plan, a gather's by a ring of its members."""
     source: dict[Operand, int] = {}
     for step in plan.steps:
         for gather in step.gathers:
@@ -165,7 +183,6 @@ def _sources(plan: Plan, products: list[set[tuple[int, int]]]) -> dict[Operand, 
         for move in step.moves:
             for block in move.key:
                 source.setdefault((move.dst, move.kind, block), move.src)
-    wanted = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
     reached: set[Operand] = set()
     for rank, kind, block in wanted:  # and whoever passes it on
         while rank != block and (rank, kind, block) not in reached:

@@ -51,9 +51,8 @@ class SequenceParallel:
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
         self.groups = groups.create(self.topology, rank)
-        self.comm = TorchComm(self.groups.inner, self.groups.ulysses)
-        inner_rank = self.topology.index(rank, *self.topology.inner_axes)
-        self.runtime = runtime.Runtime(self.config, self.topology, inner_rank, self.comm)
+        self.comm = TorchComm(self.groups)
+        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm)
         self.accumulation_steps: int | None = None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
@@ -135,9 +134,8 @@ class SequenceParallel:
         dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
         parts = parts.flatten(0, 1)
         seq = parts.shape[0]
-        order = torch.cat(
-            [_positions(self.config.layout, seq, self.size, self.config.ulysses, r) for r in range(self.size)]
-        )
+        settings = self.config.layout, seq, self.size, self.config.ulysses
+        order = torch.cat([_positions(*settings, rank) for rank in self.groups.sp_order])
         whole = torch.empty_like(parts)
         whole[order.to(parts.device)] = parts
         return whole.movedim(0, dim)

@@ -19,11 +19,11 @@ from .config import SequenceParallelConfig
 from .errors import CommunicationError
 from .kernels import BlockSpec, select
 from .layout import LAYOUTS
-from .plan import Plan, Unit
+from .plan import Plan
 from .schedules import build
 from .topology import Topology
 from .walk import walk
-from .work import Backward, Forward, Problem, Tensors, Work
+from .work import Backward, Forward, Problem, Tensors, Work, bytes_per_token, travel_dtype
 
 
 class Runtime:
@@ -36,22 +36,25 @@ class Runtime:
 
     def forward(self, q: Tensor, kv: Tensor, causal: bool, scale: float) -> Iterator[int]:
         """Walks the forward plan; the iterator's return value is (out, lse). See Forward for shapes."""
-        return self._run("forward", {"q": (q,), "kv": (kv,)}, causal, scale)
+        return self._run("forward", q, kv, (), causal, scale)
 
     def backward(
         self, do: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Iterator[int]:
         """Walks the backward plan; the iterator's return value is (dq, dkv)."""
-        return self._run("backward", {"q": (q, do, out, lse), "kv": (kv,)}, causal, scale)
+        return self._run("backward", q, kv, (do, out, lse), causal, scale)
 
-    def plan(self, tokens: int, causal: bool, direction: str) -> Plan:
-        """The plan for `tokens` tokens on every inner rank."""
-        seq = tokens * self.topology.size(*self.topology.inner_axes)
-        return build(self.config.schedule, self.topology, self.config.layout, seq, causal, direction)
+    def plan(self, q: Tensor, kv: Tensor, causal: bool, direction: str) -> Plan:
+        """The plan for blocks of these shapes on every inner rank; what travels is chosen by their bytes."""
+        seq = q.shape[1] * self.topology.size(*self.topology.inner_axes)
+        settings = self.config.schedule, self.topology, self.config.layout, seq, causal, direction
+        travels = self.config.forward if direction == "forward" else self.config.backward
+        travel = travel_dtype(self.config.travel_dtype, q.dtype)
+        sizes = tuple(bytes_per_token(direction, q, kv, travel).items())
+        return build(*settings, travels=travels, overlap=self.config.overlap, sizes=sizes)
 
-    def _run(self, direction: str, own: dict[str, Tensors], causal: bool, scale: float) -> Iterator[int]:
-        q, kv = own["q"][0], own["kv"][0]
-        plan = self.plan(q.shape[1], causal, direction)
+    def _run(self, direction: str, q: Tensor, kv: Tensor, saved: Tensors, causal: bool, scale: float) -> Iterator[int]:
+        plan = self.plan(q, kv, causal, direction)
         seq = q.shape[1] * plan.size
         problem = Problem(
             rank=self.rank,
@@ -59,9 +62,9 @@ class Runtime:
             causal=causal,
             scale=scale,
             kernel=select(self.config.kernel, BlockSpec.of(q, kv.shape[3])),
+            travel=travel_dtype(self.config.travel_dtype, q.dtype),
         )
-        operands: dict[Unit, Tensors] = {(kind, (self.rank,)): tensors for kind, tensors in own.items()}
-        work: Work = (Forward if direction == "forward" else Backward)(problem, operands)
+        work: Work = Backward(problem, q, kv, *saved) if saved else Forward(problem, q, kv)
         step = 0
         try:
             for step in walk(plan.program(self.rank), work, self.comm):
@@ -127,7 +130,7 @@ def _inward(handle: int, kind: str, tensors: list[Tensor]) -> list[Tensor]:
     """All-to-all from all heads of some tokens to some heads of all the inner rank's tokens."""
     runtime = _RUNTIMES[handle]
     members = runtime.config.ulysses
-    buffer = runtime.comm.all_to_all(kind, ulysses.pack_in(tensors, members))
+    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_in(tensors, members))
     heads = [max(1, x.shape[2] // members) for x in tensors]
     return ulysses.unpack_in(buffer, tensors[0].shape[0], heads, tensors[0].shape[3])
 
@@ -135,7 +138,7 @@ def _inward(handle: int, kind: str, tensors: list[Tensor]) -> list[Tensor]:
 def _outward(handle: int, kind: str, tensors: list[Tensor], heads: list[int]) -> list[Tensor]:
     """The way back; `heads` of each result."""
     runtime = _RUNTIMES[handle]
-    buffer = runtime.comm.all_to_all(kind, ulysses.pack_out(tensors, runtime.config.ulysses))
+    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_out(tensors, runtime.config.ulysses))
     per_member = [x.shape[2] for x in tensors]
     return ulysses.unpack_out(buffer, tensors[0].shape[0], heads, per_member, tensors[0].shape[3])
 

@@ -1,7 +1,8 @@
 """Plan + cost model -> time line. Pure: no process, no tensor.
 
 Model: a rank computes one product at a time; it has one link in and one link out, which run beside its products, each
-carrying one transfer at a time at a fixed rate. A transfer starts when both ends have posted it and both links are free.
+carrying one transfer at a time at a fixed rate. A transfer starts when both ends have posted it and both their links
+are free.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from .plan import ACCUMULATORS, Key, Move, Plan
+from .plan import Collective, Key, Move, Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """transfer: seconds to move one block of each kind. product: seconds of one (q block, kv block) product; weight: how
-    much of it a mask leaves, 1 for all."""
+    """transfer: seconds to move one block of each kind. product: seconds of one (q block, kv block) product; weight:
+    how much of it a mask leaves, 1 for all."""
 
     transfer: Mapping[str, float]
     product: float
@@ -119,7 +120,7 @@ class _Simulation:
         due = index + move.within - (1 if operand else 0)
         self.due.setdefault((move.dst, due, operand), []).append((end, str(move)))
 
-    def together(self, collective: object, blocks: Callable) -> None:
+    def together(self, collective: Collective, blocks: Callable[[Collective, int], int]) -> None:
         """A collective starts when all members and their links are free, and holds each until it has its part."""
         start = max(max(self.now[r], self.link_in[r], self.link_out[r]) for r in collective.ranks)
         for rank in collective.ranks:

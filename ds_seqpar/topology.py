@@ -7,23 +7,27 @@ import itertools
 import math
 
 from .config import SequenceParallelConfig
+from .shapes import place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
     """A world of ranks with one coordinate an axis, the fastest axis first (its neighbours are neighbouring ranks).
 
-    axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis, and the inner rank
-    counts them in the order given here.
+    axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis.
+    inner: the inner axes in the order in which the inner rank counts them, the first fastest, wherever they are placed;
+    default: as in `axes`.
     """
 
     axes: tuple[tuple[str, int], ...]
+    inner: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: SequenceParallelConfig, world_size: int) -> Topology:
-        """For a resolved config: Ulysses fastest (it sends most: keep it inside a node), then the ring, then data."""
-        inner = config.size // config.ulysses
-        return cls(axes=(("ulysses", config.ulysses), ("ring", inner), ("data", world_size // config.size)))
+        """For a resolved config."""
+        sizes = dict((("ulysses", config.ulysses), *config.inner_axes, ("data", world_size // config.size)))
+        order = place(config.inner_axes, config.placement)
+        return cls(axes=tuple((name, sizes[name]) for name in order), inner=tuple(n for n, _ in config.inner_axes))
 
     @property
     def world_size(self) -> int:
@@ -31,7 +35,7 @@ class Topology:
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
+        return self.inner or tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
 
     def size(self, *names: str) -> int:
         """How many ranks the named axes span."""
@@ -52,20 +56,18 @@ class Topology:
         return rank
 
     def index(self, rank: int, *names: str) -> int:
-        """The rank's number within the named axes, the first of `self.axes` among them fastest."""
+        """The rank's number within the named axes, the first name fastest."""
         number, stride = 0, 1
         at = self.coordinates(rank)
-        for name, size in self.axes:
-            if name in names:
-                number, stride = number + at[name] * stride, stride * size
+        for name in names:
+            number, stride = number + at[name] * stride, stride * self.size(name)
         return number
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only on the named axes, ordered by `index(..., *names)`."""
         at = self.coordinates(rank)
-        spans = [range(size) if name in names else (at[name],) for name, size in reversed(self.axes)]
-        order = [name for name, _ in reversed(self.axes)]
-        return tuple(self.rank(dict(zip(order, point, strict=True))) for point in itertools.product(*spans))
+        points = itertools.product(*(range(self.size(name)) for name in reversed(names)))
+        return tuple(self.rank({**at, **dict(zip(reversed(names), point, strict=True))}) for point in points)
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """Every such group of the world, in one order that is the same on every rank."""

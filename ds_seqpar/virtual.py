@@ -52,7 +52,19 @@ class _VirtualComm:
             self.received[message.kind] += message.tensor.numel()
         return _Waiting(self, receives)
 
-    def all_to_all(self, kind: str, buffer: Tensor) -> Tensor:
+    def all_gather(self, ranks: tuple[int, ...], kind: str, tensor: Tensor, received: list[Tensor]) -> Handle:
+        return self.all_to_all(ranks, kind, [tensor] * len(ranks), received)
+
+    def all_to_all(self, ranks: tuple[int, ...], kind: str, sent: list[Tensor], received: list[Tensor]) -> Handle:
+        sends, receives = (
+            [Message(peer, kind, tensor, -1) for peer, tensor in zip(ranks, tensors, strict=True)]
+            for tensors in (sent, received)
+        )
+        handle = self.post(sends, receives)
+        self.received[kind] -= received[ranks.index(self.rank)].numel()  # the own part did not travel
+        return handle
+
+    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
         raise AssertionError("the virtual runner exchanges heads for all members at once")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from .comm import Comm, Handle, Message
+from .comm import Comm, Handle, Message, Together
 from .plan import Gather, Key, Move, Program, ReduceScatter, Unit, last_uses
 from .work import Tensors, Work
 
@@ -18,7 +18,6 @@ def walk(program: Program, work: Work, comm: Comm) -> Iterator[int]:
     a real rank just runs it to the end; virtual ranks take turns from yield to yield.
     """
     rank = work.problem.rank
-    own = {("q", (rank,)), ("kv", (rank,))}  # the caller holds these anyway
     operands: dict[int, list[Arrivals]] = defaultdict(list)  # due at the end of step
     results: dict[int, list[Arrivals]] = defaultdict(list)  # due after the products of step
     for index, (step, frees) in enumerate(zip(program, last_uses(program, rank), strict=True)):
@@ -40,8 +39,8 @@ def walk(program: Program, work: Work, comm: Comm) -> Iterator[int]:
             _merge(work, arrivals)
         for arrivals in operands.pop(index, []):
             work.operands.update(_wait(arrivals))
-        for unit in frees - own:
-            del work.operands[unit]
+        for unit in frees:
+            work.release(unit)
     for due in sorted(results):
         for arrivals in results[due]:
             _merge(work, arrivals)
@@ -67,24 +66,17 @@ def _post(
 
 
 def _gather(gather: Gather, work: Work, comm: Comm) -> Arrivals:
-    """Every member sends its part to every other: the bytes of an all-gather, over the transport of moves."""
-    rank = work.problem.rank
-    mine = gather.part(rank)
-    sends, receives, arrivals = [], [], []
-    for peer, part in zip(gather.ranks, gather.parts, strict=True):
-        if peer == rank:
-            continue
-        sends += _messages(peer, gather.kind, mine, work.operands[gather.kind, mine], work)
-        buffers = work.empty(gather.kind, part)
-        receives += _messages(peer, gather.kind, part, buffers, work)
-        arrivals.append(((gather.kind, part), buffers))
-    return comm.post(sends, receives), arrivals
+    mine = work.operands[gather.kind, gather.part(work.problem.rank)]
+    buffers = [work.empty(gather.kind, part) for part in gather.parts]
+    handles = [
+        comm.all_gather(gather.ranks, gather.kind, tensor, list(received))
+        for tensor, received in zip(mine, zip(*buffers, strict=True), strict=True)
+    ]
+    return Together(handles), [((gather.kind, part), x) for part, x in zip(gather.parts, buffers, strict=True)]
 
 
 def _finish_gather(gather: Gather, work: Work, arrivals: Arrivals) -> None:
     parts = _wait(arrivals)
-    mine = gather.kind, gather.part(work.problem.rank)
-    parts[mine] = work.operands[mine]
     whole = work.empty(gather.kind, gather.whole)
     for (_, key), tensors in parts.items():
         rows = work.problem.rows(gather.whole, key)
@@ -95,20 +87,15 @@ def _finish_gather(gather: Gather, work: Work, arrivals: Arrivals) -> None:
 
 def _reduce(reduce: ReduceScatter, work: Work, comm: Comm) -> Arrivals:
     """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
-    rank = work.problem.rank
+    mine = reduce.kind, reduce.part(work.problem.rank)
     whole = work.take((reduce.kind, reduce.whole))
-    mine = reduce.part(rank)
-    sends, receives, arrivals = [], [], []
-    for peer, part in zip(reduce.ranks, reduce.parts, strict=True):
-        tensors = tuple(x[:, work.problem.rows(reduce.whole, part)] for x in whole)
-        if peer == rank:
-            work.merge((reduce.kind, mine), tensors)
-            continue
-        sends += _messages(peer, reduce.kind, part, tensors, work)
-        buffers = work.empty(reduce.kind, mine)
-        receives += _messages(peer, reduce.kind, mine, buffers, work)
-        arrivals.append(((reduce.kind, mine), buffers))
-    return comm.post(sends, receives), arrivals
+    buffers = [work.empty(*mine) for _ in reduce.ranks]
+    rows = [work.problem.rows(reduce.whole, part) for part in reduce.parts]
+    handles = [
+        comm.all_to_all(reduce.ranks, reduce.kind, [tensor[:, r] for r in rows], list(received))
+        for tensor, received in zip(whole, zip(*buffers, strict=True), strict=True)
+    ]
+    return Together(handles), [(mine, x) for x in buffers]
 
 
 def _messages(peer: int, kind: str, key: Key, tensors: Tensors, work: Work) -> list[Message]:

@@ -168,6 +168,8 @@ def _sharding_error(sp: SequenceParallel, tokens: Tensor | None, given: dict[str
         return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
     if given.get("past_key_values") is not None or given.get("use_cache"):
         return InputError("training and evaluation take no kv cache; got one, leave out use_cache and past_key_values")
+    if given.get("is_causal") is False:
+        return InputError("sharded attention of this model is causal; got is_causal=False, leave it out")
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not bool((mask != 0).all()):
         return InputError(

@@ -4,6 +4,7 @@ The processes are forked from a server that has imported the heavy packages once
 fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh processes.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -12,7 +13,14 @@ import time
 import traceback
 from datetime import timedelta
 
-PRELOAD = ["torch", "torch.distributed", "deepspeed", "transformers", "transformers.models.llama.modeling_llama"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # every ZeRO engine imports it, and it imports torch's compiler
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class RankFailure(AssertionError):
@@ -86,6 +94,7 @@ def _rank(rank, world, folder, port, pipe, function, args):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # ZeRO-3 collects garbage for every engine: not among all that was imported
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)

@@ -28,6 +28,11 @@ def error(found: Tensor, expected: Tensor) -> float:
     return gap if gap == gap else float("inf")
 
 
+def spread(found: Tensor, expected: Tensor) -> float:
+    """The root of the mean square of a - b, relative to that of b: sees many small errors where `error` sees one."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
 def errors(found, expected) -> list[float]:
     """`error` of each pair."""
     return [error(a, b) for a, b in zip(found, expected, strict=True)]

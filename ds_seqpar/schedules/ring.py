@@ -1,33 +1,18 @@
-"""Ring Attention (Liu et al., 2023): every key/value block visits every rank whose queries need it."""
+"""Ring Attention (Liu et al., 2023), and BurstAttention's rings: the q-travelling one and the double one."""
 
 from __future__ import annotations
 
-from ..plan import Compute, Move, Needed, Plan, Step
+from ..plan import Needed, Plan
 from ..topology import Topology
+from .rotation import rotation
 
 
-def ring(topology: Topology, needed: Needed, direction: str) -> Plan:
-    """k/v travels from rank to rank; queries stay, and so does the gradient of a rank's own product.
+def ring(topology: Topology, needed: Needed, direction: str, travels: str = "kv") -> Plan:
+    """Every key/value block goes round all ranks whose queries need it; in step t rank p holds that of p - t.
 
-    In step t rank p holds kv block p - t. A block stops at the last rank that needs it. Backward retraces the same
-    hops; the gradient of visitors' products rides one hop behind its block, and the last visitor sends it home, so a
-    block that visits all ranks costs A - 1 hops of k/v and A - 1 of its gradient.
+    travels="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta go round instead of k, v and their
+    gradients: 3 large tensors for 4.
     """
-    size = topology.size(*topology.inner_axes)
-    visits = [[t for t in range(size) if needed((block + t) % size, block)] for block in range(size)]
-    last = [max(steps, default=0) for steps in visits]
-    first = [min((t for t in steps if t > 0), default=size) for steps in visits]  # the first visit to another rank
-    steps = []
-    for t in range(max(last) + 1):
-        moves, computes, results = [], [], []
-        for block in range(size):
-            here, there = (block + t) % size, (block + t + 1) % size
-            if t < last[block]:
-                moves.append(Move(src=here, dst=there, kind="kv", key=(block,)))
-            if t in visits[block]:
-                computes.append(Compute(rank=here, q=(here,), kv=(block,)))
-            if direction == "backward" and first[block] <= t <= last[block]:
-                home = block if t == last[block] else there
-                results.append(Move(src=here, dst=home, kind="dkv", key=(block,)))
-        steps.append(Step(moves=tuple(moves), computes=tuple(computes), results=tuple(results)))
-    return Plan(name="ring", direction=direction, size=size, steps=tuple(steps))
+    size = topology.size("ring")
+    paths = [[(rank + t) % size for t in range(size)] for rank in range(size)]
+    return rotation("ring", direction, travels, [((r,), (r,)) for r in range(size)], paths, needed)

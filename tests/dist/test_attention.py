@@ -56,6 +56,7 @@ NARROW = [
     (2, 1, "striped", (4, 4), True),
     (4, 1, "zigzag", (4, 2), True),
     (4, 1, "contiguous", (4, 1), False),
+    (8, 1, "striped", (4, 2), False),
     (4, 2, "striped", (4, 2), True),
     (4, 4, "contiguous", (4, 1), True),
     (8, 1, "zigzag", (4, 2), True),
@@ -65,6 +66,11 @@ NARROW = [
 
 def narrow_deviations(cases, dtype):
     """By case: errors of (out, dq, dk, dv), and those of the kernel alone on the whole sequence."""
+
+    def measure(tensors, exact):
+        spreads = [oracle.spread(a, b) for a, b in zip(tensors, exact, strict=True)]
+        return [*oracle.errors(tensors, exact), *spreads]
+
     found = []
     for size, degree, layout, heads, causal in cases:
         sp = make(size=size, ulysses=degree, layout=layout)
@@ -73,7 +79,7 @@ def narrow_deviations(cases, dtype):
         kernel, scale = KERNELS["cpu_flash"], q.shape[3] ** -0.5
         out, lse = kernel.forward(q, k, v, causal, scale)
         alone = out, *kernel.backward(do, q, k, v, out, lse, causal, scale)
-        found.append((oracle.errors(attend(sp, q, k, v, do, causal), exact), oracle.errors(alone, exact)))
+        found.append((measure(attend(sp, q, k, v, do, causal), exact), measure(alone, exact)))
     return found
 
 
@@ -84,7 +90,8 @@ def test_fp32_is_exact_to_its_rounding(world):
         assert max(found) < 1e-5, case
 
 
-# ring-flash-attention#42 and #67, OpenRLHF#564: the error grew with the ring where block outputs were merged in bf16
+# ring-flash-attention#42 and #67, OpenRLHF#564: the error grew with the ring where block outputs were merged in bf16;
+# the greatest error hardly shows it, the spread does
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bf16_is_as_good_as_the_kernel_alone(world):
     cases = [case for case in NARROW if case[0] == world]

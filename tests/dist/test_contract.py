@@ -3,7 +3,6 @@
 Absolute gradients, from SGD without clipping: Adam hides a wrong scale, and so does DeepSpeed's own clipping.
 """
 
-import gc
 import warnings
 
 import deepspeed
@@ -45,7 +44,6 @@ def global_window(case):
 
 def train(cases, changes=None, mistake=None):
     """One step a case on this rank. mistake: a function of (sp, batch) that spoils what shard_batches gave."""
-    gc.freeze()  # ZeRO-3 collects garbage for every engine, which takes long with all the imported packages
     results = []
     for case in cases:
         engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case, **changes or {}))
@@ -359,7 +357,6 @@ class Own(nn.Module):
 
 
 def train_own(cases):
-    gc.freeze()
     results = []
     for case in cases:
         with warnings.catch_warnings():

@@ -31,7 +31,7 @@ def step(degree, direction, call, ends):
 
     if dist.get_rank() == GONE:
         setattr(kernel, direction, failing)
-    attend(sp, *oracle.tensors(1, 48, (4, 4)))
+    attend(sp, *oracle.tensors(1, 48, (4, 2)))
 
 
 def run(*args):

@@ -54,7 +54,7 @@ def record(size, degree, layout, causal):
     """(forward story, backward story, handles posted, handles waited for, works not done after their wait)."""
     sp = make(size=size, ulysses=degree, layout=layout, kernel="cpu_flash")
     recorder = Recorder(sp)
-    q, k, v, do = oracle.tensors(1, 48, (4, 4))
+    q, k, v, do = oracle.tensors(1, 48, (4, 2))
     out = sp.attention(*leaves(sp, q, k, v), causal=causal)
     events = list(recorder.events)
     forward = recorder.story()
