@@ -28,14 +28,15 @@ def error(found: Tensor, expected: Tensor) -> float:
     return gap if gap == gap else float("inf")
 
 
-def spread(found: Tensor, expected: Tensor) -> float:
-    """The root of the mean square of a - b, relative to that of b: sees many small errors where `error` sees one."""
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
 def errors(found, expected) -> list[float]:
     """`error` of each pair."""
     return [error(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+def spreads(found, expected) -> list[float]:
+    """Of each pair the root mean square of a - b over that of b: it sees many small errors, where `error` sees one."""
+    pairs = zip(found, expected, strict=True)
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
 
 
 def tensors(batch=1, seq=48, heads=(4, 2), dim=8, dtype=torch.float64, seed=0):

@@ -6,6 +6,7 @@ needed(q block, kv block) says whether any query of the one sees any key of the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -73,6 +74,7 @@ def _build(
     )
     plans = [SCHEDULES[schedule](topology, needed, direction, choice) for choice in choices]
     plan = min(plans, key=lambda plan: max(plan.received(dict(sizes)))) if len(plans) > 1 else plans[0]
+    plan = dataclasses.replace(plan, name=schedule)  # not the family's
     if overlap:
         plan = overlapped(plan, needed, dict(sizes))
     validate(plan, pairs)

@@ -65,39 +65,37 @@ NARROW = [
 
 
 def narrow_deviations(cases, dtype):
-    """By case: errors of (out, dq, dk, dv), and those of the kernel alone on the whole sequence."""
-
-    def measure(tensors, exact):
-        spreads = [oracle.spread(a, b) for a, b in zip(tensors, exact, strict=True)]
-        return [*oracle.errors(tensors, exact), *spreads]
-
+    """By case, of (out, dq, dk, dv): errors and spreads, and those of the kernel alone on the whole sequence."""
     found = []
     for size, degree, layout, heads, causal in cases:
         sp = make(size=size, ulysses=degree, layout=layout)
         q, k, v, do = oracle.tensors(1, 512, heads, dim=16, dtype=dtype)
-        exact = oracle.dense(q, k, v, do, causal)
         kernel, scale = KERNELS["cpu_flash"], q.shape[3] ** -0.5
         out, lse = kernel.forward(q, k, v, causal, scale)
         alone = out, *kernel.backward(do, q, k, v, out, lse, causal, scale)
-        found.append((measure(attend(sp, q, k, v, do, causal), exact), measure(alone, exact)))
+        exact = oracle.dense(q, k, v, do, causal)
+        ways = attend(sp, q, k, v, do, causal), alone
+        found.append([(oracle.errors(way, exact), oracle.spreads(way, exact)) for way in ways])
     return found
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_fp32_is_exact_to_its_rounding(world):
     cases = [case for case in NARROW if case[0] == world]
-    for case, (found, _) in zip(cases, on_ranks(world, narrow_deviations, cases, torch.float32)[0], strict=True):
-        assert max(found) < 1e-5, case
+    for case, ((errors, _), _) in zip(cases, on_ranks(world, narrow_deviations, cases, torch.float32)[0], strict=True):
+        assert max(errors) < 1e-5, case
 
 
-# ring-flash-attention#42 and #67, OpenRLHF#564: the error grew with the ring where block outputs were merged in bf16;
-# the greatest error hardly shows it, the spread does
+# ring-flash-attention#42 and #67, OpenRLHF#564: the error grew with the ring where block outputs were merged in bf16.
+# The spread of a tensor shows it; its greatest error does not, and may double by one element next to a power of two, so
+# that is compared over the four tensors together
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bf16_is_as_good_as_the_kernel_alone(world):
     cases = [case for case in NARROW if case[0] == world]
-    for case, (found, alone) in zip(cases, on_ranks(world, narrow_deviations, cases, torch.bfloat16)[0], strict=True):
-        for mine, kernels in zip(found, alone, strict=True):
-            assert mine <= 2 * kernels, case
+    for case, (mine, alone) in zip(cases, on_ranks(world, narrow_deviations, cases, torch.bfloat16)[0], strict=True):
+        assert max(mine[0]) <= 2 * max(alone[0]), case
+        for name, a, b in zip(("out", "dq", "dk", "dv"), mine[1], alone[1], strict=True):
+            assert a <= 2 * b, (case, name)
 
 
 def groups_at_once(size, degree):

@@ -135,19 +135,22 @@ def weights(model):
     return found
 
 
-def step(engine, batches):
-    """One optimiser step: (gradients by name, loss, DeepSpeed's gradient norm)."""
-    before = weights(engine.module)
+def update(engine, batches):
+    """One optimiser step: (loss, DeepSpeed's gradient norm; it reports none without ZeRO and clipping)."""
     losses = []
     for batch in batches:
         out = engine(**batch)
         losses.append(out if isinstance(out, torch.Tensor) else out.loss)
         engine.backward(losses[-1])
         engine.step()
-    after = weights(engine.module)
     reported = engine.get_global_grad_norm()
-    return {
-        "gradients": {name: (before[name] - after[name]) / RATE for name in before},
-        "loss": engine.sequence_parallel.mean_loss(losses),
-        "norm": None if reported is None else float(reported),
-    }
+    return engine.sequence_parallel.mean_loss(losses), None if reported is None else float(reported)
+
+
+def step(engine, batches):
+    """One optimiser step of plain SGD: gradients by name, loss, DeepSpeed's gradient norm."""
+    before = weights(engine.module)
+    loss, reported = update(engine, batches)
+    after = weights(engine.module)
+    gradients = {name: (before[name] - after[name]) / RATE for name in before}
+    return {"gradients": gradients, "loss": loss, "norm": reported}

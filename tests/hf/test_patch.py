@@ -30,6 +30,7 @@ from tests.hf.llama import (
     ragged,
     settings,
     step,
+    update,
     weights,
 )
 from tests.launch import on_ranks
@@ -211,7 +212,7 @@ def generate_everywhere(stage):
     for trained in (False, True):
         if trained:
             for seed in range(2):
-                step(engine, sp.shard_batches(ragged(case, 1, 1, seed=seed)))
+                update(engine, sp.shard_batches(ragged(case, 1, 1, seed=seed)))
         twin = llama()
         twin.load_state_dict({name: torch.from_numpy(x) for name, x in weights(model).items()})
         assert twin.config._attn_implementation == "sdpa"
@@ -221,7 +222,7 @@ def generate_everywhere(stage):
                 ours = generated(model.train(training), sp.rank, padded)
                 sent.append(sp.comm.received - before)
                 same.append(ours == generated(twin.train(training), sp.rank, padded))
-    step(engine, sp.shard_batches(ragged(case, 1, 1, seed=3)))  # and training goes on
+    update(engine, sp.shard_batches(ragged(case, 1, 1, seed=3)))  # and training goes on
     return same, sent, bool(sp.comm.received)
 
 

@@ -1,0 +1,87 @@
+"""Every schedule over real gloo processes: equal to dense attention, receiving what its plan says."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import oracle
+from tests.dist.ranks import attend, make
+from tests.launch import on_ranks
+
+HEADS = (8, 4)
+CASES = {
+    4: [
+        {"schedule": "double_ring", "window": 2, "backward": "q"},
+        {"schedule": "distflash"},
+        {"schedule": "distflash", "overlap": True},
+        {"schedule": "attention2d", "rows": 2, "layout": "striped"},
+        {"schedule": "attention2d", "rows": 2, "overlap": True, "layout": "contiguous"},
+        {"schedule": "wallfacer", "team": 2, "backward": "q"},
+        {"schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q"},
+        {"schedule": "mesh", "mesh": [2, 1, 2], "overlap": True, "placement": "collectives_intra"},
+        {"schedule": "ring", "forward": "q", "backward": "q", "layout": "contiguous"},
+        {"schedule": "ring", "ulysses": 2, "backward": "auto", "placement": "ring_intra"},
+        {"schedule": "attention2d", "ulysses": 2, "cols": 2, "placement": "collectives_intra"},
+        {"schedule": "distflash", "ulysses": 2},
+    ],
+    8: [
+        {"schedule": "mesh", "mesh": [2, 2, 2], "backward": "q"},
+        {"schedule": "mesh", "mesh": [2, 2, 2], "overlap": True, "placement": ["z", "ulysses", "y", "x"]},
+        {"schedule": "wallfacer", "team": 2, "placement": "ring_intra"},
+        {"schedule": "wallfacer", "team": 2, "ulysses": 2, "placement": ["data", "y", "ulysses", "z", "x"]},
+        {"schedule": "double_ring", "window": 4},
+        {"schedule": "distflash"},
+    ],
+    9: [{"schedule": "attention2d", "rows": 3}, {"schedule": "distflash"}],
+    16: [
+        {"schedule": "attention2d", "rows": 4},
+        {"schedule": "wallfacer", "team": 2, "overlap": True, "backward": "q"},
+        {"schedule": "double_ring", "window": 4, "ulysses": 2},
+    ],
+}
+
+
+def work(cases):
+    """For each case: the greatest error, and whether this rank received what the plan says."""
+    found = []
+    for case in cases:
+        size = dist.get_world_size()
+        sp = make(**{"size": size, "ulysses": 1, **case})
+        whole = oracle.tensors(1, 4 * size, HEADS)
+        gap = max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
+        found.append((gap, sp.comm.received, planned(sp, 4 * size)))
+    return found
+
+
+def planned(sp, seq):
+    """Elements by direction that this rank's plans let it receive, and the Ulysses row of the table."""
+    q, k, *_ = oracle.tensors(1, seq // (sp.size // sp.config.ulysses), [h // sp.config.ulysses for h in HEADS])
+    kv = k.new_empty(*k.shape[:2], 2, *k.shape[2:])
+    rank, lse = sp.runtime.rank, q[..., 0].numel()
+    elements = {"kv": kv.numel(), "dq": q.numel(), "dkv": kv.numel(), "out": q.numel() + lse}
+    forward = sp.runtime.plan(q, kv, True, "forward").received({**elements, "q": q.numel()})[rank]
+    backward = sp.runtime.plan(q, kv, True, "backward").received({**elements, "q": 2 * q.numel() + 2 * lse})[rank]
+    members = sp.config.ulysses
+    return forward + backward + 2 * (members - 1) * (2 * q.numel() + kv.numel()) // members
+
+
+@pytest.mark.parametrize("ranks", sorted(CASES))
+def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
+    results = on_ranks(ranks, work, CASES[ranks], timeout=300)
+    for rank, found in enumerate(results):
+        for case, (gap, received, plan) in zip(CASES[ranks], found, strict=True):
+            assert gap < 1e-10, (case, rank)
+            assert sum(received.values()) == plan, (case, rank, received)
+
+
+def travel(dtype):
+    """The error of bf16 attention whose partial results travel in this dtype, and the bytes that this rank received."""
+    whole = oracle.tensors(1, 256, HEADS, 32, dtype=torch.bfloat16)
+    sp = make(size=4, ulysses=1, schedule="mesh", mesh=[2, 1, 2], travel_dtype=dtype)
+    return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole))), sp.comm.received_bytes
+
+
+def test_travel_dtype_saves_bytes_and_costs_rounding_only():
+    wide, narrow = ([max(x) for x in zip(*on_ranks(4, travel, dtype), strict=True)] for dtype in ("fp32", "bf16"))
+    assert narrow[1] < 0.85 * wide[1]
+    assert narrow[0] < 2 * wide[0] + 0.004  # one more rounding to 8 bits for each partial result
