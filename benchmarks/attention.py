@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/attention.py --seq 8192
 
-All rows of one run do the same work and take turns, so that a noisy machine is noisy for all; compare rows of one run by
-their ratio, not runs by their seconds. A row's time is that of its slowest rank; the median of `--repeats`.
+All rows of one run do the same work and take turns, so that a noisy machine is noisy for all; compare rows of one run
+by their ratio, not runs by their seconds. A row's time is that of its slowest rank; the median of `--repeats`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,13 @@ def main() -> None:
     seconds = measure(rows, args.repeats, device)
     if dist.get_rank() == 0:
         first = seconds[next(iter(rows))]
-        print(
-            f"\n{size} ranks, {args.seq} tokens, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}, causal\n"
-        )
+        heads = f"{args.heads}/{args.kv_heads} heads of {args.head_dim}"
+        print(f"\n{size} ranks, {args.seq} tokens, {heads}, {args.dtype}, causal\n")
         print("| | seconds | ratio | MiB received a rank |\n|---|---|---|---|")
         for name, value in seconds.items():
             mib = "-"
             if name in counted:
-                elements = sum(counted[name].comm.received.values()) / (args.repeats + 1)
-                mib = f"{elements * local[0].element_size() / 2**20:.1f}"
+                mib = f"{counted[name].comm.received_bytes / (args.repeats + 1) / 2**20:.1f}"
             print(f"| {name} | {value:.3f} | {value / first:.2f} | {mib} |")
     dist.destroy_process_group()
 

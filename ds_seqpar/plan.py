@@ -200,7 +200,7 @@ class _Validator:
         self.held: list[dict[Unit, frozenset]] = [{} for _ in range(plan.size)]
         self.results: dict[int, list[tuple[Move, frozenset]]] = {}  # due in step -> on their way
         self.arrivals: dict[int, list[Move]] = {}
-        self.frees = [last_uses(program, rank) for rank, program in enumerate(programs)]
+        self.frees: list[list[set[Unit]]] = []
         self.done: set[tuple[int, int]] = set()
         self.step = 0
 
@@ -211,10 +211,13 @@ class _Validator:
         for rank, program in enumerate(self.programs):
             if len(program) != len(self.plan.steps):
                 self.fail(rank, f"its program has {len(program)} steps, the plan {len(self.plan.steps)}")
-        for index in range(len(self.plan.steps)):
+        every_step = list(zip(*self.programs, strict=True))
+        for index, steps in enumerate(every_step):
             self.step = index
-            steps = [program[self.step] for program in self.programs]
             self.matched(steps)
+        self.frees = [last_uses(program, rank) for rank, program in enumerate(self.programs)]
+        for index, steps in enumerate(every_step):
+            self.step = index
             for rank, step in enumerate(steps):
                 self.gather(rank, step)
             for rank, step in enumerate(steps):
@@ -231,7 +234,7 @@ class _Validator:
             self.finish_results(due)
         self.all_home()
 
-    def matched(self, steps: list[Step]) -> None:
+    def matched(self, steps: Sequence[Step]) -> None:
         """Everything that several ranks do together stands in all their programs, in the same order for each pair and
         each group: then posting in program order cannot deadlock and no message reaches the wrong buffer."""
         everyone = set(range(self.plan.size))
@@ -245,6 +248,8 @@ class _Validator:
                         self.fail(rank, f"{action} names a rank that does not exist")
                     if len(set(action.ranks)) != len(action.ranks):
                         self.fail(rank, f"{action} names a rank twice")
+                    if isinstance(action, Move) and action.within < 1:
+                        self.fail(rank, f"{action} is due within {action.within} steps, before it was sent")
                     for peer in action.ranks:
                         self.same_order(rank, peer, action, lists)
 
@@ -274,7 +279,7 @@ class _Validator:
                 if move.unit not in self.operands[rank]:
                     self.fail(rank, f"{move} sends {move.kind}{_name(move.key)}, which is not there")
                 due = self.step + move.within - 1
-                if not self.step <= due < len(self.plan.steps):
+                if due >= len(self.plan.steps):
                     self.fail(rank, f"{move} is due within {move.within} steps, outside the plan")
                 self.arrivals.setdefault(due, []).append(move)
 
@@ -309,12 +314,9 @@ class _Validator:
             if move.src == rank:
                 if move.unit not in self.held[rank]:
                     self.fail(rank, f"{move} sends {move.kind}{_name(move.key)}, which is not there")
-                if move.within < 1:
-                    self.fail(rank, f"{move} is due within {move.within} steps, before it was sent")
-                due = self.step + move.within
-                self.results.setdefault(due, []).append((move, self.held[rank].pop(move.unit)))
+                self.results.setdefault(self.step + move.within, []).append((move, self.held[rank].pop(move.unit)))
 
-    def reduce(self, steps: list[Step]) -> None:
+    def reduce(self, steps: Sequence[Step]) -> None:
         for reduce in (reduce for rank, step in enumerate(steps) for reduce in step.reduces if rank == reduce.ranks[0]):
             whole = frozenset()
             for rank in reduce.ranks:

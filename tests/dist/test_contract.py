@@ -188,6 +188,35 @@ def test_a_window_without_any_label_is_zero_and_not_nan():
             assert not any(g.any() for g in result["gradients"].values())
 
 
+def evaluate_then_train(cases):
+    """(evaluation loss of two batches, where training has windows of another length; a training step after it)."""
+    results = []
+    for case in cases:
+        engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case))
+        sp = engine.sequence_parallel
+        window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
+        engine.eval()
+        with torch.no_grad():
+            loss = sp.mean_loss([engine(**batch).loss for batch in sp.shard_batches(window[:2], training=False)])
+        engine.train()
+        results.append((loss, step(engine, sp.shard_batches(window))))
+    return results
+
+
+def test_evaluation_loss_is_that_of_one_process():
+    """transformers#48167: eval_loss cp times too large. axolotl#3026: NaN. Training goes on as if nothing had been."""
+    cases = [
+        {"stage": "0", "mode": "r2", "steps": 3},
+        {"stage": "2", "mode": "u4", "steps": 3},
+        {"stage": "3", "mode": "u2r2", "steps": 3},
+    ]
+    for case, results in by_case(cases, on_ranks(WORLD, evaluate_then_train, cases)):
+        _, expected = one_process(llama(), global_window(case)[:2])
+        for loss, result in results:
+            assert loss == pytest.approx(expected, rel=1e-5)
+            check(result, *one_process(llama(), global_window(case)), case["stage"])
+
+
 BF16 = {"bf16": {"enabled": True}}
 BF16_CASES = [
     {"stage": stage, "mode": mode, "steps": steps}
@@ -384,6 +413,30 @@ def one_process_own(case):
     )
     loss.backward()
     return {name: array(p.grad) for name, p in model.named_parameters()}, loss.item()
+
+
+def mixed_under_autocast():
+    """dtypes of attention's result and gradients for q and k in fp32 beside v in bf16, and the error against sdpa."""
+    sp = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2))
+    torch.manual_seed(0)
+    whole = [torch.randn(1, SEQ, heads, 8, requires_grad=True) for heads in (8, 2, 2)]
+    local = [sp.shard(x.detach(), 1).requires_grad_() for x in whole]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (*whole[:2], whole[2].bfloat16())), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        out = sp.attention(*local[:2], local[2].bfloat16())
+    out.float().sum().backward()
+    gathered = sp.gather(out.detach(), 1)
+    return str(out.dtype), [str(x.grad.dtype) for x in local], gap({"out": array(gathered)}, {"out": array(plain)})
+
+
+def test_attention_takes_the_dtypes_that_autocast_makes():
+    """Under torch.autocast RoPE leaves q and k in fp32 beside a bf16 v; sdpa takes that, in bf16, and so does ours."""
+    for dtype, gradients, difference in on_ranks(WORLD, mixed_under_autocast):
+        assert dtype == "torch.bfloat16"
+        assert gradients == ["torch.float32"] * 3
+        assert difference < 2**-7  # two bf16 results, each rounded by up to 2**-8
 
 
 def test_a_model_of_ones_own_holds_the_contract():

@@ -17,7 +17,7 @@ WORLD, GONE = 4, 2  # the rank that ends or fails
 
 def step(degree, direction, call, ends):
     """A training step; the kernel of one rank ends it, or raises, at its given call (from 1) of a direction."""
-    sp = make(ulysses=degree, kernel="cpu_flash")
+    sp = make(ulysses=degree, forward="kv", backward="kv", kernel="cpu_flash")
     kernel, calls = KERNELS["cpu_flash"], []
     real = getattr(kernel, direction)
 

@@ -18,15 +18,17 @@ def _one_thread():
 
 
 @pytest.fixture
-def run_as_ring(monkeypatch):
-    """A function that lets another builder stand in for the "ring" schedule, until the test ends."""
+def replace_schedule(monkeypatch):
+    """A function that lets another builder stand in for a schedule, until the test ends."""
 
-    def stand_in(builder):
-        monkeypatch.setitem(schedules.SCHEDULES, "ring", builder)
+    def forget():
         schedules.build.cache_clear()
         schedules._build.cache_clear()
 
-    yield stand_in
+    def replace(name, builder):
+        monkeypatch.setitem(schedules.SCHEDULES, name, builder)
+        forget()
+
+    yield replace
     monkeypatch.undo()
-    schedules.build.cache_clear()
-    schedules._build.cache_clear()
+    forget()

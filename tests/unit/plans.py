@@ -1,13 +1,56 @@
-"""Plans for tests: relations of needed products, and plans with one action changed."""
+"""Plans for tests: every shape of every schedule, relations of needed products, and plans with one action changed."""
 
 import dataclasses
 import itertools
+import random
 
+from hypothesis import strategies as st
+
+from ds_seqpar import shapes
+from ds_seqpar.schedules import SCHEDULES
+from ds_seqpar.shapes import divisors
 from ds_seqpar.topology import Topology
 
+DIRECTIONS = ("forward", "backward")
+# (schedule, direction, what travels); both sides travel in distflash by themselves
+FORMS = tuple(
+    (schedule, direction, travels)
+    for schedule, direction, travels in itertools.product(SCHEDULES, DIRECTIONS, ("kv", "q"))
+    if (schedule, travels) != ("distflash", "q")
+)
 
-def topology(size):
-    return Topology(axes=(("ulysses", 1), ("ring", size), ("data", 1)))
+
+def topology(*axes):
+    return Topology(axes=(("ulysses", 1), *axes, ("data", 1)))
+
+
+def ring(size):
+    return topology(*shapes.ring(size))
+
+
+def mesh(a, b, r):
+    return topology(*shapes.mesh(a * b * r, (a, b, r), None))
+
+
+def double_ring(size, window):
+    return topology(*shapes.double_ring(size, window))
+
+
+def topologies(schedule, size):
+    """Every shape that `size` inner ranks can take for this schedule."""
+    if schedule == "double_ring":
+        return [double_ring(size, window) for window in divisors(size)]
+    if schedule == "attention2d":
+        return [mesh(a, size // a, 1) for a in divisors(size)]
+    if schedule == "wallfacer":
+        return [mesh(c, c, size // c**2) for c in divisors(size) if size % c**2 == 0]
+    if schedule == "mesh":
+        return [mesh(a, b, size // (a * b)) for a in divisors(size) for b in divisors(size // a)]
+    return [ring(size)]
+
+
+def ranks(topology):
+    return topology.size(*topology.inner_axes)
 
 
 def everything(size):
@@ -19,10 +62,27 @@ def causal_contiguous(size):
     return frozenset((i, j) for i, j in everything(size) if j <= i)
 
 
-def build(builder, size, direction, pairs=None):
-    """A schedule's plan for these pairs; default: all."""
-    pairs = everything(size) if pairs is None else pairs
-    return builder(topology(size), lambda i, j: (i, j) in pairs, direction)
+def build(schedule, topology, direction, travels="kv", pairs=None):
+    """The schedule's plan for these pairs; default: all, for distflash all that its mask leaves."""
+    if pairs is None:
+        pairs = (causal_contiguous if schedule == "distflash" else everything)(ranks(topology))
+    return SCHEDULES[schedule](topology, lambda i, j: (i, j) in pairs, direction, travels)
+
+
+@st.composite
+def problems(draw, schedule, most):
+    """(topology, pairs): up to `most` ranks in any shape, and which products are needed; always the diagonal, for every
+    query sees its own key."""
+    size = draw(st.integers(1, most))
+    shape = draw(st.sampled_from(topologies(schedule, size)))
+    kind = draw(st.sampled_from(["random", "random", "all", "causal contiguous", "diagonal"]))
+    if schedule == "distflash" or kind == "causal contiguous":
+        return shape, causal_contiguous(size)
+    if kind == "all":
+        return shape, everything(size)
+    density = draw(st.floats(0, 1)) if kind == "random" else 0
+    dice = random.Random(draw(st.integers(0, 2**32)))
+    return shape, frozenset((i, j) for i, j in sorted(everything(size)) if i == j or dice.random() < density)
 
 
 def places(plan):
