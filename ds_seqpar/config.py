@@ -83,6 +83,8 @@ class SequenceParallelConfig:
         if not isinstance(self.overlap, bool):
             raise ConfigError(f"{SECTION}.overlap must be true or false; got {self.overlap!r}")
         if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):
+            if not all(isinstance(name, str) for name in self.placement):
+                raise ConfigError(f"{SECTION}.placement must be a list of names of axes; got {self.placement!r}")
             object.__setattr__(self, "placement", tuple(self.placement))
         else:
             choose(f"{SECTION}.placement", self.placement, PLACEMENTS)
