@@ -14,7 +14,8 @@ from . import batches, groups, runtime
 from .agreement import agree
 from .comm import TorchComm
 from .config import SequenceParallelConfig, check_heads
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, SeqParError
+from .kernels import BlockSpec, select
 from .layout import multiple, positions
 from .topology import Topology
 
@@ -78,7 +79,7 @@ class SequenceParallel:
         q, k, v = _autocast(q, k, v)
         return runtime.attention(self.runtime, q, k, v, causal, scale)
 
-    def _attention_error(self, q: Tensor, k: Tensor, v: Tensor) -> InputError | ConfigError | None:
+    def _attention_error(self, q: Tensor, k: Tensor, v: Tensor) -> SeqParError | None:
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             return InputError(
                 "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
@@ -97,7 +98,11 @@ class SequenceParallel:
         try:
             check_heads(self.config.ulysses, q.shape[2], k.shape[2], size=self.size)
             self.check_length(q.shape[1] * self.size)
-        except (ConfigError, InputError) as error:
+            # here, where the others can still be told: what kernels need may be installed on some ranks only
+            members = self.config.ulysses
+            heads, kv_heads = q.shape[2] // members, max(1, k.shape[2] // members)
+            select(self.config.kernel, BlockSpec(q.device.type, q.dtype, heads, kv_heads, q.shape[3]))
+        except SeqParError as error:
             return error
         return None
 

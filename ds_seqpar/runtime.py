@@ -64,10 +64,12 @@ class Runtime:
             kernel=select(self.config.kernel, BlockSpec.of(q, kv.shape[3])),
             travel=travel_dtype(self.config.travel_dtype, q.dtype),
         )
-        work: Work = Backward(problem, q, kv, *saved) if saved else Forward(problem, q, kv)
+        program = plan.program(self.rank)
+        q_travels = any(move.kind == "q" for step in program for move in (*step.moves, *step.gathers))
+        work: Work = Backward(problem, q, kv, *saved, q_travels) if saved else Forward(problem, q, kv)
         step = 0
         try:
-            for step in walk(plan.program(self.rank), work, self.comm):
+            for step in walk(program, work, self.comm):
                 yield step
         except CommunicationError as error:
             raise CommunicationError(f"inner rank {self.rank}, step {step}: {error}\n{plan.table()}") from error
@@ -113,31 +115,30 @@ def _(q: Tensor, kv: Tensor, handle: int, causal: bool, scale: float) -> tuple[T
 
 
 def _save_attention(ctx: object, inputs: tuple, output: tuple) -> None:
-    q, kv, ctx.handle, ctx.causal, ctx.scale = inputs
+    q, kv, handle, ctx.causal, ctx.scale = inputs
+    ctx.runtime = _RUNTIMES[handle]  # backward needs it even where the caller has let go of it
     ctx.save_for_backward(q, kv, *output)
 
 
 def _attention_backward(ctx: object, do: Tensor, _: Tensor) -> tuple:
     q, kv, out, lse = ctx.saved_tensors
-    grads = _finish(_RUNTIMES[ctx.handle].backward(do.contiguous(), q, kv, out, lse, ctx.causal, ctx.scale))
+    grads = _finish(ctx.runtime.backward(do.contiguous(), q, kv, out, lse, ctx.causal, ctx.scale))
     return *grads, None, None, None
 
 
 _attention.register_autograd(_attention_backward, setup_context=_save_attention)
 
 
-def _inward(handle: int, kind: str, tensors: list[Tensor]) -> list[Tensor]:
+def _inward(runtime: Runtime, kind: str, tensors: list[Tensor]) -> list[Tensor]:
     """All-to-all from all heads of some tokens to some heads of all the inner rank's tokens."""
-    runtime = _RUNTIMES[handle]
     members = runtime.config.ulysses
     buffer = runtime.comm.exchange_heads(kind, ulysses.pack_in(tensors, members))
     heads = [max(1, x.shape[2] // members) for x in tensors]
     return ulysses.unpack_in(buffer, tensors[0].shape[0], heads, tensors[0].shape[3])
 
 
-def _outward(handle: int, kind: str, tensors: list[Tensor], heads: list[int]) -> list[Tensor]:
+def _outward(runtime: Runtime, kind: str, tensors: list[Tensor], heads: list[int]) -> list[Tensor]:
     """The way back; `heads` of each result."""
-    runtime = _RUNTIMES[handle]
     buffer = runtime.comm.exchange_heads(kind, ulysses.pack_out(tensors, runtime.config.ulysses))
     per_member = [x.shape[2] for x in tensors]
     return ulysses.unpack_out(buffer, tensors[0].shape[0], heads, per_member, tensors[0].shape[3])
@@ -145,17 +146,18 @@ def _outward(handle: int, kind: str, tensors: list[Tensor], heads: list[int]) ->
 
 @torch.library.custom_op("ds_seqpar::scatter_heads", mutates_args=())
 def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    q, k, v = _inward(handle, "qkv", [q, k, v])
+    q, k, v = _inward(_RUNTIMES[handle], "qkv", [q, k, v])
     return q, torch.stack([k, v], dim=2)
 
 
 def _save_scatter(ctx: object, inputs: tuple, output: tuple) -> None:
-    q, k, _, ctx.handle = inputs
+    q, k, _, handle = inputs
+    ctx.runtime = _RUNTIMES[handle]
     ctx.heads = [q.shape[2], k.shape[2], k.shape[2]]
 
 
 def _scatter_backward(ctx: object, dq: Tensor, dkv: Tensor) -> tuple:
-    return *_outward(ctx.handle, "dqkv", [dq, *dkv.unbind(2)], ctx.heads), None
+    return *_outward(ctx.runtime, "dqkv", [dq, *dkv.unbind(2)], ctx.heads), None
 
 
 _scatter_heads.register_autograd(_scatter_backward, setup_context=_save_scatter)
@@ -163,16 +165,17 @@ _scatter_heads.register_autograd(_scatter_backward, setup_context=_save_scatter)
 
 @torch.library.custom_op("ds_seqpar::gather_heads", mutates_args=())
 def _gather_heads(out: Tensor, handle: int) -> Tensor:
-    members = _RUNTIMES[handle].config.ulysses
-    return _outward(handle, "out_heads", [out], [out.shape[2] * members])[0]
+    runtime = _RUNTIMES[handle]
+    return _outward(runtime, "out_heads", [out], [out.shape[2] * runtime.config.ulysses])[0]
 
 
 def _save_gather(ctx: object, inputs: tuple, output: Tensor) -> None:
-    _, ctx.handle = inputs
+    _, handle = inputs
+    ctx.runtime = _RUNTIMES[handle]
 
 
 def _gather_backward(ctx: object, do: Tensor) -> tuple:
-    return _inward(ctx.handle, "do_heads", [do])[0], None
+    return _inward(ctx.runtime, "do_heads", [do])[0], None
 
 
 _gather_heads.register_autograd(_gather_backward, setup_context=_save_gather)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+import torch
+from torch import Tensor
+
 from .comm import Comm, Handle, Message, Together
 from .plan import Gather, Key, Move, Program, ReduceScatter, Unit, last_uses
 from .work import Tensors, Work
@@ -81,7 +84,9 @@ def _finish_gather(gather: Gather, work: Work, arrivals: Arrivals) -> None:
     for (_, key), tensors in parts.items():
         rows = work.problem.rows(gather.whole, key)
         for target, tensor in zip(whole, tensors, strict=True):
-            target[:, rows] = tensor
+            pieces = tensor.split([row.stop - row.start for row in rows], dim=1)
+            for row, piece in zip(rows, pieces, strict=True):
+                target[:, row] = piece
     work.operands[gather.kind, gather.whole] = whole
 
 
@@ -92,10 +97,14 @@ def _reduce(reduce: ReduceScatter, work: Work, comm: Comm) -> Arrivals:
     buffers = [work.empty(*mine) for _ in reduce.ranks]
     rows = [work.problem.rows(reduce.whole, part) for part in reduce.parts]
     handles = [
-        comm.all_to_all(reduce.ranks, reduce.kind, [tensor[:, r] for r in rows], list(received))
+        comm.all_to_all(reduce.ranks, reduce.kind, [_rows_of(tensor, r) for r in rows], list(received))
         for tensor, received in zip(whole, zip(*buffers, strict=True), strict=True)
     ]
     return Together(handles), [(mine, x) for x in buffers]
+
+
+def _rows_of(tensor: Tensor, rows: list[slice]) -> Tensor:
+    return torch.cat([tensor[:, row] for row in rows], dim=1)
 
 
 def _messages(peer: int, kind: str, key: Key, tensors: Tensors, work: Work) -> list[Message]:

@@ -36,16 +36,14 @@ class Problem:
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         return visible(self.runs(q), self.runs(kv), self.causal, self.kernel.square)
 
-    def rows(self, whole: Key, part: Key) -> Tensor | slice:
-        """Where the tokens of `part` stand among those of `whole` (which are kept in position order)."""
-        if whole == part:
-            return slice(None)
+    def rows(self, whole: Key, part: Key) -> list[slice]:
+        """Where the tokens of `part`, in their order, stand among those of `whole`: both are in position order."""
         wanted, rows, row = set(self.runs(part)), [], 0
         for run in self.runs(whole):
             if run in wanted:
-                rows.append(torch.arange(row, row + run.length))
+                rows.append(slice(row, row + run.length))
             row += run.length
-        return torch.cat(rows)
+        return rows
 
 
 class Work:
@@ -137,15 +135,17 @@ class Forward(Work):
 
 
 class Backward(Work):
-    """Operands: q (q, do, lse, delta); kv (kv,). Accumulators: dq (dq,), dkv (dkv,).
+    """Operands: q (q, do, lse), and delta if it travels; kv (kv,). Accumulators: dq (dq,), dkv (dkv,).
 
-    A query block brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1); the kernels want
-    out, so a visitor's is made again from it. At home the true one is used.
+    A query block that travels brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1); the
+    kernels want out, so a visitor's is made again from it. At home the true one is used.
     """
 
-    def __init__(self, problem: Problem, q: Tensor, kv: Tensor, do: Tensor, out: Tensor, lse: Tensor) -> None:
-        delta = (do.to(wide(q.dtype)) * out).sum(-1)
-        super().__init__(problem, (q, do, lse, delta), (kv,))
+    def __init__(
+        self, problem: Problem, q: Tensor, kv: Tensor, do: Tensor, out: Tensor, lse: Tensor, q_travels: bool = True
+    ) -> None:
+        delta = ((do.to(wide(q.dtype)) * out).sum(-1),) if q_travels else ()
+        super().__init__(problem, (q, do, lse, *delta), (kv,))
         self.outs: dict[Key, Tensor] = {self.own: out}
 
     def out(self, key: Key) -> Tensor:
@@ -162,7 +162,7 @@ class Backward(Work):
     def compute(self, q: Key, kv: Key) -> None:
         (pair,) = self.operands["kv", kv]
         (dq,), (dkv,) = self._accumulator("dq", q), self._accumulator("dkv", kv)
-        queries, do, lse, _ = self.operands["q", q]
+        queries, do, lse = self.operands["q", q][:3]
         out = self.out(q)
         for tile in self.problem.tiles(q, kv):
             rows, cols = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)

@@ -1,5 +1,7 @@
 """Attention over real gloo processes equals dense attention, in value and in all three gradients."""
 
+import gc
+
 import pytest
 import torch
 
@@ -135,6 +137,24 @@ def two_models():
 # deepspeed#8291: head counts kept for the whole process gave a second model a split like [4, 4, 4, 0], and a hang
 def test_two_models_in_one_process_do_not_meet():
     assert max(on_ranks(4, two_models)) < 1e-10
+
+
+def dropped(degree):
+    """Backward of a SequenceParallel that nobody holds any more."""
+    sp = make(ulysses=degree)
+    whole = oracle.tensors(1, 24, (4, 2))
+    local, do = leaves(sp, *whole[:3]), sp.shard(whole[3], 1)
+    out = sp.attention(*local)
+    del sp
+    gc.collect()
+    out.backward(do)
+    sp = make(ulysses=degree)
+    return max(oracle.errors([sp.gather(x.grad, 1) for x in local], oracle.dense(*whole)[1:]))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_backward_does_not_need_the_caller_to_keep_sequence_parallel(degree):
+    assert max(on_ranks(2, dropped, degree)) < 1e-10
 
 
 def two_layers(degree):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
@@ -355,6 +357,32 @@ def test_a_window_of_another_length_is_refused():
         assert "got 4" in also_refused
         assert taken == 3
     assert on_ranks(WORLD, shard_windows, [1, 4], False) == [[1, 4]] * WORLD
+
+
+def train_sharded_on_load(folder, cases):
+    """A step of a model whose weights from_pretrained shards as it loads them; and whether it did."""
+    results = []
+    for case in cases:
+        sp = SequenceParallel(SequenceParallelConfig(**section(case)), heads=(8, 2))
+        loading = HfDeepSpeedConfig(deepspeed_config(settings(case), sp))
+        model = LlamaForCausalLM.from_pretrained(folder)
+        del loading  # it works for as long as it is there
+        sharded = all(p.numel() == 0 and p.ds_numel > 0 for p in model.parameters())
+        engine, *_ = ds_seqpar.initialize(model=model, config=settings(case), sequence_parallel=sp)
+        batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)])
+        results.append({**step(engine, batches), "sharded": sharded})
+    return results
+
+
+def test_a_model_that_is_sharded_on_load(tmp_path):
+    """deepspeed#7458: not sharded on load. With train_batch_size, which loading reads too."""
+    llama().save_pretrained(tmp_path)
+    cases = [{"stage": "3", "mode": mode, "steps": 3} for mode in ("u2r2", "r2")]
+    for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases)):
+        expected = one_process(llama(), global_window(case))
+        for result in results:
+            assert result["sharded"]
+            check(result, *expected, case["stage"])
 
 
 class Own(nn.Module):

@@ -1,10 +1,13 @@
 """Bad settings and tensors get one clear sentence on every rank before attention communicates, and never a hang."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.kernels import KERNELS, select
 from tests import oracle
 from tests.dist.ranks import (
     SECONDS,
@@ -28,6 +31,21 @@ def attention(sp, tokens=4, heads=(4, 2), batch=1, dtype=torch.float64, grad=Tru
     q, k, v = oracle.tensors(batch, tokens, heads, dtype=dtype)[:3]
     local = [x.requires_grad_(grad) for x in (q, k, v)]
     return sp.attention(*(change(*local) if change else local), **options)
+
+
+def without_kernel(sp, rank):
+    """The configured kernel's package is missing on the wrong rank."""
+    kernel = KERNELS["cpu_flash"]
+    if rank == WRONG:
+        kernel.reasons = lambda spec: ["is not installed here"]
+    config, sp.config = sp.config, dataclasses.replace(sp.config, kernel="cpu_flash")
+    select.cache_clear()
+    try:
+        attention(sp)
+    finally:
+        sp.config = config
+        vars(kernel).pop("reasons", None)
+        select.cache_clear()
 
 
 # name -> (what a rank calls, what it is to be told). The SequenceParallel: 4 ranks, zigzag, ulysses 1, so 8 | length.
@@ -102,6 +120,10 @@ RING = {
         lambda sp, rank: sp.gather(None if rank == WRONG else torch.zeros(8), 0),
         only_one("InputError", "gather needs a tensor", "got NoneType"),
     ),
+    "no kernel on one rank": (
+        lambda sp, rank: without_kernel(sp, rank),
+        only_one("KernelError", "no attention kernel takes", "float64 on cpu", "cpu_flash is not installed here"),
+    ),
     "no kernel": (
         lambda sp, rank: attention(sp, dtype=torch.int64, grad=False),
         everywhere("KernelError", "no attention kernel takes int64 on cpu", "cpu_flash takes floating point"),
@@ -123,6 +145,10 @@ ULYSSES = {
         only_one("ConfigError", "ulysses 2 for 3 query", "use one of [1]"),
     ),
     "shapes": (lambda sp, rank: attention(sp, **on_wrong(rank, tokens=8)), differ("(1, 4, 4, 8)", "(1, 8, 4, 8)")),
+    "no kernel": (
+        lambda sp, rank: attention(sp, dtype=torch.int64, grad=False),
+        everywhere("KernelError", "no attention kernel takes int64 on cpu, 2/1 heads"),
+    ),
 }
 
 
