@@ -57,10 +57,11 @@ def _show(args: argparse.Namespace) -> None:
         chosen["placement"] = args.placement[0]
     config = SequenceParallelConfig(**chosen).resolve(args.size, heads=tuple(args.heads))
     topology = Topology.of(config, args.size)
+    heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses)  # of a Ulysses member
     seq = 4 * multiple(config.layout, config.size, config.ulysses)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
-        sizes = _sizes(direction, *args.heads, args.travel_dtype)
+        sizes = _sizes(direction, *heads, args.travel_dtype)
         settings = config.schedule, topology, config.layout, seq, not args.full, direction
         travels = config.forward if direction == "forward" else config.backward
         plan = build(*settings, travels=travels, overlap=config.overlap, sizes=tuple(sizes.items()))

@@ -164,6 +164,8 @@ class SequenceParallelConfig:
     def _shape(self, heads: tuple[int, int] | None) -> dict[str, Any]:
         """The schedule's own fields without "auto"."""
         ranks = self.size // self.ulysses
+        if heads:  # those of a Ulysses member; where members are more than key/value heads, each has one of these
+            heads = heads[0] // self.ulysses, max(1, heads[1] // self.ulysses)
         if self.schedule == "double_ring":
             return {"window": shapes.double_ring(ranks, self.window)[0][1]}
         if self.schedule == "attention2d":

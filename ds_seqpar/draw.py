@@ -13,7 +13,7 @@ COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8"}
 
 def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
-    where it is not installed.
+    where it is not installed, or the file cannot be written.
 
     A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
     """
@@ -47,4 +47,7 @@ def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
     names = {"product": "product", "move": "transfer arriving", "wait": "waiting"}
     handles = [Patch(color=COLORS[kind], label=name) for kind, name in names.items()]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.9 / (1.2 + 0.62 * plan.size)), ncol=3)
-    figure.savefig(file, dpi=110, bbox_inches="tight")
+    try:
+        figure.savefig(file, dpi=110, bbox_inches="tight")
+    except (OSError, ValueError) as error:  # no such folder, or an ending that matplotlib does not know
+        raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None

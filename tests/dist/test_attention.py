@@ -72,12 +72,14 @@ def narrow_deviations(cases, dtype):
     for size, degree, layout, heads, causal in cases:
         sp = make(size=size, ulysses=degree, layout=layout)
         q, k, v, do = oracle.tensors(1, 512, heads, dim=16, dtype=dtype)
+        mine = attend(sp, q, k, v, do, causal)
+        if sp.rank > 0:
+            continue  # one rank judges
         kernel, scale = KERNELS["cpu_flash"], q.shape[3] ** -0.5
         out, lse = kernel.forward(q, k, v, causal, scale)
         alone = out, *kernel.backward(do, q, k, v, out, lse, causal, scale)
         exact = oracle.dense(q, k, v, do, causal)
-        ways = attend(sp, q, k, v, do, causal), alone
-        found.append([(oracle.errors(way, exact), oracle.spreads(way, exact)) for way in ways])
+        found.append([(oracle.errors(way, exact), oracle.spreads(way, exact)) for way in (mine, alone)])
     return found
 
 

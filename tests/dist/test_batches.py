@@ -11,6 +11,8 @@ from tests.launch import on_ranks
 
 IGNORE = -100
 WORLD, SEQ = 4, 48
+LAYOUTS = ("contiguous", "striped", "zigzag")
+EXTRA = torch.arange(2 * SEQ * 3).view(2, SEQ, 3).bfloat16()  # a tensor that has more dims than labels
 
 
 def a_batch(seed, ignored=0.4, rows=2):
@@ -26,38 +28,33 @@ def shifted(labels):
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], dim=1)
 
 
-def one_batch(degree, layout):
-    sp = make(ulysses=degree, layout=layout)
-    whole = a_batch(0)
-    extra = torch.arange(2 * SEQ * 3).view(2, SEQ, 3).bfloat16()
-    before = {name: x.clone() for name, x in whole.items()}
-    sharded = sp.shard_batch({**whole, "extra": extra, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]})
-    assert all(torch.equal(x, whole[name]) for name, x in before.items())  # what came in is left as it was
-    return sharded
+def batches_of_layouts(degree):
+    """A sharded batch for every layout; what came in is left as it was."""
+    found, whole = [], a_batch(0)
+    for layout in LAYOUTS:
+        sp = make(ulysses=degree, layout=layout)
+        given = {**whole, "extra": EXTRA, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]}
+        found.append(sp.shard_batch(given))
+        assert set(given) == {"input_ids", "labels", "extra", "position_ids", "names"}
+        assert all(torch.equal(whole[name], x) for name, x in a_batch(0).items())
+    return found
 
 
 # deepspeed#5419 and #7473: ranks' losses differed, labels and position ids were suspected; deepspeed#7458: not sharded
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_shards_put_together_are_the_batch(degree, layout):
-    shards = on_ranks(WORLD, one_batch, degree, layout)
-    places = [shard["position_ids"] for shard in shards]
-    assert all(torch.equal(x, x[:1].expand(2, SEQ // WORLD)) for x in places)
-    order = torch.cat([x[0] for x in places])
-    assert sorted(order.tolist()) == list(range(SEQ))
-    joined = {}
-    for name in ("input_ids", "labels", "shift_labels", "extra"):
-        parts = torch.cat([shard[name] for shard in shards], dim=1)
-        joined[name] = torch.empty_like(parts)
-        joined[name][:, order] = parts
+def test_shards_put_together_are_the_batch(degree):
     whole = a_batch(0)
-    assert torch.equal(joined["input_ids"], whole["input_ids"])
-    assert torch.equal(joined["labels"], whole["labels"])
-    assert torch.equal(joined["shift_labels"], shifted(whole["labels"]))
-    assert torch.equal(joined["extra"], torch.arange(2 * SEQ * 3).view(2, SEQ, 3).bfloat16())
-    for shard in shards:
-        assert shard["names"] == ["a", "b"]
-        assert set(shard) == {*joined, "names", "position_ids", "num_items_in_batch"}
+    expected = {**whole, "shift_labels": shifted(whole["labels"]), "extra": EXTRA}
+    for shards in zip(*on_ranks(WORLD, batches_of_layouts, degree), strict=True):
+        places = [shard["position_ids"] for shard in shards]
+        assert all(torch.equal(x, x[:1].expand(2, SEQ // WORLD)) for x in places)
+        order = torch.cat([x[0] for x in places])
+        assert sorted(order.tolist()) == list(range(SEQ))
+        for name, x in expected.items():
+            assert torch.equal(torch.cat([shard[name] for shard in shards], dim=1), x[:, order]), name
+        for shard in shards:
+            assert shard["names"] == ["a", "b"]
+            assert set(shard) == {*expected, "names", "position_ids", "num_items_in_batch"}
 
 
 def boundary():
@@ -75,42 +72,48 @@ def test_a_shards_last_token_predicts_the_next_shards_first():
     assert shards[-1][1][-1] == IGNORE
 
 
+# layout, and of each micro-batch of a window: its seed, and the share of its labels that do not count
+SETTINGS = [(layout, window) for layout in LAYOUTS for window in ([(1, 0.4)], [(1, 0.1), (2, 0.9), (3, 0.5)])]
+
+
 def token_loss(labels):
     """A loss for every token, from its label alone; nothing for those that do not count."""
     return torch.where(labels == IGNORE, 0.0, (labels.double() + 1).log())
 
 
-def windows(size, layout, batches):
-    """(num_items_in_batch by batch, this rank's label tokens, loss) of a window; batches: (seed, share ignored)."""
-    sp = make(size=size, layout=layout)
-    window = sp.shard_batches([a_batch(10 * sp.data_rank + seed, ignored) for seed, ignored in batches])
-    # as a transformers model does: the sum over its own tokens, divided by the number it is given
-    losses = [token_loss(batch["shift_labels"]).sum() / batch["num_items_in_batch"] for batch in window]
-    tokens = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in window)
-    return [batch["num_items_in_batch"] for batch in window], tokens, sp.mean_loss(losses)
+def windows(size):
+    """By layout and window: (num_items_in_batch by batch, this rank's label tokens, loss)."""
+    found = []
+    for layout, window in SETTINGS:
+        sp = make(size=size, layout=layout)
+        batches = sp.shard_batches([a_batch(10 * sp.data_rank + seed, ignored) for seed, ignored in window])
+        # as a transformers model does: the sum over its own tokens, divided by the number it is given
+        losses = [token_loss(batch["shift_labels"]).sum() / batch["num_items_in_batch"] for batch in batches]
+        tokens = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
+        found.append(([batch["num_items_in_batch"] for batch in batches], tokens, sp.mean_loss(losses)))
+    return found
 
 
-def all_labels(size, batches):
+def all_labels(size, window):
     """The shifted labels of every group's window, flat."""
     found = []
     for group in range(WORLD // size):
-        found += [shifted(a_batch(10 * group + seed, ignored)["labels"]).flatten() for seed, ignored in batches]
+        found += [shifted(a_batch(10 * group + seed, ignored)["labels"]).flatten() for seed, ignored in window]
     return torch.cat(found)
 
 
 # Megatron#7513 and #673: unequal masks halved or quartered gradients; verl#2857 and 360-LLaMA-Factory#1: accumulation
 # gave another loss; transformers#46775 and 360-LLaMA-Factory#72: losses came out sp times too large
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("batches", [[(1, 0.4)], [(1, 0.1), (2, 0.9), (3, 0.5)]], ids=["one", "window of 3"])
-def test_divisor_makes_the_mean_over_all_label_tokens(size, layout, batches):
-    labels = all_labels(size, batches)
-    count = int((labels != IGNORE).sum())
-    results = on_ranks(WORLD, windows, size, layout, batches)
-    assert sum(tokens for _, tokens, _ in results) == count
-    for items, _, loss in results:
-        assert items == [count / (WORLD * len(batches))] * len(batches)
-        assert loss == pytest.approx(token_loss(labels).sum().item() / count, rel=1e-12)
+def test_divisor_makes_the_mean_over_all_label_tokens(size):
+    by_setting = zip(*on_ranks(WORLD, windows, size), strict=True)
+    for (_, window), results in zip(SETTINGS, by_setting, strict=True):
+        labels = all_labels(size, window)
+        count = int((labels != IGNORE).sum())
+        assert sum(tokens for _, tokens, _ in results) == count
+        for items, _, loss in results:
+            assert items == [count / (WORLD * len(window))] * len(window)
+            assert loss == pytest.approx(token_loss(labels).sum().item() / count, rel=1e-12)
 
 
 def ignored_tokens(which):

@@ -21,6 +21,7 @@ from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, llam
 from tests.hf.llama import settings as json_settings
 from tests.launch import on_ranks
 
+pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
 AXES = {"stage": tuple(STAGES), "mode": tuple(MODES), "layout": LAYOUTS, "steps": (1, 3)}
 

@@ -121,7 +121,7 @@ RING = {
         only_one("InputError", "gather needs a tensor", "got NoneType"),
     ),
     "no kernel on one rank": (
-        lambda sp, rank: without_kernel(sp, rank),
+        without_kernel,
         only_one("KernelError", "no attention kernel takes", "float64 on cpu", "cpu_flash is not installed here"),
     ),
     "no kernel": (

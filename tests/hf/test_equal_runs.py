@@ -26,7 +26,7 @@ def run(section):
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(compiled):
     """The run of one process."""
     return on_ranks(1, run, MODES["s1"])[0]
 

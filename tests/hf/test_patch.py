@@ -35,6 +35,7 @@ from tests.hf.llama import (
 )
 from tests.launch import on_ranks
 
+pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
 WAYS = [{**MODES[mode], "layout": layout} for mode in ("u4", "r4", "u2r2") for layout in LAYOUTS if mode != "u4"]
 WAYS.append(MODES["u4"])

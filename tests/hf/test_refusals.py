@@ -21,6 +21,7 @@ from hf_integration import patch_attention
 from tests.hf.llama import MODES, SEQ, held, llama, ragged, settings
 from tests.launch import on_ranks
 
+pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
 SECTION = MODES["u2r2"]
 

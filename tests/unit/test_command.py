@@ -1,0 +1,256 @@
+"""`python -m ds_seqpar show`: the table of every schedule, its picture, and its answer to settings that do not fit."""
+
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_seqpar.__main__ import main
+from ds_seqpar.config import SCHEDULES, SequenceParallelConfig
+from ds_seqpar.draw import COLORS
+from ds_seqpar.runtime import Runtime
+from ds_seqpar.topology import Topology
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _show(capsys, *words):
+    """(what it printed, what it said on stderr, exit code)."""
+    code = main(["show", *map(str, words)])
+    printed = capsys.readouterr()
+    return printed.out, printed.err, code
+
+
+def _plans(heads=(8, 8), causal=True, **settings):
+    """The plans that ranks would walk for bf16 attention with these heads, forward and backward."""
+    size = settings.setdefault("size", 4)
+    config = SequenceParallelConfig(**{"ulysses": 1, **settings}).resolve(size, heads)
+    runtime = Runtime(config, Topology.of(config, size), 0, comm=None)
+    members = config.ulysses
+    q = torch.empty(1, 8, heads[0] // members, 128, dtype=torch.bfloat16, device="meta")
+    kv = torch.empty(1, 8, 2, max(1, heads[1] // members), 128, dtype=torch.bfloat16, device="meta")
+    return [runtime.plan(q, kv, causal, direction) for direction in ("forward", "backward")]
+
+
+def _tables(out):
+    """The parts of what was printed, without the lines on critical paths."""
+    return [part.rsplit("\ncritical path ", 1)[0] for part in out.strip().split("\n\n")]
+
+
+def _ratios(out):
+    """What each direction's critical path takes, relative to the longer of products and transfers."""
+    return [float(x) for x in re.findall(r"^critical path (\d+\.\d\d) x max\(compute, links\)", out, re.MULTILINE)]
+
+
+# words on the command line -> the same as settings
+SHOWN = [
+    ([], {}),
+    (["--schedule", "ring", "--size", 3, "--layout", "striped"], {"schedule": "ring", "size": 3, "layout": "striped"}),
+    (
+        ["--schedule", "double_ring", "--size", 8, "--window", 4, "--backward", "q"],
+        {"schedule": "double_ring", "size": 8, "window": 4, "backward": "q"},
+    ),
+    (["--schedule", "distflash", "--size", 5], {"schedule": "distflash", "size": 5}),
+    (
+        ["--schedule", "attention2d", "--size", 6, "--rows", 2, "--cols", 3],
+        {"schedule": "attention2d", "size": 6, "rows": 2, "cols": 3},
+    ),
+    (
+        ["--schedule", "attention2d", "--overlap", "--travel-dtype", "bf16"],
+        {"schedule": "attention2d", "overlap": True, "travel_dtype": "bf16"},
+    ),
+    (["--schedule", "wallfacer", "--size", 8, "--team", 2], {"schedule": "wallfacer", "size": 8, "team": 2}),
+    (
+        ["--schedule", "mesh", "--size", 8, "--mesh", 2, 1, 2, "--ulysses", 2, "--placement", "ring_intra"],
+        {"schedule": "mesh", "size": 8, "mesh": (2, 1, 2), "ulysses": 2, "placement": "ring_intra"},
+    ),
+    (
+        ["--schedule", "mesh", "--mesh", 2, 2, 1, "--placement", "y", "x", "z", "ulysses", "--forward", "q"],
+        {"schedule": "mesh", "mesh": (2, 2, 1), "placement": ("y", "x", "z", "ulysses"), "forward": "q"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "settings"), SHOWN, ids=lambda value: "" if isinstance(value, dict) else str(value))
+def test_show_prints_what_ranks_would_do_in_both_directions(capsys, words, settings):
+    out, err, code = _show(capsys, *words)
+    assert (err, code) == ("", 0)
+    forward, backward = _plans(**settings)
+    assert _tables(out) == [forward.table(), backward.table()]
+    first, *_ = forward.table().splitlines()
+    assert first == f"{forward.name} forward, {forward.size} ranks"
+    ratios = _ratios(out)
+    assert len(ratios) == 2
+    assert all(1 <= ratio <= 2.01 for ratio in ratios)
+
+
+def test_every_schedule_is_shown():
+    assert {settings.get("schedule") for _, settings in SHOWN} >= set(SCHEDULES)
+
+
+def test_one_direction_alone(capsys):
+    plans = dict(zip(("forward", "backward"), _plans(), strict=True))
+    for direction, plan in plans.items():
+        out, _, code = _show(capsys, "--direction", direction)
+        assert code == 0
+        assert _tables(out) == [plan.table()]
+
+
+def test_without_a_mask_a_contiguous_ring_computes_everything(capsys):
+    for words, causal, products in ((["--full"], False, 4 * 4), ([], True, 4 * 5 // 2)):
+        out, _, _ = _show(capsys, "--layout", "contiguous", *words)
+        tables = _tables(out)
+        assert tables == [plan.table() for plan in _plans(causal=causal, layout="contiguous")]
+        assert [table.count("*") for table in tables] == [products] * 2
+
+
+# with more members than k/v heads, each has one: fewer queries for each k/v head than the model has
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("ulysses", [1, 2, 8])
+def test_what_travels_is_chosen_for_the_heads_of_a_member(capsys, heads, ulysses):
+    out, _, code = _show(
+        capsys, "--size", 4 * ulysses, "--ulysses", ulysses, "--heads", *heads, "--travel-dtype", "bf16"
+    )
+    assert code == 0
+    wanted = _plans(heads, size=4 * ulysses, ulysses=ulysses, travel_dtype="bf16")
+    assert _tables(out) == [plan.table() for plan in wanted]
+    # in backward, queries go round a ring where a member has as many of them as k/v heads
+    assert ("dq" in out) == (heads[0] // ulysses == max(1, heads[1] // ulysses))
+
+
+def test_overlap_brings_the_critical_path_near_the_bound(capsys):
+    words = ["--schedule", "mesh", "--size", 8, "--mesh", 2, 2, 2, "--travel-dtype", "bf16", "--full"]
+    plain, overlapped = (_ratios(_show(capsys, *words, *more)[0]) for more in ([], ["--overlap"]))
+    assert all(ratio <= 1.3 for ratio in overlapped)
+    assert all(before > after for before, after in zip(plain, overlapped, strict=True))
+
+
+def test_a_single_rank_has_a_table_too(capsys):
+    out, _, code = _show(capsys, "--size", 1)
+    assert code == 0
+    assert _tables(out) == [plan.table() for plan in _plans(size=1)]
+    assert _ratios(out) == [1, 1]
+
+
+# ---- pictures
+
+
+def _size_of(png):
+    """(width, height) from the file's own header."""
+    content = png.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert content[12:16] == b"IHDR"
+    return struct.unpack(">II", content[16:24])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--schedule", "ring"],
+        ["--schedule", "distflash", "--size", "5"],
+        ["--schedule", "mesh", "--size", "8", "--mesh", "2", "2", "2", "--overlap"],
+        ["--size", "1"],
+    ],
+    ids=str,
+)
+def test_a_picture_is_written(capsys, tmp_path, words):
+    matplotlib = pytest.importorskip("matplotlib.image")
+    file = tmp_path / "plan.png"
+    out, _, code = _show(capsys, *words, "--png", file)
+    assert code == 0
+    assert out.count(f"wrote {file}\n") == 1
+    width, height = _size_of(file)
+    assert 800 <= width <= 2000
+    assert 100 <= height <= 2000
+    # bars of products, and of transfers where there is more than one rank
+    pixels = matplotlib.imread(file)[..., :3]
+    seen = {kind: _share(pixels, COLORS[kind]) for kind in ("product", "move")}
+    assert seen["product"] > 0.02
+    assert (seen["move"] > 0.02) == ("1" not in words)
+
+
+def _share(pixels, color):
+    """Of all pixels, those of this color."""
+    wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return (abs(pixels - wanted) < 0.01).all(axis=-1).mean()
+
+
+def test_more_ranks_make_a_higher_picture(capsys, tmp_path):
+    heights = []
+    for size in (2, 8):
+        assert _show(capsys, "--size", size, "--png", tmp_path / "plan.png")[2] == 0
+        heights.append(_size_of(tmp_path / "plan.png")[1])
+    assert heights[1] - heights[0] > 200
+
+
+def test_a_picture_needs_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    _, err, code = _show(capsys, "--png", tmp_path / "plan.png")
+    assert code == 2
+    assert "pictures need matplotlib" in err
+    assert not (tmp_path / "plan.png").exists()
+
+
+# ---- what does not fit
+
+REFUSED = [
+    (["--ulysses", 3], "ulysses must divide sequence_parallel.size"),
+    (["--size", 0], "size must be a whole number from 1"),
+    (["--schedule", "rings"], "(did you mean 'ring'?)"),
+    (["--layout", "zig"], "(did you mean 'zigzag'?)"),
+    (["--schedule", "distflash", "--full"], "distflash needs causal attention"),
+    (["--schedule", "distflash", "--layout", "zigzag"], 'use "contiguous"'),
+    (["--schedule", "ring", "--team", 2], 'belongs to schedule "wallfacer"'),
+    (["--schedule", "mesh", "--mesh", 2, 2, 2], "must multiply to the 4 inner ranks"),
+    (["--schedule", "attention2d", "--rows", 3], "use one of (rows, cols)"),
+    (["--placement", "collectives_intra"], "needs a schedule with collectives"),
+    (["--placement", "ring", "x"], "must order the axes ulysses, ring"),
+    (["--placement", "ring"], "placement must be one of"),
+    (["--forward", "v"], "forward must be one of auto, kv, q"),
+    (["--travel-dtype", "fp8"], "travel_dtype must be one of"),
+    (["--heads", 8, 3], "query heads must be a multiple of key/value heads"),
+    (["--size", 4, "--ulysses", 4, "--heads", 6, 6], "ulysses must divide the query heads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"), REFUSED, ids=lambda value: str(value) if isinstance(value, list) else ""
+)
+def test_settings_that_do_not_fit_are_answered_with_one_sentence(capsys, words, sentence):
+    out, err, code = _show(capsys, *words)
+    assert (out, code) == ("", 2)
+    assert err.startswith("ds-seqpar: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+
+
+@pytest.mark.parametrize("name", ["missing/plan.png", "plan.nonsense"])
+def test_a_picture_that_cannot_be_written_is_answered_with_one_sentence(capsys, tmp_path, name):
+    _, err, code = _show(capsys, "--png", tmp_path / name)
+    assert code == 2
+    assert err.startswith("ds-seqpar: ")
+    assert name in err
+    assert err.count("\n") == 1
+
+
+def test_unknown_words_are_refused_by_the_parser(capsys):
+    for words in (["show", "--sizes", "4"], ["show", "--size", "four"], ["show", "--mesh", "2", "2"], ["draw"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        assert "usage: ds-seqpar" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "ds_seqpar", "show", "--size", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ring forward, 2 ranks\nstep  rank 0")
+    refused = subprocess.run([*command, "--ulysses", "3"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("ds-seqpar: ")

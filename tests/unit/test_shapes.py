@@ -1,0 +1,224 @@
+"""Shapes that "auto" chooses against brute force, and what a placement does to ranks."""
+
+import itertools
+import math
+
+import pytest
+
+from ds_seqpar import shapes
+from ds_seqpar.config import PLACEMENTS, SCHEDULES, SequenceParallelConfig, legal_ulysses
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.shapes import divisors
+from ds_seqpar.topology import Topology
+from ds_seqpar.virtual import attention
+from tests.oracle import tensors
+from tests.unit.plans import build, mesh
+
+SIZES = (*range(1, 37), 48, 64)
+
+
+def test_divisors_are_all_of_them_in_order():
+    for number in range(1, 200):
+        assert divisors(number) == [d for d in range(1, number + 1) if number // d * d == number]
+
+
+# ---- "auto"
+
+
+def test_a_window_is_the_divisor_nearest_to_the_square_root():
+    for size in SIZES:
+        (_, window), (_, windows) = shapes.double_ring(size, "auto")
+        assert window * windows == size
+        gaps = {divisor: abs(divisor - math.sqrt(size)) for divisor in divisors(size)}
+        assert gaps[window] == min(gaps.values())
+
+
+def test_a_team_is_the_largest_whose_square_divides_the_ranks():
+    for size in SIZES:
+        (_, a), (_, b), (_, r) = shapes.wallfacer(size, "auto")
+        assert a == b
+        assert a * b * r == size
+        assert a == max(c for c in range(1, size + 1) if size % (c * c) == 0)
+
+
+HEADS = ((8, 8), (8, 4), (8, 1), (16, 2), (32, 8), (12, 3))
+
+
+def _forward_elements(cols, rows, q_heads, kv_heads, head_dim=128):
+    """Received a token by (cols, rows, 1): q and results come from cols - 1 ranks, k/v from rows - 1."""
+    return (cols - 1) * (2 * q_heads * head_dim + q_heads) + (rows - 1) * 2 * kv_heads * head_dim
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention2d_takes_the_rows_and_columns_of_which_forward_receives_least(heads):
+    for size in SIZES:
+        received = {cols: _forward_elements(cols, size // cols, *heads) for cols in divisors(size)}
+        (_, cols), (_, rows), (_, ring) = shapes.attention2d(size, "auto", "auto", heads)
+        assert (cols * rows, ring) == (size, 1)
+        assert received[cols] == min(received.values()), size
+        # the formula is the plan's
+        units = {"q": heads[0] * 128, "kv": 2 * heads[1] * 128, "out": heads[0] * 129}
+        if size <= 16:
+            assert build("attention2d", mesh(cols, rows, 1), "forward").received(units) == [received[cols]] * size
+
+
+def test_few_kv_heads_are_gathered_widely():
+    found = {heads: shapes.attention2d(64, "auto", "auto", heads)[:2] for heads in ((8, 8), (8, 2), (8, 1))}
+    assert found == {
+        (8, 8): (("x", 8), ("y", 8)),
+        (8, 2): (("x", 4), ("y", 16)),
+        (8, 1): (("x", 2), ("y", 32)),
+    }
+    assert shapes.attention2d(64, "auto", "auto", None) == shapes.attention2d(64, "auto", "auto", (1, 1))
+
+
+def test_one_side_gives_the_other():
+    for size in SIZES:
+        for cols in divisors(size):
+            wanted = (("x", cols), ("y", size // cols), ("z", 1))
+            assert shapes.attention2d(size, "auto", cols, (8, 8)) == wanted
+            assert shapes.attention2d(size, size // cols, "auto", (8, 8)) == wanted
+
+
+def test_a_mesh_is_as_attention2d_with_a_ring_for_its_rows():
+    for size, heads in itertools.product(SIZES, (*HEADS, None)):
+        (_, cols), (_, rows), _ = shapes.attention2d(size, "auto", "auto", heads)
+        assert shapes.mesh(size, "auto", heads) == (("x", cols), ("y", 1), ("z", rows))
+
+
+# with more members than k/v heads each has one of these, and so a smaller share of queries than the model
+@pytest.mark.parametrize("schedule", ["attention2d", "mesh"])
+def test_auto_counts_the_heads_of_a_member(schedule):
+    for q_heads, kv_heads in ((8, 1), (16, 2), (32, 8), (8, 8), (48, 4)):
+        for ulysses in legal_ulysses(16, q_heads, kv_heads):
+            size = 16 * ulysses
+            config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule=schedule)
+            member = q_heads // ulysses, max(1, kv_heads // ulysses)
+            wanted = {
+                "attention2d": shapes.attention2d(16, "auto", "auto", member),
+                "mesh": shapes.mesh(16, "auto", member),
+            }[schedule]
+            assert config.resolve(size, (q_heads, kv_heads)).inner_axes == wanted, (q_heads, kv_heads, ulysses)
+
+
+# ---- refusals say what to use instead
+
+REFUSED = [
+    ({"schedule": "double_ring", "window": 3}, "[1, 2, 4, 8]"),
+    ({"schedule": "attention2d", "rows": 3}, "(rows, cols) = [(8, 1), (4, 2), (2, 4), (1, 8)]"),
+    ({"schedule": "attention2d", "rows": 2, "cols": 2}, "(rows, cols) = [(8, 1), (4, 2), (2, 4), (1, 8)]"),
+    ({"schedule": "wallfacer", "team": 4}, "[1, 2]"),
+    ({"schedule": "mesh", "mesh": [2, 2, 1]}, "[1, 1, 8]"),
+    ({"schedule": "ring", "team": 2}, '"wallfacer"'),
+    ({"schedule": "wallfacer", "mesh": [2, 2, 2]}, '"mesh"'),
+    ({"schedule": "distflash", "layout": "striped"}, '"contiguous"'),
+    ({"schedule": "distflash", "layout": "zigzag"}, '"contiguous"'),
+    ({"schedule": "distflash", "backward": "q"}, '"ring" or "mesh"'),
+    ({"schedule": "ring", "placement": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
+    ({"schedule": "double_ring", "placement": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
+    ({"schedule": "mesh", "placement": ["x", "y", "z"]}, "ulysses, x, y, z"),
+    ({"schedule": "mesh", "placement": ["x", "y", "y", "z", "ulysses"]}, "ulysses, x, y, z"),
+    ({"schedule": "ring", "placement": ["ulysses", "x"]}, "ulysses, ring"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_a_shape_that_makes_no_sense_is_answered_with_one_that_does(settings, words):
+    with pytest.raises(ConfigError) as caught:
+        SequenceParallelConfig(size=8, ulysses=1, **settings).resolve(8)
+    sentence = str(caught.value)
+    assert words in sentence
+    assert "got" in sentence
+    assert "\n" not in sentence
+
+
+def test_distflash_without_a_causal_mask_is_refused_when_it_is_asked_for():
+    config = SequenceParallelConfig(size=4, ulysses=1, schedule="distflash")
+    with pytest.raises(ConfigError, match="needs causal attention on the contiguous layout; got other visibility, use"):
+        attention(config, *tensors(1, 16, (2, 2), 8), causal=False)
+
+
+# ---- placement
+
+CONFIGS = [
+    {"schedule": "ring", "size": 6},
+    {"schedule": "distflash", "size": 8, "ulysses": 2},
+    {"schedule": "double_ring", "size": 24, "ulysses": 2, "window": 3},
+    {"schedule": "attention2d", "size": 12, "ulysses": 2, "rows": 2},
+    {"schedule": "wallfacer", "size": 24, "ulysses": 2, "team": 2},
+    {"schedule": "mesh", "size": 24, "ulysses": 2, "mesh": (3, 2, 2)},
+]
+# preset -> the axes that it puts first, of those that a schedule has
+FIRST = {
+    "auto": ("ulysses",),
+    "ulysses_intra": ("ulysses",),
+    "collectives_intra": ("x", "y"),
+    "ring_intra": ("z", "window", "ring"),
+}
+
+
+def _topologies():
+    """(config, topology) of every schedule, in every preset that it takes and in orders of one's own, two groups."""
+    for fields in CONFIGS:
+        names = [name for name, _ in SequenceParallelConfig(**fields).resolve(fields["size"]).inner_axes]
+        orders = [("ulysses", *names), (*reversed(names), "ulysses"), ("data", *names[1:], "ulysses", names[0])]
+        presets = [preset for preset in PLACEMENTS if preset != "collectives_intra" or "x" in names]
+        for placement in (*presets, *orders):
+            config = SequenceParallelConfig(placement=placement, **fields).resolve(2 * fields["size"])
+            yield config, Topology.of(config, 2 * config.size)
+
+
+def test_every_schedule_is_placed():
+    assert {config.schedule for config, _ in _topologies()} == set(SCHEDULES)
+    assert set(FIRST) == set(PLACEMENTS)
+
+
+def test_a_placement_puts_its_axes_first_and_loses_none():
+    for config, topology in _topologies():
+        order = [name for name, _ in topology.axes]
+        names = [name for name, _ in config.inner_axes]
+        assert sorted(order) == sorted(["ulysses", "data", *names])
+        if isinstance(config.placement, str):
+            first = [name for name in FIRST[config.placement] if name in order]
+            rest = [name for name in ("ulysses", *names, "data") if name not in first]
+            assert order == [*first, *rest]
+        else:
+            assert tuple(order[: len(config.placement)]) == config.placement
+            assert order[-1] == "data" or "data" in config.placement
+        sizes = dict(config.inner_axes)
+        assert dict(topology.axes) == {**sizes, "ulysses": config.ulysses, "data": 2}
+
+
+def test_inner_ranks_are_numbered_by_their_axes_wherever_these_are_placed():
+    for config, topology in _topologies():
+        names = [name for name, _ in config.inner_axes]
+        assert topology.inner_axes == tuple(names)
+        for rank in range(topology.world_size):
+            at, number, stride = topology.coordinates(rank), 0, 1
+            for name, size in config.inner_axes:  # the first fastest
+                number, stride = number + at[name] * stride, stride * size
+            assert topology.index(rank, *topology.inner_axes) == number
+        # the ranks of one schedule hold every number once, in this order
+        for ranks in topology.groups(*topology.inner_axes):
+            assert [topology.index(rank, *names) for rank in ranks] == list(range(config.size // config.ulysses))
+
+
+def test_neighbours_on_the_axis_that_is_placed_first_are_neighbouring_ranks():
+    for config, topology in _topologies():
+        first, size = topology.axes[0]
+        for rank in range(topology.world_size):
+            at = topology.coordinates(rank)
+            if at[first] + 1 < size:
+                assert topology.coordinates(rank + 1) == {**at, first: at[first] + 1}, config
+
+
+def test_what_a_preset_names_lies_in_one_node():
+    # the node: as many neighbouring ranks as the preset's groups have
+    for config, topology in _topologies():
+        if isinstance(config.placement, str):
+            together = [name for name in FIRST[config.placement] if name in ("ulysses", *topology.inner_axes)]
+            node = topology.size(*together)
+            for ranks in topology.groups(*together):
+                assert {rank // node for rank in ranks} == {ranks[0] // node}, (config.schedule, config.placement)
