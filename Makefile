@@ -9,6 +9,8 @@ CONFIG ?= ds_configs/zero3_u2r2_fp32.json
 OUT ?= runs/demo
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# what DeepSpeed compiles on CPUs stays with the environment that it was compiled for
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .PHONY: demo test test-all lint format
 

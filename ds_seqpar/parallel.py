@@ -66,7 +66,7 @@ class SequenceParallel:
         does not fit.
         """
         q, k, v = _autocast(q, k, v)
-        error = self._attention_error(q, k, v)
+        error = self._attention_error(q, k, v, causal)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in (q, k, v)]
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
         given = (*shapes, getattr(q, "dtype", None), f"{causal=}", f"{scale=}", f"{backward=}")
@@ -79,7 +79,7 @@ class SequenceParallel:
         q, k, v = _autocast(q, k, v)
         return runtime.attention(self.runtime, q, k, v, causal, scale)
 
-    def _attention_error(self, q: Tensor, k: Tensor, v: Tensor) -> SeqParError | None:
+    def _attention_error(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SeqParError | None:
         if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
             return InputError(
                 "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
@@ -102,6 +102,7 @@ class SequenceParallel:
             members = self.config.ulysses
             heads, kv_heads = q.shape[2] // members, max(1, k.shape[2] // members)
             select(self.config.kernel, BlockSpec(q.device.type, q.dtype, heads, kv_heads, q.shape[3]))
+            self.runtime.check_plans(q.shape[1] * members, (heads, kv_heads, q.shape[3]), q.dtype, causal)
         except SeqParError as error:
             return error
         return None

@@ -53,6 +53,15 @@ class Runtime:
         sizes = tuple(bytes_per_token(direction, q, kv, travel).items())
         return build(*settings, travels=travels, overlap=self.config.overlap, sizes=sizes)
 
+    def check_plans(self, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, causal: bool) -> None:
+        """Makes the plans for `tokens` on every inner rank, with (query heads, kv heads, head_dim): raises where the
+        schedule has none, before anything is sent."""
+        q_heads, kv_heads, dim = heads
+        q = torch.empty(1, tokens, q_heads, dim, dtype=dtype, device="meta")
+        kv = torch.empty(1, tokens, 2, kv_heads, dim, dtype=dtype, device="meta")
+        for direction in ("forward", "backward"):
+            self.plan(q, kv, causal, direction)
+
     def _run(self, direction: str, q: Tensor, kv: Tensor, saved: Tensors, causal: bool, scale: float) -> Iterator[int]:
         plan = self.plan(q, kv, causal, direction)
         seq = q.shape[1] * plan.size

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -199,7 +200,7 @@ def test_every_process_makes_the_same_plan():
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             cwd=Path(__file__).resolve().parents[2],
-            env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=300,
@@ -347,6 +348,14 @@ def test_a_collective_waits_for_its_last_member():
     timeline = simulate(plan, dataclasses.replace(COSTS, product=5.0))
     assert _story(timeline, 0, "wait", "move") == [("wait", 0, 8), ("move", 5, 8)]
     assert _story(timeline, 1, "wait", "move", "product") == [("product", 0, 5), ("wait", 5, 8), ("move", 5, 8)]
+
+
+def test_a_collective_waits_for_links_that_still_carry_something_else():
+    move = Move(src=2, dst=0, kind="kv", key=(2,), within=2)
+    gather = Gather(ranks=(0, 1), kind="q", parts=((0,), (1,)))
+    timeline = simulate(_plan(3, Step(moves=(move,)), Step(gathers=(gather,))), COSTS)
+    assert _story(timeline, 0, "move") == [("move", 0, 2), ("move", 2, 3)]
+    assert _story(timeline, 1, "move") == [("move", 2, 3)]
 
 
 def test_a_result_is_merged_after_the_products_of_the_next_step():

@@ -177,6 +177,7 @@ def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, 
 # name -> (settings, how often one partial result is rounded on its way home when it travels in less than fp32): once
 # where it goes straight home or is reduce-scattered, and at every hop of a ring
 PRECISE = {
+    "ring, q travels": ({"schedule": "ring", "forward": "q", "backward": "q"}, 15),
     "mesh": ({"schedule": "mesh", "mesh": (2, 2, 4)}, 4),
     "mesh, q travels": ({"schedule": "mesh", "mesh": (2, 2, 4), "forward": "q", "backward": "q"}, 4),
     "mesh, overlapped": ({"schedule": "mesh", "mesh": (2, 2, 4), "overlap": True}, 1),

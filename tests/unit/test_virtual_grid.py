@@ -152,22 +152,24 @@ def test_accumulating_in_bf16_would_be_noticed(monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_what_ranks_receive_is_what_the_plan_says(layout, causal):
-    size, ulysses, (q_heads, kv_heads), batch, seq, head_dim = 8, 2, (8, 4), 2, 48, 16
-    config = SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout).resolve(size)
-    inner = size // ulysses
-    block = batch * seq // inner * head_dim
-    q, kv = block * q_heads // ulysses, 2 * block * kv_heads // ulysses
-    topology = Topology.of(config, size)
-    forward, backward = (
-        build("ring", topology, layout, seq, causal, direction).received({"kv": kv, "dkv": kv})
-        for direction in ("forward", "backward")
-    )
-    result = attention(config, *tensors(batch, seq, (q_heads, kv_heads), head_dim), causal=causal)
+@pytest.mark.parametrize("travels", ["kv", "q"])
+def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
+    size, ulysses, heads, batch, seq, head_dim = 8, 2, (8, 4), 2, 48, 16
+    config = SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout, forward=travels, backward=travels)
+    config = config.resolve(size)
+    rows = batch * seq // (size // ulysses)
+    q, kv, lse = (rows * number // ulysses for number in (heads[0] * head_dim, 2 * heads[1] * head_dim, heads[0]))
+    # a query block brings q, do, lse and delta in backward
+    units = {"kv": kv, "dkv": kv, "q": q, "out": q + lse, "dq": q}, {"kv": kv, "dkv": kv, "q": 2 * (q + lse), "dq": q}
+    planned = [
+        build("ring", Topology.of(config, size), layout, seq, causal, direction, travels).received(elements)
+        for direction, elements in zip(("forward", "backward"), units, strict=True)
+    ]
+    # one fused all-to-all in and one out, each way
+    exchanged = {"qkv": q + kv, "out_heads": q, "do_heads": q, "dqkv": q + kv}
+    result = attention(config, *tensors(batch, seq, heads, head_dim), causal=causal)
     for rank, received in enumerate(result.received):
-        assert sum(received[kind] for kind in ("kv", "dkv")) == forward[rank // ulysses] + backward[rank // ulysses]
-        # one fused all-to-all in and one out, each way
-        exchanged = {"qkv": q + kv, "out_heads": q, "do_heads": q, "dqkv": q + kv}
+        inner = sum(number for kind, number in received.items() if kind not in exchanged)
+        assert inner == sum(plan[rank // ulysses] for plan in planned)
         for kind, whole in exchanged.items():
             assert received[kind] == whole * (ulysses - 1) // ulysses
-        assert set(received) <= {"kv", "dkv", *exchanged}
