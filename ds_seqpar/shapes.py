@@ -16,7 +16,7 @@ def ring(ranks: int) -> Axes:
 
 
 def double_ring(ranks: int, window: int | str) -> Axes:
-    """window "auto": the divisor of `ranks` nearest to its square root, the larger of two."""
+    """window "auto": the divisor of `ranks` nearest to its square root."""
     if window == "auto":
         window = min(reversed(divisors(ranks)), key=lambda w: abs(w * w - ranks))
     if ranks % window:
@@ -28,10 +28,11 @@ def double_ring(ranks: int, window: int | str) -> Axes:
 
 
 def attention2d(ranks: int, rows: int | str, cols: int | str, heads: tuple[int, int] | None) -> Axes:
-    """q is gathered along `cols` ranks, k/v along `rows`. "auto": the fewest elements received for these heads."""
+    """q is gathered along `cols` ranks, k/v along `rows`. "auto": the fewest elements received for these heads, forward
+    and backward together: (cols - 1) 5 Hq and (rows - 1) 6 Hkv for every token and D."""
     if rows == "auto" and cols == "auto":
         q_heads, kv_heads = heads or (1, 1)
-        cols = min(divisors(ranks), key=lambda a: (a - 1) * q_heads + (ranks // a - 1) * kv_heads)
+        cols = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
     if rows == "auto" and ranks % cols == 0:
         rows = ranks // cols
     if cols == "auto" and ranks % rows == 0:

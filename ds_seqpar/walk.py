@@ -93,14 +93,17 @@ def _finish_gather(gather: Gather, work: Work, arrivals: Arrivals) -> None:
 def _reduce(reduce: ReduceScatter, work: Work, comm: Comm) -> Arrivals:
     """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
     mine = reduce.kind, reduce.part(work.problem.rank)
+    own = work.problem.rows(reduce.whole, mine[1])
+    kept = tuple(_rows_of(tensor, own) for tensor in work.accumulators[reduce.kind, reduce.whole])
     whole = work.take((reduce.kind, reduce.whole))
+    work.merge(mine, kept)  # it does not travel, so it is not rounded to what travels
     buffers = [work.empty(*mine) for _ in reduce.ranks]
     rows = [work.problem.rows(reduce.whole, part) for part in reduce.parts]
     handles = [
         comm.all_to_all(reduce.ranks, reduce.kind, [_rows_of(tensor, r) for r in rows], list(received))
         for tensor, received in zip(whole, zip(*buffers, strict=True), strict=True)
     ]
-    return Together(handles), [(mine, x) for x in buffers]
+    return Together(handles), [(mine, x) for r, x in zip(reduce.ranks, buffers, strict=True) if r != work.problem.rank]
 
 
 def _rows_of(tensor: Tensor, rows: list[slice]) -> Tensor:

@@ -9,7 +9,7 @@ from .rotation import rotation
 
 def double_ring(topology: Topology, needed: Needed, direction: str, travels: str = "kv") -> Plan:
     """A block visits the W ranks of a window, then crosses to the next window and visits its W, and so on: A/W - 1 of
-    its A - 1 hops leave a node; the last hop of its gradient is diagonal."""
+    its A - 1 hops leave a node, and so does the last hop of its gradient, straight home."""
     window, windows = topology.size("window"), topology.size("windows")
 
     def at(rank: int, t: int) -> int:

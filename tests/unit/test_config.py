@@ -11,7 +11,6 @@ from ds_seqpar.errors import ConfigError, SeqParError
 from ds_seqpar.kernels import KERNELS as KERNEL_OBJECTS
 from ds_seqpar.layout import LAYOUTS as LAYOUT_FUNCTIONS
 from ds_seqpar.schedules import SCHEDULES as BUILDERS
-from ds_seqpar.topology import Topology
 
 Config = SequenceParallelConfig
 
@@ -227,71 +226,11 @@ def test_a_field_of_another_schedule_is_refused(field, value, owner):
             assert f'set "schedule": "{owner}" or leave {field} out' in message
 
 
-def test_shapes_that_do_not_fit_the_ranks_are_answered_with_those_that_do():
-    assert _message(Config(schedule="double_ring", window=3).resolve, 8) == (
-        "sequence_parallel.window must divide the 8 ranks of the double ring; got 3, use one of [1, 2, 4, 8]"
-    )
-    for rows, cols in ((3, "auto"), ("auto", 3), (2, 2), (4, 4)):
-        message = _message(Config(schedule="attention2d", rows=rows, cols=cols).resolve, 8)
-        assert message.startswith("sequence_parallel.rows x cols must be the 8 ranks of attention2d; got rows ")
-        assert message.endswith("use one of (rows, cols) = [(8, 1), (4, 2), (2, 4), (1, 8)]")
-    assert _message(Config(schedule="wallfacer", team=4).resolve, 8) == (
-        "sequence_parallel.team must be a number whose square divides the 8 ranks of wallfacer; got 4, "
-        "use one of [1, 2]"
-    )
-    assert _message(Config(schedule="mesh", mesh=[2, 2, 1]).resolve, 8) == (
-        "sequence_parallel.mesh [a, b, R] must multiply to the 8 inner ranks; got [2, 2, 1] = 4, "
-        "use for example [1, 1, 8]"
-    )
-
-
-def test_distflash_keeps_to_what_it_balances():
-    assert Config(schedule="distflash").resolve(4).layout == "contiguous"
-    message = _message(Config(schedule="distflash", layout="zigzag").resolve, 4)
-    assert message.startswith('schedule "distflash" balances causal work on the contiguous layout; got layout "zigzag"')
-    for field in ("forward", "backward"):
-        message = _message(Config(schedule="distflash", **{field: "q"}).resolve, 4)
-        assert message.startswith('schedule "distflash" moves k/v and queries by itself; got "q"')
-
-
-def test_auto_shapes():
-    assert Config(schedule="double_ring").resolve(8).window in (2, 4)
-    assert Config(schedule="double_ring").resolve(16).window == 4
-    assert Config(schedule="wallfacer").resolve(16).team == 4
-    assert Config(schedule="wallfacer").resolve(8).team == 2
-    square = Config(schedule="attention2d").resolve(16)
-    assert (square.rows, square.cols) == (4, 4)
-    # a / b nearest to Hkv / Hq: with few kv heads it is cheaper to gather k/v widely (design of Attention2D under GQA)
-    grouped = Config(schedule="attention2d", ulysses=1).resolve(16, (16, 4))
-    assert (grouped.rows, grouped.cols) == (8, 2)
-    assert Config(schedule="mesh", ulysses=1).resolve(16, (16, 4)).mesh == (2, 1, 8)
-    given = Config(schedule="attention2d", rows=2).resolve(8)
-    assert (given.rows, given.cols) == (2, 4)
-
-
 def test_inner_axes_of_every_schedule_hold_the_inner_ranks():
     for schedule in SCHEDULES:
         for size, ulysses in ((1, 1), (4, 1), (8, 2), (16, 1), (12, 3), (7, 1)):
             config = Config(size=size, ulysses=ulysses, schedule=schedule).resolve(size)
             assert math.prod(side for _, side in config.inner_axes) == size // ulysses, (schedule, size)
-
-
-def test_placement_orders_the_axes_over_ranks():
-    mesh = {"size": 8, "ulysses": 2, "schedule": "mesh", "mesh": (2, 1, 2)}
-
-    def axes(**settings):
-        config = Config(**settings).resolve(16)
-        return [name for name, _ in Topology.of(config, 16).axes]
-
-    assert axes(**mesh) == ["ulysses", "x", "y", "z", "data"]
-    assert axes(**mesh, placement="ulysses_intra") == ["ulysses", "x", "y", "z", "data"]
-    assert axes(**mesh, placement="collectives_intra") == ["x", "y", "ulysses", "z", "data"]
-    assert axes(**mesh, placement="ring_intra") == ["z", "ulysses", "x", "y", "data"]
-    assert axes(**mesh, placement=["z", "x", "ulysses", "y"]) == ["z", "x", "ulysses", "y", "data"]
-    assert axes(**mesh, placement=["data", "z", "x", "ulysses", "y"]) == ["data", "z", "x", "ulysses", "y"]
-    assert axes(size=8, ulysses=2, placement="ring_intra") == ["ring", "ulysses", "data"]
-    double = {"size": 8, "ulysses": 2, "schedule": "double_ring"}
-    assert axes(**double, placement="ring_intra") == ["window", "ulysses", "windows", "data"]
 
 
 @pytest.mark.parametrize("value", [[1, 2], [["ring"]], ["ring", None]])

@@ -18,7 +18,6 @@ from ds_seqpar.errors import ConfigError, PlanError
 from ds_seqpar.overlap import overlapped
 from ds_seqpar.plan import Collective, Compute, Gather, Move, Plan, ReduceScatter, Step, last_uses, validate
 from ds_seqpar.schedules import SCHEDULES
-from ds_seqpar.simulate import Costs, simulate
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -70,37 +69,6 @@ def test_builders_are_pure_and_plans_are_frozen(schedule, direction, travels, da
 _sizes = st.fixed_dictionaries({kind: st.integers(1, 1000) for kind in ("q", "kv", "out", "dq", "dkv")})
 
 
-def _products(plan):
-    return {
-        (compute.rank, i, j) for step in plan.steps for compute in step.computes for i in compute.q for j in compute.kv
-    }
-
-
-@_forms
-@settings(max_examples=20)
-@given(data=st.data(), sizes=_sizes)
-def test_an_overlapped_plan_is_right_too(schedule, direction, travels, data, sizes):
-    topology, pairs = data.draw(problems(schedule, 12))
-    plan = build(schedule, topology, direction, travels, pairs)
-    better = overlapped(plan, lambda i, j: (i, j) in pairs, sizes)
-    assert overlapped(plan, lambda i, j: (i, j) in pairs, sizes) == better
-    validate(better, pairs)
-    kept = {(rank, i, j) for rank, i, j in _products(plan) if (i, j) in pairs}
-    assert kept <= _products(better) <= _products(plan)
-    assert sum(better.received(sizes)) <= sum(plan.received(sizes))
-
-
-@_forms
-def test_an_overlapped_plan_is_not_slower(schedule, direction, travels):
-    sizes = {"q": 3.0, "kv": 2.0, "out": 5.0, "dq": 5.0, "dkv": 4.0}
-    for topology in topologies(schedule, 8):
-        plan = build(schedule, topology, direction, travels)
-        needed = causal_contiguous(8) if schedule == "distflash" else everything(8)
-        costs = Costs(transfer=sizes, product=1.0).balanced(plan)
-        better = overlapped(plan, lambda i, j, needed=needed: (i, j) in needed, sizes)
-        assert simulate(better, costs).seconds <= simulate(plan, costs).seconds
-
-
 @_directions
 def test_a_plan_may_compute_more_than_is_needed(direction):
     validate(build("ring", ring(4), direction), causal_contiguous(4))
@@ -126,30 +94,13 @@ def test_build_asks_the_layout_which_products_are_needed():
     assert products("zigzag", 8, True) == everything(4)
 
 
-def test_auto_travels_the_side_that_costs_the_busiest_rank_less():
-    for kv, side in ((1, "kv"), (100, "q")):
-        sizes = (("q", 10), ("kv", kv), ("dq", 10), ("dkv", kv))
-        plan = schedules.build("ring", ring(4), "zigzag", 16, True, "backward", "auto", False, sizes)
-        assert plan == build("ring", ring(4), "backward", side)
-
-
-# pytorch#141429: a mask and a way of sharing it that do not fit each other
+# pytorch#141429: non-causal attention, wrong under a load balancer made for causal masks
 def test_distflash_refuses_what_it_cannot_balance():
     for pairs in (everything(4), everything(4) - {(0, 1)}, causal_contiguous(4) - {(3, 0)}):
         with pytest.raises(ConfigError, match="distflash needs causal attention on the contiguous layout"):
             build("distflash", ring(4), "forward", "kv", pairs)
     with pytest.raises(ConfigError, match="got travelling q"):
         build("distflash", ring(4), "forward", "q")
-
-
-def test_distflash_takes_half_the_steps_and_leaves_nobody_idle_for_odd_sizes():
-    for size in range(1, 17):
-        plan = build("distflash", ring(size), "forward")
-        assert len(plan.steps) == size // 2 + 1
-        slots = size * len(plan.steps)
-        products = sum(len(step.computes) for step in plan.steps)
-        # idle share: 0 for odd sizes, 1 / (A + 2) for even
-        assert (slots - products) * (size + 2) == (0 if size % 2 else slots)
 
 
 def test_the_table_of_a_small_ring():
@@ -161,23 +112,7 @@ def test_the_table_of_a_small_ring():
     )
 
 
-# ---- elements received: the table of the papers' schedules
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 16), _sizes)
-def test_a_full_ring_receives_what_the_table_says(size, units):
-    q, kv, out, dq, dkv = (units[kind] for kind in ("q", "kv", "out", "dq", "dkv"))
-    wanted = {
-        ("forward", "kv"): kv,
-        ("backward", "kv"): kv + dkv,
-        ("forward", "q"): q + out,
-        ("backward", "q"): q + dq,
-    }
-    for (direction, travels), a_hop in wanted.items():
-        assert build("ring", ring(size), direction, travels).received(units) == [(size - 1) * a_hop] * size
-        for topology in topologies("double_ring", size):
-            assert build("double_ring", topology, direction, travels).received(units) == [(size - 1) * a_hop] * size
+# ---- what nobody needs is not sent (test_schedule_bytes.py has the rest)
 
 
 @settings(max_examples=40)
@@ -190,45 +125,6 @@ def test_a_causal_contiguous_ring_sends_no_block_to_a_rank_that_precedes_it(size
     # gradients of visitors go one rank less far than their keys, and come home where there were visitors
     gradients = [max(0, rank - 1) + (rank < size - 1) for rank in range(size)]
     assert backward.received(units) == [r * units["kv"] + gradients[r] * units["dkv"] for r in range(size)]
-
-
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_a_mesh_receives_what_the_table_says(shape):
-    a, b, r = shape
-    size = a * b * r
-    units = {"q": 3, "kv": 5, "out": 7, "dq": 11, "dkv": 13}
-    wanted = {
-        ("forward", "kv"): (a - 1) * (3 + 7) + (size // a - 1) * 5,
-        ("backward", "kv"): (a - 1) * (3 + 11) + (size // a - 1) * (5 + 13),
-        ("forward", "q"): (a * r - 1) * (3 + 7) + (b - 1) * 5,
-        ("backward", "q"): (a * r - 1) * (3 + 11) + (b - 1) * (5 + 13),
-    }
-    for (direction, travels), each in wanted.items():
-        plan = build("mesh", mesh(*shape), direction, travels)
-        assert plan.received(units) == [each] * size, (direction, travels)
-
-
-def test_distflash_receives_what_the_table_says():
-    units = {"q": 3, "kv": 5, "out": 7, "dq": 11, "dkv": 13}
-    for size in range(1, 17):
-        m, c = size // 2, -(-size // 2)
-        forward, backward = (build("distflash", ring(size), direction) for direction in DIRECTIONS)
-        own = [(min(p, m), max(0, c - 1 - p), max(0, p - m), min(m, size - 1 - p)) for p in range(size)]
-        assert forward.received(units) == [5 * kv + 3 * q + 7 * back for kv, q, back, _ in own]
-        assert backward.received(units) == [5 * kv + 13 * home + 3 * q + 11 * back for kv, q, back, home in own]
-
-
-def test_a_double_ring_leaves_the_node_rarely():
-    for size, window in ((4, 2), (8, 4), (16, 4), (12, 3)):
-        for travels, direction in itertools.product(("kv", "q"), DIRECTIONS):
-            plan = build("double_ring", double_ring(size, window), direction, travels)
-            leaving = {kind: [0] * size for kind in ("q", "kv", "out", "dq", "dkv")}
-            for step in plan.steps:
-                for move in (*step.moves, *step.results):
-                    leaving[move.kind][move.dst] += move.src // window != move.dst // window
-            assert leaving[travels] == [size // window - 1] * size
-            for kind in ("out", "dq", "dkv"):
-                assert set(leaving[kind]) <= {0, size // window}  # the last hop home is diagonal
 
 
 @_directions

@@ -44,22 +44,26 @@ def test_a_team_is_the_largest_whose_square_divides_the_ranks():
 HEADS = ((8, 8), (8, 4), (8, 1), (16, 2), (32, 8), (12, 3))
 
 
-def _forward_elements(cols, rows, q_heads, kv_heads, head_dim=128):
-    """Received a token by (cols, rows, 1): q and results come from cols - 1 ranks, k/v from rows - 1."""
-    return (cols - 1) * (2 * q_heads * head_dim + q_heads) + (rows - 1) * 2 * kv_heads * head_dim
+def _elements(cols, rows, q_heads, kv_heads):
+    """Received a token and D by (cols, rows, 1), forward and backward, log-sum-exps apart."""
+    forward = (cols - 1) * 2 * q_heads + (rows - 1) * 2 * kv_heads  # q, out; k, v
+    backward = (cols - 1) * 3 * q_heads + (rows - 1) * 4 * kv_heads  # q, do, dq; k, v, dk, dv
+    return forward + backward
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attention2d_takes_the_rows_and_columns_of_which_forward_receives_least(heads):
+def test_attention2d_takes_the_rows_and_columns_that_receive_least(heads):
     for size in SIZES:
-        received = {cols: _forward_elements(cols, size // cols, *heads) for cols in divisors(size)}
+        received = {cols: _elements(cols, size // cols, *heads) for cols in divisors(size)}
         (_, cols), (_, rows), (_, ring) = shapes.attention2d(size, "auto", "auto", heads)
         assert (cols * rows, ring) == (size, 1)
         assert received[cols] == min(received.values()), size
         # the formula is the plan's
-        units = {"q": heads[0] * 128, "kv": 2 * heads[1] * 128, "out": heads[0] * 129}
+        units = {"q": heads[0], "kv": 2 * heads[1], "out": heads[0], "dq": heads[0], "dkv": 2 * heads[1]}
         if size <= 16:
-            assert build("attention2d", mesh(cols, rows, 1), "forward").received(units) == [received[cols]] * size
+            forward = build("attention2d", mesh(cols, rows, 1), "forward").received(units)
+            backward = build("attention2d", mesh(cols, rows, 1), "backward").received({**units, "q": 2 * heads[0]})
+            assert [sum(pair) for pair in zip(forward, backward, strict=True)] == [received[cols]] * size
 
 
 def test_few_kv_heads_are_gathered_widely():
@@ -67,7 +71,7 @@ def test_few_kv_heads_are_gathered_widely():
     assert found == {
         (8, 8): (("x", 8), ("y", 8)),
         (8, 2): (("x", 4), ("y", 16)),
-        (8, 1): (("x", 2), ("y", 32)),
+        (8, 1): (("x", 4), ("y", 16)),
     }
     assert shapes.attention2d(64, "auto", "auto", None) == shapes.attention2d(64, "auto", "auto", (1, 1))
 

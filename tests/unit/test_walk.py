@@ -4,7 +4,6 @@ import dataclasses
 import random
 
 import pytest
-import torch
 
 from ds_seqpar import runtime
 from ds_seqpar.config import SequenceParallelConfig
@@ -13,9 +12,8 @@ from ds_seqpar.overlap import overlapped
 from ds_seqpar.plan import Collective, Compute, Move, Plan, Step
 from ds_seqpar.schedules import SCHEDULES
 from ds_seqpar.virtual import attention
-from ds_seqpar.work import project
 from tests.kernel_suite import LowerRight
-from tests.oracle import dense, error, errors, tensors
+from tests.oracle import dense, errors, tensors
 from tests.unit.plans import added, changed, places, replaced
 
 
@@ -89,29 +87,6 @@ def test_an_error_in_a_step_names_the_rank_and_carries_the_table(monkeypatch):
         _errors(2)
     (note,) = caught.value.__notes__
     assert note.startswith("inner rank 0, step 0 of this plan:\nring forward, 2 ranks\n")
-
-
-# ---- a visiting query block brings delta, and an output is made again from it
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-15, 1e-25, 1e-30])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_the_output_that_is_made_again_has_the_same_rowsum(dtype, tolerance, scale):
-    """|do|^2 underflows in fp32 below 1e-22."""
-    _, _, out, do = tensors(2, 16, (4, 4), 32, dtype)
-    do = do * scale
-    delta = (do * out).sum(-1)
-    again = project(do, delta)
-    assert again.dtype == dtype
-    assert error((do.double() * again.double()).sum(-1), delta) <= tolerance
-    assert (again.norm(dim=-1) <= out.norm(dim=-1) * (1 + tolerance)).all()
-
-
-def test_a_row_without_a_gradient_gets_no_output():
-    do, delta = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1)
-    do[0, 1] = 1.0
-    delta[0, 1] = 2.0
-    assert torch.equal(project(do, delta)[0, :, 0], torch.tensor([[0.0] * 4, [0.5] * 4]))
 
 
 # ---- what the validator lets through is right
