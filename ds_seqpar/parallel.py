@@ -174,6 +174,10 @@ class SequenceParallel:
         """`shard_batches` for a window of one micro-batch."""
         return self.shard_batches([batch], causal=causal, training=training)[0]
 
+    def __deepcopy__(self, memo: dict) -> SequenceParallel:
+        """A copied model shares it: process groups cannot be copied."""
+        return self
+
     def mean_loss(self, losses: Tensor | Sequence[Tensor]) -> float:
         """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's
         model returned for batches from `shard_batches`. A single rank's loss is only its own part of it. Collective

@@ -159,6 +159,14 @@ def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor
     return q, torch.stack([k, v], dim=2)
 
 
+@_scatter_heads.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    members = _RUNTIMES[handle].config.ulysses
+    batch, tokens, dim = q.shape[0], members * q.shape[1], q.shape[3]
+    kv_heads = max(1, k.shape[2] // members)
+    return q.new_empty(batch, tokens, q.shape[2] // members, dim), k.new_empty(batch, tokens, 2, kv_heads, dim)
+
+
 def _save_scatter(ctx: object, inputs: tuple, output: tuple) -> None:
     q, k, _, handle = inputs
     ctx.runtime = _RUNTIMES[handle]
@@ -176,6 +184,12 @@ _scatter_heads.register_autograd(_scatter_backward, setup_context=_save_scatter)
 def _gather_heads(out: Tensor, handle: int) -> Tensor:
     runtime = _RUNTIMES[handle]
     return _outward(runtime, "out_heads", [out], [out.shape[2] * runtime.config.ulysses])[0]
+
+
+@_gather_heads.register_fake
+def _(out: Tensor, handle: int) -> Tensor:
+    members = _RUNTIMES[handle].config.ulysses
+    return out.new_empty(out.shape[0], out.shape[1] // members, out.shape[2] * members, out.shape[3])
 
 
 def _save_gather(ctx: object, inputs: tuple, output: Tensor) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_seqpar import SequenceParallelConfig
 
+pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_llama.py"
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))

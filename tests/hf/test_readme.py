@@ -10,6 +10,7 @@ import pytest
 
 from ds_seqpar import SequenceParallelConfig
 
+pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
