@@ -179,6 +179,15 @@ def test_a_freed_operand_is_never_used_again(schedule, direction, travels, overl
         assert _peak(plan, rank) >= 2
 
 
+def test_an_operand_that_nobody_uses_is_freed_when_it_arrives():
+    for within in (1, 2):
+        steps = [Step(moves=(Move(src=0, dst=1, kind="kv", key=(0,), within=within),)), Step(), Step()]
+        plan = Plan(name="hand", direction="forward", size=2, steps=tuple(steps))
+        assert [("kv", (0,)) in frees for frees in last_uses(plan.program(1), 1)] == [
+            index == within - 1 for index in range(3)
+        ]
+
+
 # ring-flash-attention#23: memory that grows with the ring
 @pytest.mark.parametrize("travels", ["kv", "q"])
 @_directions
