@@ -124,9 +124,9 @@ class Meter:
         return self.idle, loopback() - self.bytes - self.idle * (time.monotonic() - self.moment)
 
 
-def on_the_wire(degree, dtype, attempts=5):
+def on_the_wire(config, dtype, attempts=5):
     """(bytes that this rank counts, bytes on the wire of all ranks in the quietest attempt), forward and backward."""
-    sp = make(ulysses=degree, layout="zigzag")
+    sp = make(**config)
     # few tokens with large heads: many bytes and little to compute
     q, k, v, do = oracle.tensors(1, 128, (128, 64), dim=128, dtype=dtype)
     local, do = leaves(sp, q, k, v), sp.shard(do, 1)
@@ -148,10 +148,16 @@ def on_the_wire(degree, dtype, attempts=5):
 # fp32, so elements alone would not do either
 @pytest.mark.skipif(not COUNTERS.exists(), reason="there is no /proc/net/dev to read the loopback's byte counter from")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("degree", [1, 2], ids=["ring", "ulysses"])
-def test_bytes_on_the_wire_are_those_counted(degree, dtype):
+@pytest.mark.parametrize(("ranks", "config"), [
+    (2, {"ulysses": 1, "layout": "zigzag"}),
+    (2, {"ulysses": 2, "layout": "zigzag"}),
+    (4, {"ulysses": 1, "schedule": "distflash"}),
+    (4, {"ulysses": 1, "schedule": "attention2d", "rows": 2}),  # all-gathers and all-to-alls of groups
+    (4, {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q", "overlap": True}),
+], ids=["ring", "ulysses", "distflash", "attention2d", "mesh"])  # fmt: skip
+def test_bytes_on_the_wire_are_those_counted(ranks, config, dtype):
     for _ in range(3):  # other programs' traffic on the loopback may spoil a whole run
-        results = on_ranks(2, on_the_wire, degree, dtype)
+        results = on_ranks(ranks, on_the_wire, config, dtype)
         counted = [sum(counts[direction] for counts, _ in results) for direction in (0, 1)]
         off = [abs(wire / count - 1) for wire, count in zip(results[0][1], counted, strict=True)]
         if max(off) < 0.05:
