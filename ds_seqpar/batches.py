@@ -41,7 +41,7 @@ def shard_window(
     """
     window = list(window) if isinstance(window, Iterable) else [window]
     try:
-        checked = [_check(sp, batch, causal) for batch in window]
+        checked = [check_batch(sp, batch, causal) for batch in window]
         sharded = [_shard(sp, batch) for batch in checked]
         if not window or (steps is not None and len(window) != steps):
             raise InputError(
@@ -65,8 +65,8 @@ def shard_window(
     return sharded
 
 
-def _check(sp: SequenceParallel, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
-    """The batch without its mask and positions, which are checked here."""
+def check_batch(sp: SequenceParallel, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
+    """The batch without its mask and positions, which are checked. Raises InputError where it cannot be sharded."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
     labels = batch.get("labels")

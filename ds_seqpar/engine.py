@@ -53,7 +53,7 @@ def initialize(
     import deepspeed  # takes seconds: only those who train wait for it
 
     deepspeed.init_distributed()
-    sp = _sequence_parallel(model, SequenceParallelConfig.from_deepspeed(content), sequence_parallel)
+    sp = prepare_model(model, SequenceParallelConfig.from_deepspeed(content), sequence_parallel)
     args = copy.copy(args)
     if getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None
@@ -107,6 +107,13 @@ def _refuse(model: torch.nn.Module, content: dict[str, Any], kwargs: dict[str, A
             "initialize takes no training_data, whose loader gives ranks of one sequence different samples; "
             "load batches yourself by sp.data_rank and give them to sp.shard_batches"
         )
+    check_settings(content)
+    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
+        raise ConfigError("initialize takes no PipelineModule; give it the plain model")
+
+
+def check_settings(content: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what in a DeepSpeed JSON would break the gradient contract or the sharding."""
     for key, why in REFUSED.items():
         if key in content:
             raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
@@ -115,19 +122,21 @@ def _refuse(model: torch.nn.Module, content: dict[str, Any], kwargs: dict[str, A
             'the DeepSpeed JSON must not set "gradient_allreduce_op" with sequence parallelism: the loss is scaled for '
             "the mean over ranks; remove it"
         )
-    if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
-        raise ConfigError("initialize takes no PipelineModule; give it the plain model")
     if "gradient_clipping" not in content:
         warnings.warn(
             'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for none)',
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def _sequence_parallel(
-    model: torch.nn.Module, config: SequenceParallelConfig, given: SequenceParallel | None
+def prepare_model(
+    model: torch.nn.Module, config: SequenceParallelConfig, given: SequenceParallel | None = None
 ) -> SequenceParallel:
-    """The SequenceParallel to train with; patches a transformers model that is not patched yet."""
+    """The SequenceParallel to train with; patches a transformers model that is not patched yet.
+
+    Collective over the world where one has to be made. Raises ConfigError where `given`, or what the model is patched
+    with, has other settings than `config`, and for models that cannot be patched.
+    """
     if not any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         if given is None:
             raise ConfigError(

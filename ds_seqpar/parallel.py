@@ -107,9 +107,14 @@ class SequenceParallel:
             return error
         return None
 
+    @property
+    def multiple(self) -> int:
+        """What a sequence's length, in tokens, must be a multiple of."""
+        return multiple(self.config.layout, self.size, self.config.ulysses)
+
     def check_length(self, seq: int) -> None:
         """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
-        step = multiple(self.config.layout, self.size, self.config.ulysses)
+        step = self.multiple
         if seq < 1 or seq % step:
             fits = max(1, -(-seq // step)) * step
             raise InputError(

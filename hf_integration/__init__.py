@@ -1,11 +1,28 @@
-"""ds_seqpar in HuggingFace transformers: `patch_attention(model, sp)`, also as a method of every model."""
+"""ds_seqpar in HuggingFace transformers: `patch_attention(model, sp)`, a method of every model too, and a Trainer."""
+
+import importlib
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from .families import heads
 from .patch import patch_attention, patched_with, unpatch_attention
 
+TRAINER = {
+    "SequenceParallelCallback": "callback",
+    "SequenceParallelCollator": "collator",
+    "SequenceParallelMixin": "trainer",
+    "SequenceParallelTrainer": "trainer",
+}
+
 PreTrainedModel.patch_attention = patch_attention
 PreTrainedModel.unpatch_attention = unpatch_attention
 
-__all__ = ["heads", "patch_attention", "patched_with", "unpatch_attention"]
+__all__ = ["heads", "patch_attention", "patched_with", "unpatch_attention", *sorted(TRAINER)]
+
+
+def __getattr__(name: str) -> Any:
+    """The Trainer's side, imported when it is first asked for: transformers' Trainer takes seconds to import."""
+    if name not in TRAINER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{TRAINER[name]}", __name__), name)

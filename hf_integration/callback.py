@@ -1,0 +1,83 @@
+"""What a sequence parallel run adds to the Trainer's log: tokens a second, memory, and the shape, once."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ds_seqpar import SequenceParallel
+
+
+class SequenceParallelCallback(TrainerCallback):
+    """Adds to every training log `tokens_per_second` (all ranks; without padding) and `memory_gib` (the greatest of all
+    ranks: allocated on the device, or resident on a CPU), and to the first one the shape: `sp_size`, `sp_ulysses`,
+    `sp_inner` (ranks of the schedule) and `data_groups`.
+
+    The time is that of training steps: evaluation and saving do not count.
+    """
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+        self.tokens = self.seconds = self.began = 0.0
+        self.figures: dict[str, Any] = {}
+        self.said = False
+
+    def count(self, tokens: float) -> None:
+        """This rank's part of the tokens of the window that comes next."""
+        self.tokens += tokens
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """All ranks come here, and know whether they will log; `on_log` may be called by one rank alone."""
+        self.seconds += time.perf_counter() - self.began
+        if not control.should_log:
+            return
+        mine = torch.tensor([self.tokens, self.seconds, memory_gib(args.device)], dtype=torch.float64)
+        every = torch.empty(dist.get_world_size(), 3, dtype=torch.float64)
+        dist.all_gather(list(every.unbind()), mine, group=self.sp.control_world)
+        seconds = float(every[:, 1].max())
+        self.figures = {
+            "tokens_per_second": round(float(every[:, 0].sum()) / max(seconds, 1e-9), 1),
+            "memory_gib": round(float(every[:, 2].max()), 3),
+        }
+        if not self.said:
+            self.figures |= shape(self.sp)
+            self.said = True
+        self.tokens = self.seconds = 0.0
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs:
+            logs.update(self.figures)
+            state.log_history[-1].update(self.figures)
+            self.figures = {}
+
+
+def shape(sp: SequenceParallel) -> dict[str, int]:
+    """How ranks share sequences, as numbers that every logging integration takes."""
+    ulysses = sp.config.ulysses
+    return {"sp_size": sp.size, "sp_ulysses": ulysses, "sp_inner": sp.size // ulysses, "data_groups": sp.data_size}
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most memory that this rank has held so far: on the device; of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

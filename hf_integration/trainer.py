@@ -1,0 +1,272 @@
+"""HF Trainer fine-tuning: the same losses, norms, evaluation and checkpoints however many ranks share a sequence.
+
+The Trainer keeps its own sampler, loop, counting and checkpoints. What differs with sequence parallelism is here:
+its data loaders are told the data coordinate instead of the rank, a window of batches is sharded once it is complete,
+and evaluation counts every sequence once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.agreement import agree
+from ds_seqpar.batches import IGNORE
+from ds_seqpar.engine import check_settings, prepare_model
+from ds_seqpar.errors import ConfigError
+
+from . import trainer_checks as checks
+from .callback import SequenceParallelCallback
+from .collator import SequenceParallelCollator
+
+
+class SequenceParallelMixin:
+    """Goes before `Trainer`, or a subclass of it, in the bases of a class.
+
+    The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
+    `per_device_eval_batch_size` then mean sequences for each group of ranks that share one; all figures count
+    sequences. `trainer.sp` is the SequenceParallel in use, `sp.data_rank` the group that a rank works for.
+
+    gather_logits: compute_metrics and predict need whole logits, (batch, seq, vocabulary) on every rank; True gathers
+    them, by default they are refused (compute_metrics) or None (predict).
+    Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
+    """
+
+    sp: SequenceParallel
+
+    def __init__(self, *args: Any, gather_logits: bool = False, **kwargs: Any) -> None:
+        self.gather_logits = gather_logits
+        self._eval_steps: dict[str, int] = {}
+        super().__init__(*args, **kwargs)
+        checks.check_trainer(self)
+        if self.model_init is None:
+            self._patch(self.model)
+        if not isinstance(self.data_collator, SequenceParallelCollator):
+            pad = checks.pad_token_id(self)
+            self.data_collator = SequenceParallelCollator(self.data_collator, self.sp.multiple, pad)
+        self._throughput = SequenceParallelCallback(self.sp)
+        # behind the one that decides whether a step is logged, before those that report what is logged
+        self.callback_handler.callbacks.insert(1, self._throughput)
+
+    # ---- the model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        checks.check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        plugin = self.accelerator.state.deepspeed_plugin
+        checks.check_accelerator(self.accelerator)
+        check_settings(plugin.deepspeed_config)
+        self._sp_config = SequenceParallelConfig.from_deepspeed(plugin.deepspeed_config)
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+
+    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+        model = super().call_model_init(trial)
+        self._patch(model)
+        return model
+
+    def _patch(self, model: nn.Module) -> None:
+        base = checks.unwrapped(model)
+        checks.check_model(base)
+        self.sp = prepare_model(base, self._sp_config, getattr(self, "sp", None))
+
+    # ---- training data: whole batches up to `get_batch_samples`, this rank's tokens after it
+
+    def _prepare_data_loader(
+        self, loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoader:
+        """accelerate's own preparation, told which data group this rank works for instead of which rank it is."""
+        seeding = loader.worker_init_fn
+        if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
+            loader.worker_init_fn = functools.partial(seeding, rank=self.sp.data_rank)
+        settings = self.accelerator
+        prepared = prepare_data_loader(
+            loader,
+            num_processes=self.sp.data_size,
+            process_index=self.sp.data_rank,
+            put_on_device=False,  # whole sequences need not be on a device: `training_step` moves this rank's tokens
+            split_batches=settings.split_batches,
+            even_batches=settings.even_batches,
+            rng_types=settings.rng_types.copy(),
+            use_seedable_sampler=settings.use_seedable_sampler,
+            data_seed=settings.dataloader_config.data_seed,
+            use_stateful_dataloader=settings.use_stateful_dataloader,
+        )
+        settings._dataloaders.append(prepared)
+        return prepared
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | None]:
+        """This rank's part of an accumulation window, and the label tokens of the whole of it, over all ranks.
+
+        Raises on every rank where one rank's data set or collator fails, or gives something else than its peers'.
+        """
+        window, error = [], None
+        try:
+            window = list(itertools.islice(epoch_iterator, num_batches))
+        except Exception as reason:
+            error = checks.as_error("loading data failed", reason)
+        if not any(agree(self.sp.control_world, "training data", None, error=error, number=len(window))):
+            return [], None
+        shards = self.sp.shard_batches(window)
+        for whole, shard in zip(window, shards, strict=True):
+            del shard["num_items_in_batch"]  # the Trainer's own, below, is for how it scales the loss
+            mask = whole.get("attention_mask")
+            if mask is not None:
+                shard["attention_mask"] = self.sp.shard(mask, 1)
+            self._throughput.count(float(shard["labels"].numel() if mask is None else shard["attention_mask"].sum()))
+        items = self._get_num_items_in_batch(shards, device)
+        return shards, items.clamp(min=1)  # a window without any label has gradient 0, not 0/0
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        # the mask was checked, whole; here it is for the Trainer's count of tokens
+        inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
+
+    # ---- before the first step
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self._unchanged_randomness():
+            error = checks.data_error(self)
+        agree(self.sp.control_world, "data sets", None, error=error)
+        return super().train(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        model, loader = super()._prepare_for_training(*args, **kwargs)
+        checks.check_loss(self, model)
+        self._share_randomness()
+        return model, loader
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._share_randomness()
+
+    def _share_randomness(self) -> None:
+        """Data sets, collators and samplers that draw numbers draw the same on all ranks of a sequence, also where one
+        rank alone initialised the model (ZeRO-3), or where a checkpoint was written with other groups."""
+        state = [_random_state()]
+        group = self.sp.groups.control
+        dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+        _set_random_state(state[0])
+
+    @contextlib.contextmanager
+    def _unchanged_randomness(self) -> Iterator[None]:
+        state = _random_state()
+        try:
+            yield
+        finally:
+            _set_random_state(state)
+
+    # ---- evaluation: sharded as well, and every sequence counted once
+
+    def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
+        self.gather_function = self._gather_sequences  # the Trainer puts its own back at the end
+        output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
+        self._eval_steps[prefix] = math.ceil(output.num_samples / (self.args.eval_batch_size * self.sp.data_size))
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Tensor | None]:
+        """(loss, logits, labels): the mean token loss of the step's sequences, over all ranks; logits and labels are
+        whole, or None."""
+        inputs, has_labels = dict(inputs), inputs.get("labels") is not None
+        labels = inputs["labels"] if has_labels else torch.full_like(inputs["input_ids"], IGNORE)
+        shard = self.sp.shard_batch({**inputs, "labels": self._once(labels)}, training=False)
+        for name in ["num_items_in_batch"] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
+            del shard[name]
+        loss_only = prediction_loss_only or not self.gather_logits
+        loss, logits, _ = super().prediction_step(model, shard, loss_only, ignore_keys)
+        if loss is not None:
+            loss = torch.tensor(self.sp.mean_loss(loss), device=loss.device)
+        if logits is None:
+            return loss, None, None
+        local = shard["position_ids"].shape
+        return loss, self._whole(logits, local), self._prepare_input(labels) if has_labels else None
+
+    def _whole(self, x: Any, local: torch.Size) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self._whole(part, local) for part in x)
+        if not isinstance(x, Tensor) or x.shape[:2] != local:
+            raise ConfigError(
+                "gather_logits gathers outputs of shape (batch, seq, ...); got another from the model, "
+                "name it in model.config.keys_to_ignore_at_inference"
+            )
+        return self.sp.gather(x, 1)
+
+    def _once(self, labels: Tensor) -> Tensor:
+        """Labels without those of sequences that fill the last batch up a second time."""
+        if (real := self._real_sequences()) is None:
+            return labels
+        first = self.sp.data_rank * self.args.eval_batch_size
+        repeated = torch.arange(first, first + len(labels), device=labels.device) >= real
+        return labels.masked_fill(repeated[:, None], IGNORE)
+
+    def _real_sequences(self) -> int | None:
+        """How many of the current step's sequences, over all groups, are no repetitions; None: all of them."""
+        state = self.accelerator.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    def _gather_sequences(self, data: Any) -> Any:
+        """What each sequence of the step has, over all data groups: ranks that share one have copies."""
+        world = dist.get_world_size()
+        first = [self.sp.topology.index(rank, "data") for rank in range(world)]
+        first = [first.index(group) for group in range(self.sp.data_size)]
+
+        def pick(x: Tensor) -> Tensor:
+            return x.unflatten(0, (world, -1))[first].flatten(0, 1)[: self._real_sequences()]
+
+        return recursively_apply(pick, self.accelerator.gather(data), error_on_other_type=True)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict(*args, **kwargs)
+        self._count_steps(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self._count_steps(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _count_steps(self, metrics: dict[str, Any]) -> None:
+        """The Trainer divides by the batch size of all ranks as if each had sequences of its own."""
+        for prefix, steps in self._eval_steps.items():
+            if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
+                metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)
+
+
+class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
+    """transformers' Trainer, with every sequence shared by a group of ranks. See SequenceParallelMixin."""
+
+
+def _random_state() -> tuple:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_state(state: tuple) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
