@@ -19,35 +19,45 @@ class SequenceParallelCallback(TrainerCallback):
     ranks: allocated on the device, or resident on a CPU), and to the first one the shape: `sp_size`, `sp_ulysses`,
     `sp_inner` (ranks of the schedule) and `data_groups`.
 
-    The time is that of training steps: evaluation and saving do not count.
+    The time is that of training steps with their data loading; evaluation and saving do not count.
     """
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
-        self.tokens = self.seconds = self.began = 0.0
+        self.tokens = self.seconds = 0.0
+        self.began: float | None = None
         self.figures: dict[str, Any] = {}
         self.said = False
 
-    def count(self, tokens: float) -> None:
-        """This rank's part of the tokens of the window that comes next."""
-        self.tokens += tokens
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def start(self) -> None:
+        """A training step begins, with loading its data."""
         self.began = time.perf_counter()
 
+    def count(self, tokens: float) -> None:
+        """This rank's part of the tokens of the step."""
+        self.tokens += tokens
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._measure(args, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._measure(args, control)
+
+    def _measure(self, args: TrainingArguments, control: TrainerControl) -> None:
         """All ranks come here, and know whether they will log; `on_log` may be called by one rank alone."""
-        self.seconds += time.perf_counter() - self.began
-        if not control.should_log:
+        if self.began is not None:
+            self.seconds += time.perf_counter() - self.began
+            self.began = None
+        if not control.should_log or not self.seconds:
             return
         mine = torch.tensor([self.tokens, self.seconds, memory_gib(args.device)], dtype=torch.float64)
         every = torch.empty(dist.get_world_size(), 3, dtype=torch.float64)
         dist.all_gather(list(every.unbind()), mine, group=self.sp.control_world)
         seconds = float(every[:, 1].max())
         self.figures = {
-            "tokens_per_second": round(float(every[:, 0].sum()) / max(seconds, 1e-9), 1),
+            "tokens_per_second": round(float(every[:, 0].sum()) / seconds, 1),
             "memory_gib": round(float(every[:, 2].max()), 3),
         }
         if not self.said:

@@ -80,8 +80,8 @@ class SequenceParallelMixin:
         return model
 
     def _patch(self, model: nn.Module) -> None:
+        checks.check_model(model)
         base = checks.unwrapped(model)
-        checks.check_model(base)
         self.sp = prepare_model(base, self._sp_config, getattr(self, "sp", None))
 
     # ---- training data: whole batches up to `get_batch_samples`, this rank's tokens after it
@@ -116,6 +116,7 @@ class SequenceParallelMixin:
 
         Raises on every rank where one rank's data set or collator fails, or gives something else than its peers'.
         """
+        self._throughput.start()
         window, error = [], None
         try:
             window = list(itertools.islice(epoch_iterator, num_batches))
@@ -144,7 +145,7 @@ class SequenceParallelMixin:
     # ---- before the first step
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self._unchanged_randomness():
+        with _unchanged_randomness():
             error = checks.data_error(self)
         agree(self.sp.control_world, "data sets", None, error=error)
         return super().train(*args, **kwargs)
@@ -152,29 +153,23 @@ class SequenceParallelMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         model, loader = super()._prepare_for_training(*args, **kwargs)
         checks.check_loss(self, model)
-        self._share_randomness()
+        self._share_randomness(self.sp.control_world)
         return model, loader
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
-            self._share_randomness()
+            self._share_randomness(self.sp.groups.control)
 
-    def _share_randomness(self) -> None:
-        """Data sets, collators and samplers that draw numbers draw the same on all ranks of a sequence, also where one
-        rank alone initialised the model (ZeRO-3), or where a checkpoint was written with other groups."""
+    def _share_randomness(self, group: dist.ProcessGroup) -> None:
+        """All ranks of the group draw what its first one would have drawn, whatever they drew before.
+
+        ZeRO-3 initialises models on one rank alone, and a checkpoint may have been written with other groups. Samplers
+        need one state on all ranks when training starts; data sets and collators need it on those of a sequence.
+        """
         state = [_random_state()]
-        group = self.sp.groups.control
         dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
         _set_random_state(state[0])
-
-    @contextlib.contextmanager
-    def _unchanged_randomness(self) -> Iterator[None]:
-        state = _random_state()
-        try:
-            yield
-        finally:
-            _set_random_state(state)
 
     # ---- evaluation: sharded as well, and every sequence counted once
 
@@ -260,6 +255,15 @@ class SequenceParallelMixin:
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
     """transformers' Trainer, with every sequence shared by a group of ranks. See SequenceParallelMixin."""
+
+
+@contextlib.contextmanager
+def _unchanged_randomness() -> Iterator[None]:
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(state)
 
 
 def _random_state() -> tuple:

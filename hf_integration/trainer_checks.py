@@ -68,12 +68,18 @@ def check_arguments(args: TrainingArguments) -> None:
     for field, (is_wrong, needed) in ARGUMENTS.items():
         value = getattr(args, field, None)
         if field in vars(args) and is_wrong(value):
-            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={value!r}")
+            got = repr(value) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={got}")
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raises ConfigError for how accelerate was set up, by TrainingArguments or by its launcher."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    if not world:
+        raise ConfigError(
+            "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
+            "accelerate launch or torchrun"
+        )
     if accelerator.num_processes != world:
         raise ConfigError(
             f"the Trainer must see all ranks; it sees {accelerator.num_processes} of {world}, on a machine without "
@@ -139,6 +145,12 @@ def check_model(model: nn.Module) -> None:
 
     Tried on two tokens: a loss that swallows both in its **kwargs would train silently wrong.
     """
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ConfigError(
+            "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
+            "puts tokens of its own before every rank's, use LoRA"
+        )
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         return  # patch_attention says what it needs
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
@@ -193,8 +205,8 @@ def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
         if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset):
             try:
                 _try_examples(trainer, dataset)
-            except SeqParError as error:
-                return error
+            except Exception as reason:
+                return as_error("reading the data set failed", reason)
     return None
 
 
@@ -217,7 +229,7 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any) -> None:
         except Exception as reason:
             raise ConfigError(
                 f"examples of different lengths need a collator that pads; got {min(by_length)} to {max(by_length)} "
-                f"tokens and {name_of(trainer.data_collator.collator)}, which failed ({named(reason)}), use "
+                f"tokens and {name_of(trainer.data_collator.collator)}, which raised {type(reason).__name__}, use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
             ) from reason
         check_batch(trainer.sp, collated, causal=True)
@@ -231,15 +243,10 @@ def name_of(collator: object) -> str:
     return getattr(collator, "__name__", type(collator).__name__)
 
 
-def named(error: Exception) -> str:
-    """An exception of somebody else's on one line."""
-    return f"{type(error).__name__}: {error}".replace("\n", " ")
-
-
 def as_error(what: str, reason: Exception) -> SeqParError:
     """An exception as one that ranks can tell one another."""
     if isinstance(reason, SeqParError):
         return reason
-    error = InputError(f"{what}, {named(reason)}")
+    error = InputError(f"{what}, {type(reason).__name__}: {reason}".replace("\n", " "))
     error.__cause__ = reason
     return error

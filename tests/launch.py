@@ -20,6 +20,7 @@ PRELOAD = [
     "deepspeed.runtime.zero.muon.muon_optimizer",  # every ZeRO engine imports it, and it imports torch's compiler
     "transformers",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
 ]
 
 

@@ -1,0 +1,122 @@
+"""Fine-tunes a LLaMA with the HuggingFace Trainer, each document split over many ranks.
+
+    deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/trainer_zero3_sp4.json
+
+    accelerate launch --use_deepspeed --deepspeed_config_file ds_configs/trainer_zero3_sp4.json --num_processes 4 \\
+        examples/finetune_trainer.py
+
+All of transformers' TrainingArguments are options. Without further ones: a small LLaMA from a config, bytes as tokens,
+and the Python standard library's own sources, a file a document. --lora trains adapters instead of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sysconfig
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if "OMP_NUM_THREADS" not in os.environ:  # before torch is imported; without it every rank starts a thread a core
+    ranks_here = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_here))
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+from ds_seqpar.errors import SeqParError
+from hf_integration import SequenceParallelTrainer
+
+
+@dataclass
+class Arguments:
+    data: str = field(default=sysconfig.get_paths()["stdlib"], metadata={"help": "folder with .py, .txt or .md files"})
+    model: str | None = field(default=None, metadata={"help": "a local LLaMA folder; default: a small new one"})
+    seq_len: int = field(default=2048, metadata={"help": "a document's first tokens, over all its ranks"})
+    documents: int = field(default=256, metadata={"help": "documents to train on"})
+    eval_documents: int = field(default=10, metadata={"help": "held-out documents"})
+    lora: bool = field(default=False, metadata={"help": "train low-rank adapters of the attention, with peft"})
+
+
+def parse() -> tuple[Arguments, TrainingArguments]:
+    parser = HfArgumentParser((Arguments, TrainingArguments))
+    parser.set_defaults(
+        output_dir="runs/finetune_trainer", max_steps=40, learning_rate=2e-3, logging_steps=5, eval_strategy="steps",
+        eval_steps=20, save_steps=20, save_total_limit=2, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        gradient_accumulation_steps=2, report_to="none", use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    return parser.parse_args_into_dataclasses()
+
+
+def load_model(args: Arguments, vocab_size: int, pad_token_id: int) -> PreTrainedModel:
+    """The folder's model (under ZeRO-3 never whole on one rank), or a small new one: the same on every rank."""
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=args.seq_len, pad_token_id=pad_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def with_adapters(model: PreTrainedModel) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model  # only those who ask for it need it
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+
+
+def read_documents(args: Arguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> Dataset:
+    """One document a file, in an order that is the same on every rank; of different lengths, up to seq_len."""
+    files = sorted(p for p in Path(args.data).rglob("*") if p.suffix in (".py", ".txt", ".md") and p.stat().st_size)
+    wanted = args.documents + args.eval_documents
+    if len(files) < wanted:
+        raise SystemExit(f"--data needs {wanted} files that are not empty (.py, .txt, .md); got {len(files)}")
+    random.Random(seed).shuffle(files)
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[:wanted]]
+    return Dataset.from_list([tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts])
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
+    args, training = parse()
+    set_seed(training.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else ByT5Tokenizer(extra_ids=0)
+    model = load_model(args, len(tokenizer), tokenizer.pad_token_id)
+    documents = read_documents(args, tokenizer, training.seed)
+    trainer = SequenceParallelTrainer(
+        model=with_adapters(model) if args.lora else model,
+        args=training,
+        train_dataset=documents.select(range(args.eval_documents, len(documents))),
+        eval_dataset=documents.select(range(args.eval_documents)),
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model()
+    metrics = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        print(f"held-out loss {metrics['eval_loss']:.3f}, perplexity {math.exp(metrics['eval_loss']):.1f}")
+        print(f"wrote {training.output_dir}")
+    trainer.end()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SeqParError as error:
+        raise SystemExit(f"rank {os.environ.get('RANK', '0')}: {error}") from None

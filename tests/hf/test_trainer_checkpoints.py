@@ -1,0 +1,159 @@
+"""Runs that stop and go on, with as many ranks a sequence or others; the folders they leave; the best of them."""
+
+import json
+import subprocess
+import sys
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import EarlyStoppingCallback
+
+from hf_integration import unpatch_attention
+from tests.hf.llama import llama, weights
+from tests.hf.trainers import documents, make, mean_of_steps, trained
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+STOP, END = 5, 9  # the first epoch of 32 documents has four steps: both lie within one
+
+
+def interrupted(folder, stage):
+    """The losses of a whole run at sp 4, and of what follows its checkpoint at sp 4, 2 and 1."""
+    data = {"train_dataset": documents(32)}
+    args = {"stage": stage, "parts": data, "max_steps": END}
+    whole = trained(make(folder, 4, {"size": 4}, save_strategy="steps", save_steps=STOP, **args))
+    dist.barrier()
+    found = {"whole": whole}
+    for size in (4, 2, 1):
+        trainer = make(f"{folder}/{size}", size, {"size": size}, **args)
+        found[size] = trained(trainer, resume_from_checkpoint=f"{folder}/checkpoint-{STOP}")
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(stage, tmp_path):
+    for found in on_ranks(4, interrupted, tmp_path, stage, timeout=200):
+        whole = found["whole"]
+        # the state that is loaded brings the log of the first steps along
+        assert len(whole["loss"]) == len(found[4]["loss"]) == END
+        assert found[4]["loss"] == whole["loss"]
+        assert found[4]["grad_norm"] == whole["grad_norm"]
+        assert found[4].counts[:4] == whole.counts[:4]
+        for size in (2, 1):
+            assert found[size]["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+            assert found[size]["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+
+
+ALONE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+logits = model(torch.arange(1, 9)[None]).logits[0, -1].tolist()
+ours = [name for name in sys.modules if name.split(".")[0] in ("ds_seqpar", "hf_integration", "deepspeed")]
+print(json.dumps([logits, ours, model.config._attn_implementation]))
+"""
+
+
+def trained_and_used(folder, stage):
+    """Trains, keeps the best of two evaluations, saves, and generates: (logits of the trained model, tokens with its
+    patch, tokens without)."""
+    trainer = make(
+        folder, 2, {"size": 2}, stage, max_steps=8, save_strategy="steps", save_steps=4, eval_strategy="steps",
+        eval_steps=4, load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=0.1,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    best = trainer.state.best_model_checkpoint
+    scores = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    model, prompt = trainer.model.eval(), torch.arange(1, 9)[None]
+    tokens = [model.generate(prompt, max_new_tokens=6, do_sample=False).tolist()]
+    unpatch_attention(model)
+    tokens.append(model.generate(prompt, max_new_tokens=6, do_sample=False).tolist())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        logits = model(prompt).logits[0, -1].tolist()
+    return {"best": best, "scores": scores, "tokens": tokens, "logits": logits}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, tmp_path):
+    for found in on_ranks(4, trained_and_used, tmp_path, stage):
+        step = min(found["scores"], key=found["scores"].get)
+        assert found["best"] == f"{tmp_path}/checkpoint-{step}"
+        assert found["tokens"][0] == found["tokens"][1]
+        assert len(found["tokens"][0][0]) == 14
+    for folder in (found["best"], tmp_path):  # a checkpoint is a model's folder too
+        ran = subprocess.run([sys.executable, "-c", ALONE, str(folder)], cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        logits, ours, attention = json.loads(ran.stdout)
+        assert logits == pytest.approx(found["logits"], abs=1e-5)
+        assert ours == []
+        assert attention == "sdpa"
+
+
+def stopped_early(folder):
+    """A step so large that the loss grows: the third evaluation in a row without a better one ends it, on all ranks."""
+    trainer = make(
+        folder, 4, {"size": 4}, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=5.0, lr_scheduler_type="constant",
+        parts={"callbacks": [EarlyStoppingCallback(early_stopping_patience=3)]},
+    )  # fmt: skip
+    run = trained(trainer)
+    return run["eval_loss"], run.counts[0], trainer.evaluate()["eval_loss"]
+
+
+def test_early_stopping_sees_the_evaluation_loss(tmp_path):
+    """transformers#48167: an evaluation loss that is cp times too large feeds early stopping."""
+    for losses, steps, best in on_ranks(4, stopped_early, tmp_path):
+        assert steps == len(losses) < 12
+        assert min(losses[-3:]) > min(losses)
+        assert best == pytest.approx(min(losses), rel=1e-6)
+
+
+def adapters(folder, size):
+    """LoRA, gradient checkpointing, bf16, accumulation, evaluation and saving in one run, then a resumed one."""
+    import peft
+
+    def adapted():
+        model = llama(pad_token_id=0)
+        torch.manual_seed(1)
+        found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        for name, p in found.named_parameters():
+            if "lora_B" in name:  # begins at zero, and then k/v gradients would not matter to anything
+                torch.nn.init.normal_(p, std=0.02)
+        return found
+
+    changes = {
+        "stage": 3, "bf16": True, "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 3,
+        "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "learning_rate": 1e-2,
+    }  # fmt: skip
+    sequences = 1 if size is None else size
+    section = size and {"size": size}
+    run = trained(make(folder, sequences, section, model=adapted(), **changes))
+    dist.barrier()
+    again = make(f"{folder}/again", sequences, section, model=adapted(), **changes)
+    rest = trained(again, resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return run, rest, {name: x for name, x in weights(again.model).items() if "lora" in name}
+
+
+def test_adapters_checkpointing_bf16_accumulation_evaluation_and_saving_together(tmp_path):
+    import peft
+
+    plain = on_ranks(4, adapters, tmp_path / "plain", None)[0][0]
+    ranks = on_ranks(4, adapters, tmp_path, 2)
+    for run, rest, _ in ranks:
+        assert run["loss"] == pytest.approx(plain["loss"], rel=4e-3)
+        assert run["eval_loss"] == pytest.approx(plain["eval_loss"], rel=4e-3)
+        assert rest["loss"] == run["loss"]
+    run, _, found = ranks[0]
+    folder = tmp_path / "again" / "checkpoint-6"
+    saved = peft.utils.load_peft_weights(str(folder))
+    assert len(saved) == len(found) == 28
+    for name, x in saved.items():
+        np.testing.assert_allclose(x.float(), found[name.replace(".weight", ".default.weight")], atol=1e-2)
+    read = peft.PeftModel.from_pretrained(llama(pad_token_id=0), str(folder))
+    held_out = mean_of_steps(read, documents(12, seed=9), 4)
+    assert held_out == pytest.approx(run["eval_loss"][-1], rel=4e-3)
+    assert held_out < run["eval_loss"][0]

@@ -1,0 +1,261 @@
+"""Wrong use of the Trainer is caught before training, on every rank, in a sentence that says what to change."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from torch.nn import functional as F
+from transformers import (
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    LlamaConfig,
+    LlamaForCausalLM,
+    default_data_collator,
+)
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from hf_integration import SequenceParallelCollator
+from tests.dist.ranks import is_one_sentence
+from tests.hf.llama import llama
+from tests.hf.trainers import collate, documents, make
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+SECTION = {"size": 2}
+
+
+def unshifted_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    """Takes shift_labels and shifts labels itself."""
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses / num_items_in_batch
+
+
+def local_mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
+    """Takes num_items_in_batch and divides by the rank's own tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+
+class OwnForwardForCausalLM(LlamaForCausalLM):
+    """Gives its loss neither: a fault that no signature shows."""
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, shift_labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels, shift_labels=shift_labels, **kwargs)
+
+
+def own_forward():
+    torch.manual_seed(0)
+    return OwnForwardForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=2, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def with_loss(function):
+    model = llama(pad_token_id=0)
+    model.loss_function = function
+    return model
+
+
+def deaf():
+    model = llama(pad_token_id=0)
+    model.accepts_loss_kwargs = False
+    return model
+
+
+def prompt_tuned():
+    import peft
+
+    return peft.get_peft_model(llama(pad_token_id=0), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
+
+
+def packed():
+    return [{**example, "position_ids": torch.arange(len(example["input_ids"])) % 8} for example in equal(24)]
+
+
+def equal(length, count=16):
+    return [{"input_ids": torch.full((length,), i + 1), "labels": torch.full((length,), i + 1)} for i in range(count)]
+
+
+def builtin():
+    """transformers' own sequence parallelism on top."""
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    return ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=1, sp_handler=handler)
+
+
+def parts(**given):
+    return {"parts": given}
+
+
+def left_padded():
+    tokenizer = ByT5Tokenizer(extra_ids=0, padding_side="left")
+    return DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+
+def lists():
+    return [{"input_ids": example["input_ids"].tolist()} for example in documents(8)]
+
+
+# what is wrong -> (what `make` is given, words of the sentence)
+WRONG = {
+    "built-in sequence parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "remove it"]),
+    "label smoothing": (lambda: {"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0,", "got"]),
+    "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, ["average_tokens_across_devices=True"]),
+    "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["random, sequential or group"]),
+    "noise by length": (lambda: {"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha=None"]),
+    "own loss function": (lambda: parts(compute_loss_func=unshifted_loss), ["compute_loss_func", "leave it out"]),
+    "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "pass both on"]),
+    "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "pass both on"]),
+    "model takes neither": (lambda: {"model": deaf()}, ["num_items_in_batch", "accepts_loss_kwargs"]),
+    "forward drops num_items": (lambda: {"model": own_forward()}, ["num_items_in_batch", "pass both on"]),
+    "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
+    "metrics of logits": (lambda: parts(compute_metrics=lambda _: {}), ["compute_metrics", "gather_logits=True"]),
+    "batches by the first rank": (
+        lambda: {"accelerator_config": {"dispatch_batches": True}},
+        ["dispatch_batches=False"],
+    ),
+    "uneven batches": (lambda: {"accelerator_config": {"even_batches": False}}, ["even_batches=True"]),
+    "no pad token": (lambda: {"model": llama()}, ["pad_token_id", "processing_class"]),
+    "nobody pads": (lambda: parts(data_collator=default_data_collator), ["a collator that pads", "mlm=False"]),
+    "labels are not padded": (
+        lambda: parts(
+            train_dataset=[{**e, "labels": e["input_ids"]} for e in lists()],
+            data_collator=DataCollatorWithPadding(ByT5Tokenizer(extra_ids=0)),
+        ),
+        ["a collator that pads", "DataCollatorWithPadding"],
+    ),
+    "padding on the left": (
+        lambda: parts(train_dataset=lists(), data_collator=left_padded()),
+        ["padding_side = 'right'"],
+    ),
+    "flattened documents": (
+        lambda: parts(data_collator=DataCollatorWithFlattening()),
+        ["packed", "collator that pads"],
+    ),
+    "packed documents": (
+        lambda: parts(train_dataset=packed(), data_collator=default_data_collator),
+        ["packed documents"],
+    ),
+    "packed lengths": (
+        lambda: parts(train_dataset=[{**e, "seq_lengths": [3]} for e in equal(24)]),
+        ["packed documents", "seq_lengths"],
+    ),
+    "packed for evaluation": (
+        lambda: parts(train_dataset=equal(24), eval_dataset=packed(), data_collator=default_data_collator),
+        ["packed documents"],
+    ),
+    "no labels": (
+        lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
+        ["labels"],
+    ),
+    "a data set that fails": (lambda: parts(train_dataset=Broken()), ["reading the data set failed", "no such file"]),
+    "several GPUs' JSON": (lambda: {"deepspeed_changes": {"sequence_parallel_size": 2}}, ["sequence_parallel_size"]),
+}  # fmt: skip
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        raise FileNotFoundError("no such file")
+
+
+def try_wrong(folder, names):
+    """What the Trainer raises for each, by name: (kind, sentence, steps made)."""
+    found = {}
+    for name in names:
+        given = WRONG[name][0]()
+        given.setdefault("gradient_accumulation_steps", 1)
+        trainer = None
+        try:
+            trainer = make(f"{folder}/{name}", 2, SECTION, **given)
+            trainer.train()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error), trainer and trainer.state.global_step
+        else:
+            found[name] = "nothing", "", trainer.state.global_step
+    return found
+
+
+def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
+    for found in on_ranks(2, try_wrong, tmp_path, list(WRONG)):
+        wrong = {}
+        for name, (_, words) in WRONG.items():
+            kind, sentence, steps = found[name]
+            refused = kind in ("ConfigError", "InputError", "DisagreementError") and is_one_sentence(sentence)
+            if not refused or steps or [word for word in words if word not in sentence]:
+                wrong[name] = found[name]
+        assert wrong == {}
+
+
+class FailsLater(torch.utils.data.Dataset):
+    """One rank cannot read an example that comes up in the middle of the run."""
+
+    def __init__(self):
+        self.documents, self.armed = documents(32), False
+
+    def __len__(self):
+        return len(self.documents)
+
+    def __getitem__(self, i):
+        if self.armed and i == 17 and dist.get_rank() == 2:
+            raise OSError("disk is gone")
+        return self.documents[i]
+
+
+def fail_later(folder):
+    data = FailsLater()
+    trainer = make(folder, 2, SECTION, parts={"train_dataset": data}, max_steps=-1, num_train_epochs=1)
+    data.armed = True
+    trainer.train()
+
+
+def test_all_ranks_stop_when_one_cannot_read_its_data(tmp_path):
+    for rank, (kind, sentence, _) in enumerate(on_ranks(4, fail_later, tmp_path, check=False, timeout=60)):
+        assert kind == ("InputError" if rank == 2 else "DisagreementError"), sentence
+        assert "disk is gone" in sentence
+        assert is_one_sentence(sentence)
+
+
+def alone(folder):
+    try:
+        make(folder, 1, {"size": 1}, use_cpu=False)
+    except Exception as error:
+        return str(error)
+
+
+def test_the_trainer_must_see_all_ranks(tmp_path):
+    """On a machine without GPUs it takes every rank for the only one, unless it is told use_cpu."""
+    for sentence in on_ranks(2, alone, tmp_path):
+        assert "sees 1 of 2" in sentence
+        assert "use_cpu=True" in sentence
+
+
+def test_collator_pads_by_rule_or_not_at_all():
+    collator = SequenceParallelCollator(collate, 8, pad_token_id=5)
+    batch = collator(equal(11, count=2))
+    assert {name: tuple(x.shape) for name, x in batch.items()} == dict.fromkeys(batch, (2, 16))
+    assert batch["input_ids"][0, 11:].tolist() == [5] * 5
+    assert batch["labels"][0, 11:].tolist() == [-100] * 5
+    assert batch["attention_mask"][0].tolist() == [1] * 11 + [0] * 5
+    other = SequenceParallelCollator(lambda examples: {**collate(examples), "weights": torch.ones(2, 11)}, 8, 5)
+    with pytest.raises(ValueError, match="a rule for 'weights'"):
+        other(equal(11, count=2))
+    assert other(equal(16, count=2))["input_ids"].shape == (2, 16)  # nothing to pad
+
+
+def two_models(folder):
+    """Two Trainers of one process, and a model that is patched already."""
+    first, second = make(folder, 2, SECTION), make(folder, 2, {"size": 2, "ulysses": 1})
+    sp = SequenceParallel(SequenceParallelConfig(size=2))
+    third = make(folder, 2, SECTION, model=llama(pad_token_id=0).patch_attention(sp))
+    return first.sp is not second.sp, second.sp.config.ulysses, third.sp is sp
+
+
+def test_models_may_differ(tmp_path):
+    assert on_ranks(2, two_models, tmp_path) == [(True, 1, True)] * 2

@@ -1,0 +1,159 @@
+"""The Trainer's numbers are those of the plain Trainer, however many ranks share a sequence."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.hf.llama import IGNORE, llama
+from tests.hf.trainers import documents, make, mean_of_steps, trained
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+# section -> sequences that a group of 4 ranks' worth takes a micro-step, so that all work on four
+SHARED = {None: 1, 1: 1, 2: 2, 4: 4}
+SIZES = (1, 2, 4)
+
+
+def section(size):
+    return size and {"size": size}
+
+
+def run(folder, size, **changes):
+    trainer = make(folder, SHARED[size], section(size), eval_strategy="steps", eval_steps=4, **changes)
+    return trained(trainer)
+
+
+def runs(folder, sizes, changes):
+    """One run a size, in the same processes."""
+    return {size: run(f"{folder}/{size}", size, **changes) for size in sizes}
+
+
+FULL = {"include_num_input_tokens_seen": "non_padding"}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, tmp_path):
+    """transformers#46775, #48167; deepspeed#5248, #6841; verl#2857: scales wrong by the SP size. Ragged labels and
+    lengths, padding, two micro-steps, AdamW, clipping."""
+    changes = {"stage": stage, **FULL}
+    for found in on_ranks(4, runs, tmp_path, (None, *SIZES), changes, timeout=200):
+        plain = found.pop(None)
+        assert len(plain["loss"]) == 12
+        assert plain["eval_loss"][-1] < plain["eval_loss"][0] - 0.1  # it learns
+        assert max(plain["grad_norm"]) > 1.0  # clipped, or equal norms would not say that clipping is right
+        for size, shared in found.items():
+            for name, rel in (("loss", 1e-4), ("grad_norm", 1e-4), ("eval_loss", 1e-5), ("learning_rate", 0)):
+                assert shared[name] == pytest.approx(plain[name], rel=rel), (size, name)
+            assert shared.counts == plain.counts, size
+
+
+def test_bf16_runs_agree_to_its_rounding(tmp_path):
+    for found in on_ranks(4, runs, tmp_path, (None, 2, 4), {"bf16": True}):
+        for size in (2, 4):
+            assert found[size]["loss"] == pytest.approx(found[None]["loss"], rel=4e-3)
+            assert found[size]["grad_norm"] == pytest.approx(found[None]["grad_norm"], rel=4e-2)
+            assert found[size]["eval_loss"] == pytest.approx(found[None]["eval_loss"], rel=4e-3)
+
+
+def test_the_last_window_of_an_epoch_may_be_short(tmp_path):
+    """Five micro-steps an epoch make windows of two, two and one."""
+    changes = {"max_steps": -1, "num_train_epochs": 2, "parts": {"train_dataset": documents(20)}}
+    for found in on_ranks(4, runs, tmp_path, (None, 2, 4), changes):
+        assert found[None].counts[0] == 6
+        for size in (2, 4):
+            assert found[size]["loss"] == pytest.approx(found[None]["loss"], rel=1e-4)
+            assert found[size].counts == found[None].counts
+
+
+def grouped(folder, size):
+    return trained(make(folder, 2, section(size), train_sampling_strategy="group_by_length", max_steps=6))
+
+
+def test_grouping_by_length_takes_the_plain_trainers_sequences(tmp_path):
+    """Its batches depend on how many sequences a device takes: two groups of two ranks beside two plain ranks."""
+    plain, shared = on_ranks(2, grouped, tmp_path / "a", None)[0], on_ranks(4, grouped, tmp_path / "b", 2)[0]
+    assert shared["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert shared.counts == plain.counts
+
+
+def accuracy(prediction):
+    counted = prediction.label_ids[:, 1:] != IGNORE
+    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    return {"accuracy": float((right & counted).sum() / counted.sum())}
+
+
+def evaluations(folder, size, counts):
+    """For sets of these sizes: loss, sequences, steps, accuracy, and what predict returns."""
+    parts = {"compute_metrics": accuracy, **({"gather_logits": True} if size else {})}
+    trainer = make(folder, SHARED[size], section(size), stage=3, parts=parts)
+    found = {}
+    for count in counts:
+        metrics = trainer.evaluate(documents(count, seed=count))
+        steps = metrics["eval_steps_per_second"] * metrics["eval_runtime"]
+        predicted = trainer.predict(documents(count, seed=count))
+        assert predicted.metrics["test_loss"] == metrics["eval_loss"]
+        found[count] = metrics["eval_loss"], steps, metrics["eval_accuracy"], predicted.predictions, predicted.label_ids
+    return found
+
+
+def test_evaluation_counts_every_sequence_once(tmp_path):
+    """Sets that do not divide are filled up with sequences from the start; transformers counts those, and weighs the
+    last step by rank. Four sequences a step: 1, 6 and 7 leave a remainder, and 1 is fewer than there are groups."""
+    counts = (1, 6, 7, 8)
+    plain = on_ranks(4, evaluations, tmp_path / "plain", None, counts)[0]
+    torch.manual_seed(0)
+    model = llama().eval()
+    expected = {count: mean_of_steps(model, documents(count, seed=count), 4) for count in counts}
+    assert plain[8][0] == pytest.approx(expected[8], rel=1e-5)
+    for size in SIZES:
+        for found in on_ranks(4, evaluations, tmp_path / str(size), size, counts):
+            for count, (loss, steps, right, predictions, labels) in found.items():
+                assert loss == pytest.approx(expected[count], rel=1e-5), (size, count)
+                assert round(steps) == math.ceil(count / 4)
+                assert right == pytest.approx(plain[count][2])
+                # as many rows as sequences, each padded to what its ranks can share
+                whole, truth = plain[count][3:]
+                assert len(predictions) == count
+                assert (labels[:, : truth.shape[1]] == truth).all()
+                assert (labels[:, truth.shape[1] :] == IGNORE).all()
+                gap = np.abs(predictions[:, : truth.shape[1]] - whole)[truth != IGNORE]
+                assert gap.max() < 1e-4
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Draws tokens: what peers get depends on their random state alone."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        ids = torch.randint(1, 64, (24,))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def drawn(folder, workers):
+    """The whole batches that a rank's group trained on."""
+    parts = {"train_dataset": Augmented()}
+    trainer = make(folder, 2, {"size": 2}, parts=parts, dataloader_num_workers=workers, max_steps=1)
+    load, seen = trainer.get_batch_samples, []
+
+    def spy(*given):
+        shards, items = load(*given)
+        seen.extend(trainer.sp.gather(shard["input_ids"], 1).tolist() for shard in shards)
+        return shards, items
+
+    trainer.get_batch_samples = spy
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_of_a_sequence_draw_the_same_numbers(workers, tmp_path):
+    """axolotl#3920: workers were seeded by rank, and peers got different batches. Groups have workers of their own."""
+    ranks = on_ranks(4, drawn, tmp_path, workers)
+    assert len(ranks[0]) == 2
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert (ranks[0] != ranks[2]) or not workers
