@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
+from ds_seqpar.config import SECTION
 from ds_seqpar.engine import check_settings, prepare_model
 from ds_seqpar.errors import ConfigError
 
@@ -72,6 +73,7 @@ class SequenceParallelMixin:
         checks.check_accelerator(self.accelerator)
         check_settings(plugin.deepspeed_config)
         self._sp_config = SequenceParallelConfig.from_deepspeed(plugin.deepspeed_config)
+        plugin.deepspeed_config.pop(SECTION, None)  # accelerate would fill every "auto" that it finds
         self.accelerator.prepare_data_loader = self._prepare_data_loader
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from ds_seqpar import SequenceParallelConfig
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_llama.py"
-CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+CONFIGS = sorted((ROOT / "ds_configs").glob("zero*.json"))  # those of the Trainer are tested with its example
 
 
 def launch(ranks, config, folder, *more, steps=10, seq_len=256):

@@ -250,8 +250,8 @@ def test_collator_pads_by_rule_or_not_at_all():
 
 
 def two_models(folder):
-    """Two Trainers of one process, and a model that is patched already."""
-    first, second = make(folder, 2, SECTION), make(folder, 2, {"size": 2, "ulysses": 1})
+    """Trainers of one process: other settings, left to be chosen, and a model that is patched already."""
+    first, second = make(folder, 2, SECTION), make(folder, 2, {"size": 2, "ulysses": 1, "layout": "auto"})
     sp = SequenceParallel(SequenceParallelConfig(size=2))
     third = make(folder, 2, SECTION, model=llama(pad_token_id=0).patch_attention(sp))
     return first.sp is not second.sp, second.sp.config.ulysses, third.sp is sp

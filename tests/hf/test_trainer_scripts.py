@@ -1,0 +1,121 @@
+"""Scripts that train with the Trainer: ours under both launchers, and a plain one with the documented change."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+
+from tests.hf.llama import llama
+from tests.hf.trainers import settings
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+ROOT = Path(__file__).parents[2]
+PLAIN = (Path(__file__).parent / "plain_trainer.py").read_text()
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.S)
+
+
+def added(diff):
+    """The line a diff adds."""
+    (line,) = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    return line
+
+
+def moved_over(script):
+    """The plain script with the documented line after its last import."""
+    last = [line for line in script.splitlines() if line.startswith(("from ", "import "))][-1]
+    assert "Trainer, TrainingArguments" in last
+    return script.replace(last, f"{last}\n{added(DIFFS[0])}")
+
+
+def run_script(path, *arguments):
+    sys.argv = [str(path), *map(str, arguments)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path, monkeypatch):
+    """Two plain ranks beside four of which two share a sequence: the same sequences, the same numbers."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    llama(vocab_size=384).save_pretrained(model)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(model)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(Path(re.__file__).read_text().splitlines()[:300]))
+    plain_json = json.dumps(settings(None, 3), indent=2)
+    changed_json = plain_json.replace("{", "{\n" + added(DIFFS[1]), 1)
+    assert json.loads(changed_json) == {**json.loads(plain_json), "sequence_parallel": {"size": 2}}
+    logs = {}
+    for name, script, content, ranks in (
+        ("plain", PLAIN, plain_json, 2),
+        ("changed", moved_over(PLAIN), changed_json, 4),
+    ):
+        (tmp_path / f"{name}.py").write_text(script)
+        (tmp_path / f"{name}.json").write_text(content)
+        on_ranks(
+            ranks, run_script, tmp_path / f"{name}.py", text, model, tmp_path / f"{name}.json", tmp_path / name
+        )  # fmt: skip
+        logs[name] = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+    for figure, rel in (("loss", 1e-4), ("grad_norm", 1e-4), ("eval_loss", 1e-4), ("learning_rate", 0)):
+        plain, changed = ([entry[figure] for entry in logs[name] if figure in entry] for name in ("plain", "changed"))
+        assert len(plain) >= 1
+        assert changed == pytest.approx(plain, rel=rel), figure
+    assert "sp_size" in logs["changed"][0]
+
+
+LAUNCHERS = {
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", "29555"],
+    "accelerate": [
+        "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "4", "--main_process_port", "29556",
+    ],
+}  # fmt: skip
+
+
+def launch(launcher, config, folder, *more):
+    command = [sys.executable, *LAUNCHERS[launcher]]
+    command += ["--deepspeed_config_file", str(config)] if launcher == "accelerate" else []
+    command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(folder / "out"), "--seq_len", "200"]
+    command += ["--deepspeed", str(config)] if launcher == "deepspeed" else []
+    command += ["--documents", "32", "--eval_documents", "3", "--max_steps", "4", "--logging_steps", "1", *more]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "config", "more"),
+    [
+        ("deepspeed", "trainer_zero3_sp4", []),
+        ("accelerate", "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--activation_checkpointing", "True"]),
+        pytest.param("accelerate", "trainer_zero3_sp4", [], marks=pytest.mark.whole),
+        pytest.param("deepspeed", "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
+    ],
+)
+def test_the_example_trains_evaluates_and_saves(launcher, config, more, tmp_path):
+    ran = launch(launcher, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    assert re.search(r"held-out loss \d\.\d{3}, perplexity \d+\.\d", ran.stdout), ran.stdout[-2000:]
+    state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert len(losses) == 4
+    first = state["log_history"][0]
+    assert first["tokens_per_second"] > 0
+    assert first["memory_gib"] > 0.1
+    assert first["sp_size"] * first["data_groups"] == 4
+    if "--lora" in more:
+        assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    else:
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 2
+        assert losses[-1] < losses[0]
+
+
+def test_bad_settings_end_the_example_with_a_sentence(tmp_path):
+    content = json.loads((ROOT / "ds_configs" / "trainer_zero3_sp4.json").read_text())
+    content["sequence_parallel"]["size"] = 3
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    ran = launch("deepspeed", tmp_path / "ds.json", tmp_path)
+    assert ran.returncode != 0
+    assert "size must divide the number of ranks; got size 3 on 4 ranks" in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
