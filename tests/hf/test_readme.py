@@ -30,19 +30,21 @@ def command_of(snippet):
 def test_python_snippet_runs(snippet, tmp_path):
     name, command = command_of(snippet)
     (tmp_path / name).write_text(snippet, encoding="utf-8")
-    (tmp_path / "ds_config.json").write_text(JSON[0], encoding="utf-8")
+    for file, content in zip(("ds_config.json", "ds_trainer.json"), JSON, strict=True):
+        (tmp_path / file).write_text(content, encoding="utf-8")
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     if "print(" in snippet:
         assert re.search(r"loss \d+\.\d{4}", ran.stdout), ran.stdout[-3000:]
 
 
-def test_there_is_a_snippet_for_each_of_the_three_ways():
-    assert [command_of(snippet)[0] for snippet in PYTHON] == ["train.py", "evaluate.py", "own_model.py"]
+def test_there_is_a_snippet_for_each_of_the_four_ways():
+    assert [command_of(snippet)[0] for snippet in PYTHON] == ["train.py", "finetune.py", "evaluate.py", "own_model.py"]
 
 
-def test_json_snippet_is_a_configuration():
-    config = SequenceParallelConfig.from_deepspeed(json.loads(JSON[0]))
+@pytest.mark.parametrize("snippet", JSON)
+def test_json_snippet_is_a_configuration(snippet):
+    config = SequenceParallelConfig.from_deepspeed(json.loads(snippet))
     assert config.resolve(4, heads=(8, 2)).ulysses == 2
 
 
