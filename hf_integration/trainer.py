@@ -43,8 +43,9 @@ class SequenceParallelMixin:
     `per_device_eval_batch_size` then mean sequences for each group of ranks that share one; all figures count
     sequences. `trainer.sp` is the SequenceParallel in use, `sp.data_rank` the group that a rank works for.
 
-    gather_logits: compute_metrics and predict need whole logits, (batch, seq, vocabulary) on every rank; True gathers
-    them, by default they are refused (compute_metrics) or None (predict).
+    gather_logits: compute_metrics and predict need the logits of whole sequences, on every rank; True gathers them, by
+    default they are refused (compute_metrics) or None (predict). `preprocess_logits_for_metrics` is applied before, to
+    each rank's own logits and (unshifted) labels: a position at a time, such as an argmax, it saves their memory.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 
@@ -55,6 +56,7 @@ class SequenceParallelMixin:
         self._eval_steps: dict[str, int] = {}
         super().__init__(*args, **kwargs)
         checks.check_trainer(self)
+        self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch(self.model)
         if not isinstance(self.data_collator, SequenceParallelCollator):
@@ -197,21 +199,24 @@ class SequenceParallelMixin:
         for name in ["num_items_in_batch"] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
         loss_only = prediction_loss_only or not self.gather_logits
-        loss, logits, _ = super().prediction_step(model, shard, loss_only, ignore_keys)
+        loss, logits, local_labels = super().prediction_step(model, shard, loss_only, ignore_keys)
         if loss is not None:
             loss = torch.tensor(self.sp.mean_loss(loss), device=loss.device)
         if logits is None:
             return loss, None, None
-        local = shard["position_ids"].shape
-        return loss, self._whole(logits, local), self._prepare_input(labels) if has_labels else None
+        if self._preprocess is not None:
+            logits = self._preprocess(logits, local_labels)
+        logits = self._whole(logits, shard["position_ids"].shape)
+        return loss, logits, self._prepare_input(labels) if has_labels else None
 
     def _whole(self, x: Any, local: torch.Size) -> Any:
         if isinstance(x, tuple):
             return tuple(self._whole(part, local) for part in x)
         if not isinstance(x, Tensor) or x.shape[:2] != local:
             raise ConfigError(
-                "gather_logits gathers outputs of shape (batch, seq, ...); got another from the model, "
-                "name it in model.config.keys_to_ignore_at_inference"
+                f"gather_logits gathers outputs of a rank's shape {tuple(local)} and more dims; got "
+                f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}, name what else the model returns in "
+                "model.config.keys_to_ignore_at_inference, and preprocess logits a position at a time"
             )
         return self.sp.gather(x, 1)
 

@@ -120,7 +120,7 @@ def check_trainer(trainer: SequenceParallelMixin) -> None:
     if trainer.compute_metrics is not None and not (trainer.gather_logits or trainer.args.prediction_loss_only):
         raise ConfigError(
             "compute_metrics needs whole logits, and a rank has those of its own tokens; got compute_metrics alone, "
-            "pass gather_logits=True (every rank then holds batch x seq x vocabulary), or leave it out"
+            "pass gather_logits=True (every rank then holds those of whole sequences), or leave it out"
         )
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         raise ConfigError(

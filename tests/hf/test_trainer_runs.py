@@ -80,13 +80,19 @@ def test_grouping_by_length_takes_the_plain_trainers_sequences(tmp_path):
 
 def accuracy(prediction):
     counted = prediction.label_ids[:, 1:] != IGNORE
-    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    found = prediction.predictions
+    right = (found if found.ndim == 2 else found.argmax(-1))[:, :-1] == prediction.label_ids[:, 1:]
     return {"accuracy": float((right & counted).sum() / counted.sum())}
 
 
-def evaluations(folder, size, counts):
-    """For sets of these sizes: loss, sequences, steps, accuracy, and what predict returns."""
-    parts = {"compute_metrics": accuracy, **({"gather_logits": True} if size else {})}
+def best(logits, labels):
+    return logits.argmax(-1)
+
+
+def evaluations(folder, size, counts, preprocess=None):
+    """For sets of these sizes: loss, steps, accuracy, and what predict returns."""
+    parts = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": preprocess}
+    parts |= {"gather_logits": True} if size else {}
     trainer = make(folder, SHARED[size], section(size), stage=3, parts=parts)
     found = {}
     for count in counts:
@@ -120,6 +126,14 @@ def test_evaluation_counts_every_sequence_once(tmp_path):
                 assert (labels[:, truth.shape[1] :] == IGNORE).all()
                 gap = np.abs(predictions[:, : truth.shape[1]] - whole)[truth != IGNORE]
                 assert gap.max() < 1e-4
+
+
+def test_logits_are_reduced_before_they_are_gathered(tmp_path):
+    plain = on_ranks(4, evaluations, tmp_path / "plain", None, (7,), best)[0][7]
+    for found in on_ranks(4, evaluations, tmp_path / "shared", 4, (7,), best):
+        _, _, right, predictions, labels = found[7]
+        assert predictions.shape == labels.shape
+        assert right == plain[2]
 
 
 class Augmented(torch.utils.data.Dataset):
