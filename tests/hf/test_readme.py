@@ -1,6 +1,7 @@
 """Every snippet of the README runs as it stands there."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def test_python_snippet_runs(snippet, tmp_path):
     (tmp_path / name).write_text(snippet, encoding="utf-8")
     for file, content in zip(("ds_config.json", "ds_trainer.json"), JSON, strict=True):
         (tmp_path / file).write_text(content, encoding="utf-8")
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=threads)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     if "print(" in snippet:
         assert re.search(r"loss \d+\.\d{4}", ran.stdout), ran.stdout[-3000:]

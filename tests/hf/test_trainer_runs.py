@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from transformers import ByT5Tokenizer, default_data_collator
 
+from hf_integration import SequenceParallelMixin
 from tests.hf.llama import IGNORE, llama
-from tests.hf.trainers import documents, make, mean_of_steps, trained
+from tests.hf.trainers import documents, make, mean_of_steps, settings, trained
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -134,6 +137,82 @@ def test_logits_are_reduced_before_they_are_gathered(tmp_path):
         _, _, right, predictions, labels = found[7]
         assert predictions.shape == labels.shape
         assert right == plain[2]
+
+
+def with_trl(folder, size):
+    """trl's SFTTrainer, plain or with the mixin before it: what it logs."""
+    from trl import SFTConfig, SFTTrainer
+
+    class Shared(SequenceParallelMixin, SFTTrainer):
+        pass
+
+    args = SFTConfig(
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=6, logging_steps=1,
+        learning_rate=3e-3, report_to="none", save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True,
+        deepspeed=settings(section(size), 2),
+    )  # fmt: skip
+    trainer = (Shared if size else SFTTrainer)(
+        model=llama(vocab_size=300, pad_token_id=0), args=args, processing_class=ByT5Tokenizer(extra_ids=0),
+        train_dataset=Dataset.from_list([{"input_ids": x["input_ids"].tolist()} for x in documents(48)]),
+    )  # fmt: skip
+    trainer.train()
+    names = "loss", "grad_norm", "mean_token_accuracy", "entropy"
+    return {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in names}
+
+
+def test_the_mixin_goes_before_a_trainer_of_another_library(tmp_path):
+    """TRL#4579: metrics lost because labels became shift_labels. Two plain ranks beside two groups of two."""
+    plain = on_ranks(2, with_trl, tmp_path / "plain", None)[0]
+    for shared in on_ranks(4, with_trl, tmp_path / "shared", 2):
+        for name, values in plain.items():
+            assert len(values) == 6
+            rel = 1e-4 if name in ("loss", "grad_norm") else 0.05  # their means over ranks weigh padding alike
+            assert shared[name] == pytest.approx(values, rel=rel, abs=1e-3), name
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Documents without a length, and an odd number of them for two groups of two."""
+
+    def __iter__(self):
+        return iter(documents(26))
+
+
+def streamed(folder, size):
+    parts = {"train_dataset": Stream(), "eval_dataset": Stream()}
+    own_batches = {"dispatch_batches": False}  # plain ranks cannot be dealt batches of different lengths
+    trainer = make(folder, 2, section(size), parts=parts, max_steps=5, accelerator_config=own_batches)
+    return trained(trainer), trainer.evaluate(documents(8))["eval_loss"]
+
+
+def test_iterable_data_sets(tmp_path):
+    """The stream ends within the third window, is filled up, and begins again."""
+    plain = on_ranks(2, streamed, tmp_path / "plain", None)[0]
+    for shared in on_ranks(4, streamed, tmp_path / "shared", 2):
+        assert shared[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-4)
+        assert shared[0].counts == plain[0].counts
+        assert shared[1] == pytest.approx(plain[1], rel=1e-5)
+
+
+def without_labels(folder, size):
+    """Training where no token counts, then logits of examples that have no labels at all."""
+    silent = [{**example, "labels": torch.full_like(example["labels"], IGNORE)} for example in documents(16)]
+    parts = {"train_dataset": silent, "eval_dataset": silent[:6] + documents(2)}
+    parts |= {"gather_logits": True} if size else {}
+    trainer = make(folder, 2, section(size), stage=3, parts=parts, max_steps=2, eval_strategy="epoch")
+    run = trained(trainer)
+    trainer.data_collator = default_data_collator
+    bare = [{"input_ids": torch.arange(i, i + 24)} for i in range(5)]
+    return run["loss"], run["grad_norm"], run["eval_loss"], trainer.predict(bare).predictions
+
+
+def test_nothing_to_learn_is_nothing_and_not_nan(tmp_path):
+    """axolotl#3026, Megatron#1764: NaN where all tokens of a rank, or of a step, are masked."""
+    _, _, _, plain = on_ranks(4, without_labels, tmp_path / "plain", None)[0]
+    for losses, norms, evaluated, predictions in on_ranks(4, without_labels, tmp_path / "shared", 2):
+        assert losses == norms == [0, 0]
+        assert len(evaluated) == 1
+        assert 3 < evaluated[0] < 5  # of the one step that has labels
+        assert np.abs(predictions - plain).max() < 1e-4
 
 
 class Augmented(torch.utils.data.Dataset):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
@@ -33,14 +34,14 @@ def moved_over(script):
     return script.replace(last, f"{last}\n{added(DIFFS[0])}")
 
 
-def run_script(path, *arguments):
+def run_script(path, cache, *arguments):
+    datasets.config.HF_DATASETS_CACHE = cache  # not the user's
     sys.argv = [str(path), *map(str, arguments)]
     runpy.run_path(str(path), run_name="__main__")
 
 
-def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path, monkeypatch):
+def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
     """Two plain ranks beside four of which two share a sequence: the same sequences, the same numbers."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
     llama(vocab_size=384).save_pretrained(model)
     ByT5Tokenizer(extra_ids=0).save_pretrained(model)
@@ -56,9 +57,8 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path, mo
     ):
         (tmp_path / f"{name}.py").write_text(script)
         (tmp_path / f"{name}.json").write_text(content)
-        on_ranks(
-            ranks, run_script, tmp_path / f"{name}.py", text, model, tmp_path / f"{name}.json", tmp_path / name
-        )  # fmt: skip
+        arguments = text, model, tmp_path / f"{name}.json", tmp_path / name
+        on_ranks(ranks, run_script, tmp_path / f"{name}.py", tmp_path / "cache", *arguments)
         logs[name] = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
     for figure, rel in (("loss", 1e-4), ("grad_norm", 1e-4), ("eval_loss", 1e-4), ("learning_rate", 0)):
         plain, changed = ([entry[figure] for entry in logs[name] if figure in entry] for name in ("plain", "changed"))
