@@ -96,6 +96,7 @@ def main() -> None:
     args, training = parse()
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else ByT5Tokenizer(extra_ids=0)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = load_model(args, len(tokenizer), tokenizer.pad_token_id)
     documents = read_documents(args, tokenizer, training.seed)
     trainer = SequenceParallelTrainer(

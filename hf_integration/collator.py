@@ -33,11 +33,12 @@ class SequenceParallelCollator:
 
     def __call__(self, examples: list) -> dict[str, Any]:
         batch = dict(self.collator(examples))
-        labels = batch.get("labels")
-        if not isinstance(labels, Tensor) or labels.dim() != 2:
+        tokens = batch.get("labels", batch.get("input_ids"))
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             return batch  # said on every rank, by `SequenceParallel.shard_batches`
-        seq = labels.shape[1]
+        seq = tokens.shape[1]
         if short := -seq % self.multiple:
+            batch.setdefault("attention_mask", torch.ones_like(tokens))  # so that padding is not counted as tokens
             batch = {name: self._pad(name, x, seq, short) for name, x in batch.items()}
         return batch
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.agreement import agree
@@ -34,6 +35,7 @@ from ds_seqpar.errors import ConfigError
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .collator import SequenceParallelCollator
+from .streams import Stream, examples_of, stream_of
 
 
 class SequenceParallelMixin:
@@ -46,22 +48,22 @@ class SequenceParallelMixin:
     gather_logits: compute_metrics and predict need the logits of whole sequences, on every rank; True gathers them, by
     default they are refused (compute_metrics) or None (predict). `preprocess_logits_for_metrics` is applied before, to
     each rank's own logits and (unshifted) labels: a position at a time, such as an argmax, it saves their memory.
+    check_loss: before training, one forward of the shortest sequence must give the sum of token losses on shift_labels
+    over num_items_in_batch. False is for a class whose `compute_loss` means to give something else.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 
     sp: SequenceParallel
 
-    def __init__(self, *args: Any, gather_logits: bool = False, **kwargs: Any) -> None:
-        self.gather_logits = gather_logits
+    def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
+        self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}
         super().__init__(*args, **kwargs)
         checks.check_trainer(self)
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch(self.model)
-        if not isinstance(self.data_collator, SequenceParallelCollator):
-            pad = checks.pad_token_id(self)
-            self.data_collator = SequenceParallelCollator(self.data_collator, self.sp.multiple, pad)
+        self._wrap_collator()
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
         self.callback_handler.callbacks.insert(1, self._throughput)
@@ -88,12 +90,26 @@ class SequenceParallelMixin:
         base = checks.unwrapped(model)
         self.sp = prepare_model(base, self._sp_config, getattr(self, "sp", None))
 
-    # ---- training data: whole batches up to `get_batch_samples`, this rank's tokens after it
+    # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it
+
+    def _wrap_collator(self) -> None:
+        """Also one that was set after the Trainer was made."""
+        if not isinstance(self.data_collator, SequenceParallelCollator):
+            pad = checks.pad_token_id(self)
+            self.data_collator = SequenceParallelCollator(self.data_collator, self.sp.multiple, pad)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        self._wrap_collator()
+        if isinstance(dataset, IterableDataset):
+            dataset = Stream(dataset)
+        return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _prepare_data_loader(
         self, loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader:
         """accelerate's own preparation, told which data group this rank works for instead of which rank it is."""
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
         seeding = loader.worker_init_fn
         if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
             loader.worker_init_fn = functools.partial(seeding, rank=self.sp.data_rank)
@@ -103,7 +119,6 @@ class SequenceParallelMixin:
             num_processes=self.sp.data_size,
             process_index=self.sp.data_rank,
             put_on_device=False,  # whole sequences need not be on a device: `training_step` moves this rank's tokens
-            split_batches=settings.split_batches,
             even_batches=settings.even_batches,
             rng_types=settings.rng_types.copy(),
             use_seedable_sampler=settings.use_seedable_sampler,
@@ -149,14 +164,16 @@ class SequenceParallelMixin:
     # ---- before the first step
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._wrap_collator()
         with _unchanged_randomness():
             error = checks.data_error(self)
-        agree(self.sp.control_world, "data sets", None, error=error)
+        agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         model, loader = super()._prepare_for_training(*args, **kwargs)
-        checks.check_loss(self, model)
+        if self.check_loss:
+            checks.check_loss(self, model)
         self._share_randomness(self.sp.control_world)
         return model, loader
 
@@ -178,8 +195,14 @@ class SequenceParallelMixin:
     # ---- evaluation: sharded as well, and every sequence counted once
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
+        length = len(dataloader) if has_length(dataloader) else None
+        agree(self.sp.control_world, "evaluation data", length)
+        self._stream = stream = stream_of(dataloader.dataset)
         self.gather_function = self._gather_sequences  # the Trainer puts its own back at the end
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        if stream is not None:  # the Trainer counts those of one group
+            examples = examples_of(stream) or output.num_samples * self.sp.data_size
+            output = output._replace(num_samples=examples)
         prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
         self._eval_steps[prefix] = math.ceil(output.num_samples / (self.args.eval_batch_size * self.sp.data_size))
         return output
@@ -224,14 +247,19 @@ class SequenceParallelMixin:
         """Labels without those of sequences that fill the last batch up a second time."""
         if (real := self._real_sequences()) is None:
             return labels
-        first = self.sp.data_rank * self.args.eval_batch_size
+        first = self.sp.data_rank * len(labels)
         repeated = torch.arange(first, first + len(labels), device=labels.device) >= real
         return labels.masked_fill(repeated[:, None], IGNORE)
 
     def _real_sequences(self) -> int | None:
         """How many of the current step's sequences, over all groups, are no repetitions; None: all of them."""
         state = self.accelerator.gradient_state
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        if not state.end_of_dataloader:
+            return None
+        remainder = state.remainder  # -1 where it is not known
+        if self._stream is not None and not self.args.dataloader_drop_last:
+            remainder = (examples_of(self._stream) or 0) % (self.args.eval_batch_size * self.sp.data_size)
+        return remainder if remainder > 0 else None
 
     def _gather_sequences(self, data: Any) -> Any:
         """What each sequence of the step has, over all data groups: ranks that share one have copies."""
@@ -243,6 +271,10 @@ class SequenceParallelMixin:
             return x.unflatten(0, (world, -1))[first].flatten(0, 1)[: self._real_sequences()]
 
         return recursively_apply(pick, self.accelerator.gather(data), error_on_other_type=True)
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        stream = stream_of(dataloader.dataset)
+        return len(stream) if stream is not None and has_length(stream) else super().num_examples(dataloader)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         output = super().predict(*args, **kwargs)
@@ -274,10 +306,13 @@ def _unchanged_randomness() -> Iterator[None]:
 
 
 def _random_state() -> tuple:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
 
 
 def _set_random_state(state: tuple) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state(state[3])

@@ -6,8 +6,10 @@ what the Trainer does by rank where it would have to be by group of ranks.
 
 from __future__ import annotations
 
+import copy
+import math
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithFlattening
+from transformers.trainer_utils import has_length
 
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE, check_batch
@@ -49,6 +53,8 @@ ARGUMENTS = {
         lambda value: value is not None,
         "neftune_noise_alpha=None, its noise is scaled by the tokens that a rank sees",
     ),
+    "predict_with_generate": (lambda value: value, "predict_with_generate=False, it would generate from a part"),
+    "eval_use_gather_object": (lambda value: value, "eval_use_gather_object=False, results are gathered as tensors"),
     "use_liger_kernel": (
         lambda value: value,
         "use_liger_kernel=False, its fused loss was not checked on sharded labels",
@@ -97,6 +103,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "sequence parallel training needs dispatch_batches=False, the first rank would hand every rank another "
             "part of a batch; got dispatch_batches=True in accelerator_config"
         )
+    if accelerator.split_batches:
+        raise ConfigError(
+            "sequence parallel training needs split_batches=False, batch sizes are those of a group of ranks; got "
+            "split_batches=True in accelerator_config"
+        )
     if not accelerator.even_batches:
         raise ConfigError(
             "sequence parallel training needs even_batches=True, groups would make unequal numbers of steps and wait "
@@ -137,7 +148,7 @@ def pad_token_id(trainer: SequenceParallelMixin) -> int | None:
     """The first pad token that somebody knows: the collator's tokenizer, the processing class, the model."""
     sources = getattr(trainer.data_collator, "tokenizer", None), trainer.processing_class, trainer.model.config
     known = [getattr(source, "pad_token_id", None) for source in sources]
-    return next((token for token in known if token is not None), None)
+    return next((token for token in known if isinstance(token, int) and token >= 0), None)  # -1 is an old "none"
 
 
 def check_model(model: nn.Module) -> None:
@@ -166,51 +177,72 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
-    """Raises ConfigError on every rank unless a forward of the whole, prepared model returns the sum of the token
-    losses on its own shift_labels over num_items_in_batch. One forward of the shortest sequence. Collective."""
-    sp, items, vocabulary = trainer.sp, 3.0, unwrapped(trainer.model).config.vocab_size
+    """Raises ConfigError on every rank unless `compute_loss`, with the prepared model, gives the sum of token losses on
+    shift_labels over num_items_in_batch. One forward of the shortest sequence. Collective over the world."""
+    sp, device, vocabulary = trainer.sp, trainer.args.device, unwrapped(trainer.model).config.vocab_size
     ids = torch.arange(sp.multiple)[None] % vocabulary
-    shard = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
-    shifted = (shard["labels"] * 3 + 1) % vocabulary  # nothing that could be made from labels
-    given = {**shard, "shift_labels": shifted, "num_items_in_batch": torch.tensor(items)}
-    given = {name: x.to(trainer.args.device) for name, x in given.items()}
-    training = model.training
+    given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
+    given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary  # nothing that could be made from labels
+    given = {name: x.to(device) for name, x in given.items() if isinstance(x, torch.Tensor)}
+    items, training = torch.tensor(3.0, device=device), model.training
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # where trl's trainers collect what they will log
     model.eval()
     with torch.no_grad():
-        output = model(**given)
+        loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
     model.train(training)
-    error, loss = None, output["loss"]
-    if output.get("logits") is not None:
-        logits = output["logits"].float().flatten(0, 1)
-        expected = F.cross_entropy(logits, given["shift_labels"].flatten(), reduction="sum") / items
-        if not torch.allclose(loss.float(), expected, rtol=1e-2):
-            error = ConfigError(
-                _loss_sentence(f"a model whose loss is {loss.item():.4f} and not {expected.item():.4f}")
-            )
+    if metrics is not None:
+        trainer._metrics = metrics
+    # as compute_loss scales what ZeRO will average over all ranks
+    error = _loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), float(items))
     agree(sp.control_world, "loss of the model", None, error=error)
+
+
+def _loss_error(output: Any, labels: torch.Tensor, found: float, items: float) -> ConfigError | None:
+    logits = output.get("logits") if isinstance(output, Mapping) else output[1]
+    if not isinstance(logits, torch.Tensor) or logits.shape[:2] != labels.shape:
+        return ConfigError(_loss_sentence("no logits to compare its loss with"))
+    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = float(losses) / items
+    if math.isclose(found, expected, rel_tol=1e-2):
+        return None
+    return ConfigError(_loss_sentence(f"{found:.4f} where that is {expected:.4f}"))
 
 
 def _loss_sentence(got: str) -> str:
     return (
-        "sequence parallel training needs a model that divides the sum of token losses on shift_labels by "
-        f"num_items_in_batch; got {got}, pass both on to transformers' loss"
+        "sequence parallel training needs a model and a compute_loss that divide the sum of token losses on "
+        f"shift_labels by num_items_in_batch; got {got}, pass both on to transformers' loss, or give the Trainer "
+        "check_loss=False where another loss is meant"
     )
+
+
+def _datasets(trainer: SequenceParallelMixin) -> Iterator[tuple[Any, int]]:
+    """(data set, sequences that a group takes of it at once) of training and evaluation."""
+    evaluated = trainer.eval_dataset
+    evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+    yield trainer.train_dataset, trainer.args.per_device_train_batch_size
+    for dataset in evaluated.values():
+        yield dataset, trainer.args.per_device_eval_batch_size
+
+
+def lengths(trainer: SequenceParallelMixin) -> list[int | None]:
+    """How many examples the data sets have, None where they do not say: the same on all ranks, or ranks make unequal
+    numbers of steps."""
+    return [len(dataset) if has_length(dataset) else None for dataset, _ in _datasets(trainer)]
 
 
 def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
     """What shows in some examples of the data sets: packing, left padding, lengths that nobody pads."""
-    evaluated = trainer.eval_dataset
-    evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
-    for dataset in (trainer.train_dataset, *evaluated.values()):
-        if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset):
+    for dataset, together in _datasets(trainer):
+        if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
             try:
-                _try_examples(trainer, dataset)
+                _try_examples(trainer, dataset, together)
             except Exception as reason:
                 return as_error("reading the data set failed", reason)
     return None
 
 
-def _try_examples(trainer: SequenceParallelMixin, dataset: Any) -> None:
+def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -> None:
     """Collates the shortest and the longest of some examples, as a batch may meet them."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
     if packed := [name for name in PACKED if isinstance(examples[0], Mapping) and name in examples[0]]:
@@ -219,28 +251,24 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any) -> None:
         )
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
-    together = max(trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size) > 1
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
-    for batch in [extremes] if together else [[example] for example in extremes]:
+    for batch in [extremes] if together > 1 else [[example] for example in extremes]:
         try:
             collated = collate(batch)
-        except SeqParError:
-            raise
         except Exception as reason:
+            if isinstance(reason, SeqParError) or len(batch) == 1:
+                raise as_error("making a batch failed", reason) from reason
+            name = getattr(trainer.data_collator.collator, "__name__", type(trainer.data_collator.collator).__name__)
             raise ConfigError(
-                f"examples of different lengths need a collator that pads; got {min(by_length)} to {max(by_length)} "
-                f"tokens and {name_of(trainer.data_collator.collator)}, which raised {type(reason).__name__}, use "
-                "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+                f"examples of different lengths need a collator that pads, and a pad token; got {min(by_length)} to "
+                f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
+                "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
         check_batch(trainer.sp, collated, causal=True)
 
 
 def _length(example: object) -> int:
     return len(example["input_ids"]) if isinstance(example, Mapping) and "input_ids" in example else 0
-
-
-def name_of(collator: object) -> str:
-    return getattr(collator, "__name__", type(collator).__name__)
 
 
 def as_error(what: str, reason: Exception) -> SeqParError:

@@ -77,7 +77,7 @@ def trained_and_used(folder, stage):
     return {"best": best, "scores": scores, "tokens": tokens, "logits": logits}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
 def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, tmp_path):
     for found in on_ranks(4, trained_and_used, tmp_path, stage):
         step = min(found["scores"], key=found["scores"].get)

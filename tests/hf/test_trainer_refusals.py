@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import SequenceParallelCollator
+from hf_integration import SequenceParallelCollator, SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import llama
-from tests.hf.trainers import collate, documents, make
+from tests.hf.trainers import collate, documents, make, trained
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -96,6 +96,10 @@ def left_padded():
     return DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
 
+def broken(examples):
+    return {"weights": examples[0]["weights"]}
+
+
 def lists():
     return [{"input_ids": example["input_ids"].tolist()} for example in documents(8)]
 
@@ -118,15 +122,18 @@ WRONG = {
         lambda: {"accelerator_config": {"dispatch_batches": True}},
         ["dispatch_batches=False"],
     ),
+    "batches of all groups": (lambda: {"accelerator_config": {"split_batches": True}}, ["split_batches=False"]),
     "uneven batches": (lambda: {"accelerator_config": {"even_batches": False}}, ["even_batches=True"]),
     "no pad token": (lambda: {"model": llama()}, ["pad_token_id", "processing_class"]),
+    "an old model's pad token": (lambda: {"model": llama(pad_token_id=-1)}, ["pad_token_id", "processing_class"]),
+    "a collator that fails": (lambda: parts(train_dataset=equal(24), data_collator=broken), ["'weights'"]),
     "nobody pads": (lambda: parts(data_collator=default_data_collator), ["a collator that pads", "mlm=False"]),
     "labels are not padded": (
         lambda: parts(
             train_dataset=[{**e, "labels": e["input_ids"]} for e in lists()],
             data_collator=DataCollatorWithPadding(ByT5Tokenizer(extra_ids=0)),
         ),
-        ["a collator that pads", "DataCollatorWithPadding"],
+        ["a collator that pads", "DataCollatorWithPadding", "tokenizer.pad_token"],
     ),
     "padding on the left": (
         lambda: parts(train_dataset=lists(), data_collator=left_padded()),
@@ -191,6 +198,66 @@ def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
             if not refused or steps or [word for word in words if word not in sentence]:
                 wrong[name] = found[name]
         assert wrong == {}
+
+
+class OwnLoss(SequenceParallelTrainer):
+    """The commonest change to a Trainer: a loss from the logits, shifted by itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs)
+        logits, targets = output.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets)
+        return (loss, output) if return_outputs else loss
+
+
+class ScaledLoss(SequenceParallelTrainer):
+    """Means another loss than the model's."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss, output = super().compute_loss(*args, **{**kwargs, "return_outputs": True})
+        return (0.5 * loss, output) if kwargs.get("return_outputs") else 0.5 * loss
+
+
+def own_losses(folder):
+    """(the refusal of a wrong loss, the refusal of another one, the norm of a run on it, that of the usual one)"""
+    said = []
+    for kind in (OwnLoss, ScaledLoss):
+        try:
+            make(f"{folder}/{kind.__name__}", 2, SECTION, kind=kind).train()
+        except ValueError as error:
+            said.append(str(error))
+    parts, args = {"check_loss": False}, {"max_steps": 1, "max_grad_norm": 0}
+    half = trained(make(f"{folder}/half", 2, SECTION, kind=ScaledLoss, parts=parts, **args))
+    return said, half["grad_norm"], trained(make(f"{folder}/whole", 2, SECTION, **args))["grad_norm"]
+
+
+def test_a_loss_of_ones_own_is_tried_before_training(tmp_path):
+    for said, half, whole in on_ranks(2, own_losses, tmp_path):
+        assert len(said) == 2
+        for sentence in said:
+            assert is_one_sentence(sentence)
+            assert "num_items_in_batch" in sentence
+            assert "check_loss=False" in sentence
+        assert half == pytest.approx([0.5 * norm for norm in whole], rel=1e-5)
+
+
+def unequal(folder):
+    """Groups that have other numbers of examples would make other numbers of steps."""
+    data, said = equal(24, 16 if dist.get_rank() < 2 else 12), []
+    trainer = make(folder, 1, SECTION, stage=3, parts={"train_dataset": data})
+    for call in (trainer.train, lambda: trainer.evaluate(data)):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_data_sets_are_as_long_on_all_ranks(tmp_path):
+    for said in on_ranks(4, unequal, tmp_path):
+        assert len(said) == 2
+        assert "rank 0: data sets [16, 12]; rank 1: data sets [16, 12]; rank 2: data sets [12, 12]" in said[0]
+        assert "rank 0: evaluation data 8; rank 1: evaluation data 8; rank 2: evaluation data 6" in said[1]
 
 
 class FailsLater(torch.utils.data.Dataset):

@@ -111,6 +111,7 @@ def test_the_example_trains_evaluates_and_saves(launcher, config, more, tmp_path
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.whole
 def test_bad_settings_end_the_example_with_a_sentence(tmp_path):
     content = json.loads((ROOT / "ds_configs" / "trainer_zero3_sp4.json").read_text())
     content["sequence_parallel"]["size"] = 3

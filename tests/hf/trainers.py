@@ -69,10 +69,10 @@ def arguments(folder, sequences, section=None, stage=2, deepspeed_changes=None, 
     return TrainingArguments(str(folder), **{**given, **changes})
 
 
-def make(folder, sequences, section=None, stage=2, model=None, parts=None, **changes):
+def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=None, **changes):
     """A Trainer, sequence parallel where there is a section; `parts` are its own arguments, `changes` of its args."""
     given = {"train_dataset": documents(96), "eval_dataset": documents(12, seed=9), "data_collator": collate}
-    kind = SequenceParallelTrainer if section else Trainer
+    kind = kind or (SequenceParallelTrainer if section else Trainer)
     args = arguments(folder, sequences, section, stage, **changes)
     return kind(model or llama(pad_token_id=0), args, **{**given, **(parts or {})})
 
