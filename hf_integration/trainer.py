@@ -177,6 +177,12 @@ class SequenceParallelMixin:
         self._share_randomness(self.sp.control_world)
         return model, loader
 
+    def _run_epoch(self, **given: Any) -> None:
+        # its sampler draws from each rank's own state, which data sets may have moved by other amounts
+        if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
+            self._share_randomness(self.sp.control_world)
+        super()._run_epoch(**given)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:

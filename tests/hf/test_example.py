@@ -122,6 +122,7 @@ def test_bad_settings_end_the_launch_with_a_sentence(section, words, tmp_path):
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.whole
 def test_missing_json_ends_the_launch_with_a_sentence(tmp_path):
     ran = launch(1, tmp_path / "absent.json", tmp_path)
     assert ran.returncode != 0

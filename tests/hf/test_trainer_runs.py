@@ -1,5 +1,6 @@
 """The Trainer's numbers are those of the plain Trainer, however many ranks share a sequence."""
 
+import functools
 import math
 
 import numpy as np
@@ -258,10 +259,23 @@ class Augmented(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def drawn(folder, workers):
+class Restless(torch.utils.data.Dataset):
+    """Draws as many numbers as an example has tokens: groups, which read different ones, draw apart."""
+
+    def __init__(self):
+        self.examples = [torch.full((8 + i,), i + 1) for i in range(16)]
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, i):
+        torch.rand(len(self.examples[i]))
+        return {"input_ids": self.examples[i], "labels": self.examples[i]}
+
+
+def drawn(folder, data, **changes):
     """The whole batches that a rank's group trained on."""
-    parts = {"train_dataset": Augmented()}
-    trainer = make(folder, 2, {"size": 2}, parts=parts, dataloader_num_workers=workers, max_steps=1)
+    trainer = make(folder, 2, {"size": 2}, parts={"train_dataset": data}, **changes)
     load, seen = trainer.get_batch_samples, []
 
     def spy(*given):
@@ -277,8 +291,19 @@ def drawn(folder, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_of_a_sequence_draw_the_same_numbers(workers, tmp_path):
     """axolotl#3920: workers were seeded by rank, and peers got different batches. Groups have workers of their own."""
-    ranks = on_ranks(4, drawn, tmp_path, workers)
+    ranks = on_ranks(4, functools.partial(drawn, dataloader_num_workers=workers, max_steps=1), tmp_path, Augmented())
     assert len(ranks[0]) == 2
     assert ranks[0] == ranks[1]
     assert ranks[2] == ranks[3]
     assert (ranks[0] != ranks[2]) or not workers
+
+
+def test_groups_share_out_every_epoch_however_much_they_draw(tmp_path):
+    """The sampler that groups by length draws from each rank's own state: apart, groups would train on some examples
+    twice and on others not at all."""
+    epochs = {"max_steps": -1, "num_train_epochs": 3, "train_sampling_strategy": "group_by_length"}
+    ranks = on_ranks(4, functools.partial(drawn, **epochs), tmp_path, Restless())
+    batches = [[row[0] for batch in ranks[group] for row in batch] for group in (0, 2)]
+    assert [len(seen) for seen in batches] == [24, 24]
+    for first in (0, 8, 16):
+        assert sorted(batches[0][first : first + 8] + batches[1][first : first + 8]) == list(range(1, 17))

@@ -68,15 +68,15 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
 
 
 LAUNCHERS = {
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", "29555"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", "29555", "--num_gpus"],
     "accelerate": [
-        "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "4", "--main_process_port", "29556",
+        "-m", "accelerate.commands.launch", "--use_deepspeed", "--main_process_port", "29556", "--num_processes",
     ],
 }  # fmt: skip
 
 
-def launch(launcher, config, folder, *more):
-    command = [sys.executable, *LAUNCHERS[launcher]]
+def launch(launcher, ranks, config, folder, *more):
+    command = [sys.executable, *LAUNCHERS[launcher], str(ranks)]
     command += ["--deepspeed_config_file", str(config)] if launcher == "accelerate" else []
     command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(folder / "out"), "--seq_len", "200"]
     command += ["--deepspeed", str(config)] if launcher == "deepspeed" else []
@@ -85,16 +85,16 @@ def launch(launcher, config, folder, *more):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "config", "more"),
+    ("launcher", "ranks", "config", "more"),
     [
-        ("deepspeed", "trainer_zero3_sp4", []),
-        ("accelerate", "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--activation_checkpointing", "True"]),
-        pytest.param("accelerate", "trainer_zero3_sp4", [], marks=pytest.mark.whole),
-        pytest.param("deepspeed", "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
+        ("deepspeed", 4, "trainer_zero3_sp4", []),
+        ("accelerate", 2, "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--activation_checkpointing", "True"]),
+        pytest.param("accelerate", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
+        pytest.param("deepspeed", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
     ],
 )
-def test_the_example_trains_evaluates_and_saves(launcher, config, more, tmp_path):
-    ran = launch(launcher, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
+def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, tmp_path):
+    ran = launch(launcher, ranks, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert re.search(r"held-out loss \d\.\d{3}, perplexity \d+\.\d", ran.stdout), ran.stdout[-2000:]
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
@@ -103,7 +103,7 @@ def test_the_example_trains_evaluates_and_saves(launcher, config, more, tmp_path
     first = state["log_history"][0]
     assert first["tokens_per_second"] > 0
     assert first["memory_gib"] > 0.1
-    assert first["sp_size"] * first["data_groups"] == 4
+    assert first["sp_size"] * first["data_groups"] == ranks
     if "--lora" in more:
         assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     else:
@@ -116,7 +116,7 @@ def test_bad_settings_end_the_example_with_a_sentence(tmp_path):
     content = json.loads((ROOT / "ds_configs" / "trainer_zero3_sp4.json").read_text())
     content["sequence_parallel"]["size"] = 3
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    ran = launch("deepspeed", tmp_path / "ds.json", tmp_path)
+    ran = launch("deepspeed", 4, tmp_path / "ds.json", tmp_path)
     assert ran.returncode != 0
     assert "size must divide the number of ranks; got size 3 on 4 ranks" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
