@@ -70,7 +70,7 @@ class _Works:
         self.works, self.tensors, self.then = works, tensors, then
 
     def wait(self) -> None:
-        with _failing("a transfer failed, mostly because another rank ended"):
+        with _failing("a transfer"):
             for work in self.works:
                 work.wait()
         if self.then:
@@ -83,7 +83,7 @@ def _failing(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(f"{what}: {error}") from error
+        raise CommunicationError(f"{what} failed, mostly because another rank ended: {error}") from error
 
 
 class TorchComm:
@@ -111,14 +111,14 @@ class TorchComm:
         ]
         for message in receives:
             self._count(message.kind, [message.tensor])
-        with _failing("a transfer could not start"):
+        with _failing("a transfer"):
             works = dist.batch_isend_irecv(ops) if ops else []
         return _Works(works, [m.tensor for m in (*sent, *receives)])
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, tensor: Tensor, received: list[Tensor]) -> Handle:
         members = self.groups.members[ranks]
         tensor = tensor.contiguous()
-        with _failing("an all-gather could not start"):
+        with _failing("an all-gather"):
             in_order = [received[ranks.index(rank)] for rank in members.order]
             work = dist.all_gather(in_order, tensor, group=members.group, async_op=True)
         self._count_others(ranks, kind, received)
@@ -130,7 +130,7 @@ class TorchComm:
         buffer = torch.cat([sent[place].flatten() for place in places])
         result = torch.empty(sum(x.numel() for x in received), dtype=buffer.dtype, device=buffer.device)
         sizes = [received[place].numel() for place in places]
-        with _failing("an all-to-all could not start"):
+        with _failing("an all-to-all"):
             work = dist.all_to_all_single(
                 result, buffer, sizes, [sent[place].numel() for place in places], group=members.group, async_op=True
             )
