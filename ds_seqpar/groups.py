@@ -24,8 +24,8 @@ def control_world() -> Group:
 def _let_go() -> None:
     """Before the interpreter ends, gloo's threads get a moment to drop the tensors of finished transfers.
 
-    They need the interpreter's lock for it, and a thread that waits for that when the end begins aborts the process: all
-    work done, "terminate called without an active exception". Seen in one of five runs on a busy machine (torch 2.13).
+    They need the interpreter's lock for it, and a thread that waits for that when the end begins aborts the process,
+    all work done ("terminate called without an active exception"): one of five runs on a busy machine, with torch 2.13.
     """
     time.sleep(0.2)
 
