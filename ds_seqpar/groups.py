@@ -16,8 +16,6 @@ Group = dist.ProcessGroup
 
 def control_world() -> Group:
     """A group of all ranks that carries CPU tensors, for agreement."""
-    atexit.unregister(_let_go)
-    atexit.register(_let_go)
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
@@ -25,7 +23,7 @@ def _let_go() -> None:
     """Before the interpreter ends, gloo's threads get a moment to drop the tensors of finished transfers.
 
     They need the interpreter's lock for it, and a thread that waits for that when the end begins aborts the process,
-    all work done ("terminate called without an active exception"): one of five runs on a busy machine, with torch 2.13.
+    all work done: "terminate called without an active exception", on a busy machine, with torch 2.13.
     """
     time.sleep(0.2)
 
@@ -59,6 +57,8 @@ class Groups:
 
 def create(topology: Topology, rank: int) -> Groups:
     """Collective over the world."""
+    atexit.unregister(_let_go)  # once is enough, however many there are
+    atexit.register(_let_go)
     inner = topology.inner_axes
     sp_axes = ("ulysses", *inner)
     groups = {axes: _mine(topology, rank, axes) for axes in (sp_axes, inner, ("ulysses",))}

@@ -58,6 +58,7 @@ class SequenceParallelMixin:
     def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}
+        self._stream: Stream | None = None  # what is being evaluated, if it is iterable
         super().__init__(*args, **kwargs)
         checks.check_trainer(self)
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
@@ -203,7 +204,7 @@ class SequenceParallelMixin:
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length = len(dataloader) if has_length(dataloader) else None
         agree(self.sp.control_world, "evaluation data", length)
-        self._stream = stream = stream_of(dataloader.dataset)
+        self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
         self.gather_function = self._gather_sequences  # the Trainer puts its own back at the end
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         if stream is not None:  # the Trainer counts those of one group
@@ -279,7 +280,7 @@ class SequenceParallelMixin:
         return recursively_apply(pick, self.accelerator.gather(data), error_on_other_type=True)
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        stream = stream_of(dataloader.dataset)
+        stream = stream_of(getattr(dataloader, "dataset", None))
         return len(stream) if stream is not None and has_length(stream) else super().num_examples(dataloader)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

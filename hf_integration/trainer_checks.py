@@ -255,8 +255,10 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -
     for batch in [extremes] if together > 1 else [[example] for example in extremes]:
         try:
             collated = collate(batch)
+        except SeqParError:
+            raise
         except Exception as reason:
-            if isinstance(reason, SeqParError) or len(batch) == 1:
+            if len(batch) == 1:
                 raise as_error("making a batch failed", reason) from reason
             name = getattr(trainer.data_collator.collator, "__name__", type(trainer.data_collator.collator).__name__)
             raise ConfigError(
