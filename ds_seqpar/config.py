@@ -16,7 +16,7 @@ SECTION = "sequence_parallel"
 LAYOUTS = ("contiguous", "striped", "zigzag")
 SCHEDULES = ("attention2d", "distflash", "double_ring", "mesh", "ring", "wallfacer")
 TRAVELS = ("auto", "kv", "q")
-TRAVEL_DTYPES = ("fp32", "bf16", "fp16")
+TRAVEL_DTYPES = ("fp32", "bf16")
 PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 # the fields that give a schedule its shape -> the schedule they belong to
 SHAPE_FIELDS = {
@@ -47,7 +47,8 @@ class SequenceParallelConfig:
         what sends fewer bytes.
     overlap: expand collectives into single transfers and order products as their operands arrive (ds_seqpar.overlap).
     placement: the order of axes over ranks, the fastest first, as names or a preset; see ds_seqpar.shapes.place.
-    travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16", "fp16".
+    travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
+        the range: gradients of a mean loss over many tokens vanish in it.)
     layout: which tokens a rank holds: "zigzag" (chunks r and 2A-1-r of 2A; equal causal work in every step), "striped"
         (every A-th token; Striped Attention, section 3) or "contiguous". "auto" is "zigzag".
     kernel: the block kernel; "auto" is the first that can take the blocks.
@@ -90,6 +91,11 @@ class SequenceParallelConfig:
             choose(f"{SECTION}.placement", self.placement, PLACEMENTS)
         choose(f"{SECTION}.forward", self.forward, TRAVELS)
         choose(f"{SECTION}.backward", self.backward, TRAVELS)
+        if self.travel_dtype == "fp16":
+            raise ConfigError(
+                f'{SECTION}.travel_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
+                'use "bf16", which takes as many bytes'
+            )
         choose(f"{SECTION}.travel_dtype", self.travel_dtype, TRAVEL_DTYPES)
         choose(f"{SECTION}.schedule", self.schedule, ("auto", *SCHEDULES))
         choose(f"{SECTION}.layout", self.layout, ("auto", *LAYOUTS))

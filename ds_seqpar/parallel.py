@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import batches, groups, runtime
+from . import batches, groups, inputs, ops, runtime
 from .agreement import agree
 from .comm import TorchComm
-from .config import SequenceParallelConfig, check_heads
-from .errors import ConfigError, InputError, SeqParError
-from .kernels import BlockSpec, select
+from .config import SequenceParallelConfig
+from .errors import ConfigError, InputError
 from .layout import multiple, positions
 from .topology import Topology
 
@@ -53,59 +52,50 @@ class SequenceParallel:
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
         self.groups = groups.create(self.topology, rank)
         self.comm = TorchComm(self.groups)
-        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm)
+        self.runtime = runtime.Runtime(
+            self.config, self.topology, self.groups.inner_rank, self.comm, self.groups.control
+        )
         self.accumulation_steps: int | None = None
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
-        """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable.
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = True,
+        scale: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
 
         q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype; heads a
         multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). scale: default head_dim ** -0.5.
-        Returns out, as q. Collective over the ranks that share the sequence, backward too: raises InputError,
-        ConfigError or DisagreementError on all of them, before anything is sent, where one was given something that
-        does not fit.
+        Returns out, as q; with return_lse also the log-sum-exp of each row's scores, (batch, local_seq, heads) in fp32
+        (fp64 for fp64): a gradient that reaches it raises InputError. Collective over the ranks that share the
+        sequence, backward too: raises InputError, ConfigError, KernelError or DisagreementError on all of them, before
+        anything is sent, where one was given something that does not fit.
         """
         q, k, v = _autocast(q, k, v)
-        error = self._attention_error(q, k, v, causal)
-        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in (q, k, v)]
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-        given = (*shapes, getattr(q, "dtype", None), f"{causal=}", f"{scale=}", f"{backward=}")
-        agree(self.groups.control, "attention inputs", given, error=error)
-        return self.attention_agreed(q, k, v, causal, scale)
+        after = None
+        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, causal, scale):
+            after = ops.agree_on(q, k, v, self.runtime.handle, causal, scale, backward)
+        else:
+            inputs.agree_on_inputs(self.runtime, q, k, v, causal, scale, backward)
+        out, lse = self._attention(q, k, v, causal, scale, after)
+        return (out, _Constant.apply(ops.gather_lse(self.runtime, lse))) if return_lse else out
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        q, k, v = _autocast(q, k, v)
-        return runtime.attention(self.runtime, q, k, v, causal, scale)
+        inputs.check_derivatives(q, k, v)
+        return self._attention(*_autocast(q, k, v), causal, scale)[0]
 
-    def _attention_error(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SeqParError | None:
-        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
-            return InputError(
-                "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
-                f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
-            )
-        if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-            return InputError(
-                "attention needs k and v of one shape that differs from q's in the number of heads only; "
-                f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-            )
-        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-            return InputError(
-                f"attention needs q, k and v of one dtype on one device; got {q.dtype} on {q.device}, "
-                f"{k.dtype} on {k.device}, {v.dtype} on {v.device}"
-            )
-        try:
-            check_heads(self.config.ulysses, q.shape[2], k.shape[2], size=self.size)
-            self.check_length(q.shape[1] * self.size)
-            # here, where the others can still be told: what kernels need may be installed on some ranks only
-            members = self.config.ulysses
-            heads, kv_heads = q.shape[2] // members, max(1, k.shape[2] // members)
-            select(self.config.kernel, BlockSpec(q.device.type, q.dtype, heads, kv_heads, q.shape[3]))
-            self.runtime.check_plans(q.shape[1] * members, (heads, kv_heads, q.shape[3]), q.dtype, causal)
-        except SeqParError as error:
-            return error
-        return None
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, after: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        return ops.attention(self.runtime, q, k, v, causal, scale, after)
 
     @property
     def multiple(self) -> int:
@@ -114,13 +104,7 @@ class SequenceParallel:
 
     def check_length(self, seq: int) -> None:
         """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
-        step = self.multiple
-        if seq < 1 or seq % step:
-            fits = max(1, -(-seq // step)) * step
-            raise InputError(
-                f"a sequence's length must be a multiple of {step} for the {self.config.layout} layout on {self.size} "
-                f"ranks with ulysses {self.config.ulysses}; got {seq}, pad it (on the right) to {fits}"
-            )
+        inputs.check_length(self.config, seq)
 
     def position_ids(self, seq: int) -> Tensor:
         """Global positions of this rank's tokens of a sequence of `seq`, int64 (seq / size,), on the CPU."""
@@ -191,6 +175,20 @@ class SequenceParallel:
         total = torch.stack([loss.detach().double().cpu() for loss in losses]).mean()
         dist.all_reduce(total, group=self.control_world)
         return total.item() / dist.get_world_size()
+
+
+class _Constant(torch.autograd.Function):
+    """The identity; a gradient that reaches it is refused, where one that is lost would go unnoticed."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise InputError(
+            "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"
+        )
 
 
 def _shape(x: object) -> str:

@@ -11,6 +11,11 @@ from einops import rearrange
 from torch import Tensor
 
 
+def heads_of_member(heads: int, members: int) -> int:
+    """How many of a tensor's heads a member works on; where it has fewer than members, they share them."""
+    return max(1, heads // members)
+
+
 def pack_in(tensors: list[Tensor], members: int) -> Tensor:
     """Each (B, s, H, D), H of any size -> one buffer (U, n): row u holds the heads that member u works on."""
     spread = [x.repeat_interleave(max(1, members // x.shape[2]), dim=2) for x in tensors]
@@ -23,7 +28,7 @@ def unpack_in(buffer: Tensor, batch: int, heads: list[int], head_dim: int) -> li
     tokens = buffer.shape[1] // (batch * sum(heads) * head_dim)
     parts = buffer.split([batch * tokens * h * head_dim for h in heads], dim=1)
     return [
-        rearrange(part, "u (b s h d) -> b (u s) h d", b=batch, h=h, d=head_dim)
+        rearrange(part, "u (b s h d) -> b (u s) h d", b=batch, h=h, d=head_dim).contiguous()
         for part, h in zip(parts, heads, strict=True)
     ]
 
@@ -44,5 +49,5 @@ def unpack_out(buffer: Tensor, batch: int, heads: list[int], per_member: list[in
         if x.shape[2] > total:
             wide = x if x.dtype == torch.float64 else x.float()
             x = rearrange(wide, "b s (h shared) d -> b s h shared d", h=total).sum(3).to(x.dtype)
-        found.append(x)
+        found.append(x.contiguous())
     return found

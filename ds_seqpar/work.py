@@ -110,7 +110,7 @@ class Forward(Work):
         found = self.accumulators.get(("out", q))
         if found is None:
             (queries,) = self.operands["q", q]
-            out = torch.zeros_like(queries, dtype=self.wide)
+            out = queries.new_zeros(queries.shape, dtype=self.wide)
             found = out, torch.full(out.shape[:-1], float("-inf"), dtype=self.wide, device=out.device)
         self.accumulators["out", q] = found[0].to(self.wide), found[1]
         return self.accumulators["out", q]
@@ -131,7 +131,7 @@ class Forward(Work):
         """(out in q's dtype, lse) of this rank's own queries."""
         out, lse = self._accumulator(self.own)
         (q,) = self.operands["q", self.own]
-        return out.to(q.dtype), lse
+        return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
 class Backward(Work):
@@ -176,7 +176,7 @@ class Backward(Work):
     def _accumulator(self, kind: str, key: Key) -> Tensors:
         if (kind, key) not in self.accumulators:
             operand = self.operands["kv" if kind == "dkv" else "q", key][0]
-            self.accumulators[kind, key] = (torch.zeros_like(operand, dtype=self.wide),)
+            self.accumulators[kind, key] = (operand.new_zeros(operand.shape, dtype=self.wide),)
         (found,) = self.accumulators[kind, key]
         self.accumulators[kind, key] = (found.to(self.wide),)
         return self.accumulators[kind, key]
@@ -217,7 +217,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def travel_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """What partial outputs and gradients travel in: the setting, where "fp32" means fp32 or wider."""
-    return {"fp32": wide(dtype), "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return {"fp32": wide(dtype), "bf16": torch.bfloat16}[name]
 
 
 def bytes_per_token(direction: str, q: Tensor, kv: Tensor, travel: torch.dtype) -> dict[str, int]:

@@ -1,12 +1,13 @@
-"""The custom ops say truly what they do: schema, and shapes and dtypes of their fake implementations."""
+"""The custom ops say truly what they do, and a compiler takes them as they are."""
 
 import copy
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests import oracle
-from tests.dist.ranks import leaves, make
+from tests.dist.ranks import SECONDS, WRONG, leaves, make, refusal
 from tests.launch import on_ranks
 
 
@@ -15,16 +16,73 @@ def check(heads, dtype):
     sp = make(size=2, ulysses=2, layout="contiguous")
     q, k, v = leaves(sp, *oracle.tensors(1, 8, heads, dtype=dtype)[:3])
     handle, ops = sp.runtime.handle, torch.ops.ds_seqpar
-    inner, kv = ops.scatter_heads(q, k, v, handle)
-    tests = ("test_schema", "test_faketensor")
-    found = [
-        torch.library.opcheck(ops.scatter_heads.default, (q, k, v, handle), test_utils=tests),
-        torch.library.opcheck(ops.attention.default, (inner, kv, handle, True, 0.5), test_utils=tests),
-        torch.library.opcheck(ops.gather_heads.default, (inner, handle), test_utils=tests),
+    inner = [x.detach().requires_grad_() for x in ops.scatter_heads([q, k, v], handle, "qkv", None)]
+    out, lse = (x.detach() for x in ops.attention(*inner, handle, True, 0.5, None))
+    calls = [
+        (ops.agree.default, (q, k, v, handle, True, None, True)),
+        (ops.scatter_heads.default, ([q, k, v], handle, "qkv", None)),
+        (ops.attention.default, (*inner, handle, True, 0.5, None)),
+        (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, handle, True, 0.5)),
+        (ops.gather_heads.default, ([out.clone().requires_grad_()], [heads[0]], handle, "out_heads")),
     ]
+    found = [torch.library.opcheck(*call) for call in calls]
     return {result for results in found for result in results.values()}, copy.deepcopy(sp) is sp
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float64), ((4, 1), torch.bfloat16)])
 def test_ops_are_what_they_declare(heads, dtype):
     assert on_ranks(2, check, heads, dtype) == [({"SUCCESS"}, True)] * 2
+
+
+def compiled(settings, backend):
+    """(greatest error, graph breaks) of a compiled function around attention, and of a second call with other sizes."""
+    sp, errors = make(**settings), []
+    # a fresh function each time: what is compiled for one must not be taken for another
+    function = torch.compile(lambda q, k, v: 2.0 * sp.attention(q, k, v), backend=backend, fullgraph=True)
+    for seq in (24, 48):
+        whole = oracle.tensors(1, seq, (4, 2))
+        local = leaves(sp, *whole[:3])
+        out = function(*local) / 2
+        out.backward(sp.shard(whole[3], 1))
+        found = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+        errors += oracle.errors(found, oracle.dense(*whole))
+    return max(errors), sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("settings", [{}, {"ulysses": 2}], ids=["ring", "ulysses"])
+def test_compiled_attention_is_one_graph(settings, backend):
+    for error, breaks in on_ranks(2, compiled, settings, backend, timeout=300):
+        assert error < 1e-10
+        assert breaks == 0
+
+
+def wrongly_compiled():
+    """What ranks are told by a compiled function that one of them calls with other things than the rest."""
+    sp = make()
+    function = torch.compile(
+        lambda q, k, v, causal=True: sp.attention(q, k, v, causal=causal) * 1.0, backend="aot_eager"
+    )
+    q, k, v = oracle.tensors(1, 8, (4, 2))[:3]
+    wrong = sp.rank == WRONG
+    told = [
+        refusal(function, *(x.float() if wrong else x for x in (q, k, v))),
+        refusal(function, q, k, v, causal=not wrong),
+        refusal(function, q, k[:, :, :0] if wrong else k, v[:, :, :0] if wrong else v),
+        refusal(function, q[0] if wrong else q, k, v),
+        refusal(function, q, k, v, causal=None),
+    ]
+    return told, oracle.error(sp.gather(function(q, k, v), 1), oracle.attention(*whole_of(sp, q, k, v)))
+
+
+def whole_of(sp, *tensors):
+    return [sp.gather(x, 1) for x in tensors]
+
+
+def test_compiled_attention_still_asks_its_peers():
+    for told, error in on_ranks(2, wrongly_compiled, timeout=SECONDS * 3):
+        words = ["float32", "causal", "at least one sequence", "(batch, local_seq, heads, head_dim)", "True or False"]
+        for (kind, message), word in zip(told, words, strict=True):
+            assert kind in ("DisagreementError", "InputError")
+            assert word in message
+        assert error < 1e-10

@@ -1,0 +1,142 @@
+"""What attention can be given, checked on this rank and then between ranks, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+
+from .agreement import agree
+from .config import SequenceParallelConfig, check_heads
+from .errors import InputError, SeqParError
+from .kernels import BlockSpec, select
+from .layout import multiple
+from .runtime import Runtime
+from .ulysses import heads_of_member
+
+
+def traceable(q: object, k: object, v: object, causal: object, scale: object) -> bool:
+    """Whether a compiler can take the op that asks; it needs the right types only, the op finds what else is wrong."""
+    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
+    return tensors and isinstance(causal, bool) and (scale is None or isinstance(scale, int | float))
+
+
+@torch.compiler.disable
+def agree_on_inputs(
+    runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object, backward: bool
+) -> None:
+    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
+    was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
+    error = attention_error(runtime, q, k, v, causal, scale)
+    given = {name: _describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    given |= {"causal": causal, "scale": scale, "backward": backward}
+    with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
+        agree(runtime.control, "attention inputs", given, error=error)
+
+
+def attention_error(
+    runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object
+) -> SeqParError | None:
+    """Why this rank cannot take part in attention over these."""
+    try:
+        _check_settings(causal, scale)
+        _check_tensors(q, k, v)
+        _check_shares(runtime, q, k.shape[2], causal)
+    except SeqParError as error:
+        return error
+    return None
+
+
+def _check_settings(causal: object, scale: object) -> None:
+    if not isinstance(causal, bool):
+        raise InputError(f"attention needs causal True or False; got {causal!r}, full attention is causal=False")
+    if scale is None:
+        return
+    smallest = torch.finfo(torch.float32).tiny  # what is less is 0 in a kernel, and 0 times a mask's -inf no number
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not smallest <= scale < math.inf:
+        got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
+        raise InputError(
+            f"attention needs a scale that is a number above 0, or None for head_dim ** -0.5; got {got}, "
+            "multiply q for anything else"
+        )
+
+
+def _check_tensors(q: object, k: object, v: object) -> None:
+    tensors = q, k, v
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
+        raise InputError(
+            "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
+            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+        )
+    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise InputError(
+            "attention needs k and v of one shape that differs from q's in the number of heads only; "
+            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+        )
+    if not all(size for x in tensors for size in (x.shape[0], *x.shape[2:])):
+        raise InputError(
+            "attention needs at least one sequence, head and head_dim; "
+            f"got q {_shape(q)}, k and v {_shape(k)} of shape (batch, local_seq, heads, head_dim)"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise InputError(
+            f"attention needs q, k and v of one dtype on one device; got {q.dtype} on {q.device}, "
+            f"{k.dtype} on {k.device}, {v.dtype} on {v.device}"
+        )
+    if any(x.layout != torch.strided for x in tensors):
+        raise InputError(
+            f"attention needs dense tensors; got q {q.layout}, k {k.layout}, v {v.layout}, call to_dense() on them"
+        )
+    check_derivatives(*tensors)
+
+
+def check_derivatives(*tensors: Tensor) -> None:
+    """Raises InputError under forward-mode differentiation and torch.func transforms, which would see no derivative.
+
+    Under torch.compile nothing is asked: the compiler refuses them by itself.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise InputError(
+            "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
+            "use torch.autograd.grad or backward()"
+        )
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise InputError(
+            "sequence parallel attention has no forward-mode derivative; got a dual tensor, use backward()"
+        )
+
+
+def _check_shares(runtime: Runtime, q: Tensor, kv_heads: int, causal: bool) -> None:
+    """Heads, length, kernel and plan. The kernel here, where the others can still be told: what it needs may be
+    installed on some ranks only."""
+    config, members = runtime.config, runtime.config.ulysses
+    check_heads(members, q.shape[2], kv_heads, size=config.size)
+    check_length(config, q.shape[1] * config.size)
+    heads = heads_of_member(q.shape[2], members), heads_of_member(kv_heads, members), q.shape[3]
+    select(config.kernel, BlockSpec(q.device.type, q.dtype, *heads))
+    runtime.check_plans(q.shape[1] * members, heads, q.dtype, causal)
+
+
+def check_length(config: SequenceParallelConfig, seq: int) -> None:
+    """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
+    step = multiple(config.layout, config.size, config.ulysses)
+    if seq < 1 or seq % step:
+        fits = max(1, -(-seq // step)) * step
+        raise InputError(
+            f"a sequence's length must be a multiple of {step} for the {config.layout} layout on {config.size} "
+            f"ranks with ulysses {config.ulysses}; got {seq}, pad it (on the right) to {fits}"
+        )
+
+
+def _shape(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _describe(x: object) -> str:
+    return f"{_shape(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

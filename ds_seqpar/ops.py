@@ -1,0 +1,179 @@
+"""Attention over a sequence shared by many ranks, as custom ops with autograd.
+
+All that communicates is a torch.library op, backward too: torch.compile takes them as they are, and checkpointing can
+save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import ulysses
+from .errors import InputError
+from .inputs import agree_on_inputs
+from .runtime import Runtime, of_handle
+from .work import Tensors, wide
+
+# what an exchange of heads is counted as -> its derivative
+DERIVATIVE = {"qkv": "dqkv", "out_heads": "do_heads", "lse_heads": "dlse_heads"}
+
+
+def attention(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (B, s, Hq, D), k and v (B, s, Hkv, D) of this rank's tokens -> out as q, differentiable, and the lse of the
+    heads that this Ulysses member works on. after: what must have been computed before anything is sent."""
+    handle, members = runtime.handle, runtime.config.ulysses
+    if members == 1:
+        return _attention(q, k, v, handle, causal, scale, after)
+    heads = q.shape[2]
+    q, k, v = _scatter_heads([q, k, v], handle, "qkv", after)
+    out, lse = _attention(q, k, v, handle, causal, scale, None)
+    return _gather_heads([out], [heads], handle, "out_heads")[0], lse
+
+
+def gather_lse(runtime: Runtime, lse: Tensor) -> Tensor:
+    """The lse (B, s, Hq) of this rank's own tokens, from what `attention` returns."""
+    if (members := runtime.config.ulysses) == 1:
+        return lse
+    heads = lse.shape[2] * members
+    return _gather_heads([lse.unsqueeze(-1)], [heads], runtime.handle, "lse_heads")[0].squeeze(-1)
+
+
+@torch.library.custom_op("ds_seqpar::agree", mutates_args=())
+def agree_on(q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool) -> Tensor:
+    """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
+    agree_on_inputs(of_handle(handle), q, k, v, causal, scale, backward)
+    return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
+
+
+@agree_on.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool) -> Tensor:
+    return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
+
+
+def _finish(walking: Iterator[int], device: torch.device) -> Tensors:
+    """Runs a walk to its end on a real rank, where the waits inside block by themselves."""
+    with torch.autocast(device.type, enabled=False):  # dtypes are chosen already, and sums stay wide
+        while True:
+            try:
+                next(walking)
+            except StopIteration as end:
+                return end.value
+
+
+@torch.library.custom_op("ds_seqpar::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float, after: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _finish(of_handle(handle).forward(q, torch.stack([k, v], dim=2), causal, scale), q.device)
+
+
+@_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float, after: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+def _save_attention(ctx: object, inputs: tuple, output: tuple) -> None:
+    q, k, v, ctx.handle, ctx.causal, ctx.scale, _ = inputs
+    ctx.runtime = of_handle(ctx.handle)  # backward needs it even where the caller has let go of it
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate_attention(ctx: object, do: Tensor, _: Tensor) -> tuple:
+    return *_attention_backward(do, *ctx.saved_tensors, ctx.handle, ctx.causal, ctx.scale), None, None, None, None
+
+
+_attention.register_autograd(_differentiate_attention, setup_context=_save_attention)
+
+
+@torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
+def _attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv = torch.stack([k, v], dim=2)
+    dq, dkv = _finish(of_handle(handle).backward(do.contiguous(), q, kv, out, lse, causal, scale), q.device)
+    return dq, *(x.contiguous() for x in dkv.unbind(2))
+
+
+@_attention_backward.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _refuse_second_derivative(ctx: object, *grads: Tensor) -> tuple:
+    raise InputError(
+        "sequence parallel attention has no second derivative; got a gradient of its gradient (create_graph=True), "
+        "use torch's own attention where you need one"
+    )
+
+
+_attention_backward.register_autograd(_refuse_second_derivative)
+
+
+@torch.library.custom_op("ds_seqpar::scatter_heads", mutates_args=())
+def _scatter_heads(tensors: Sequence[Tensor], handle: int, kind: str, after: Tensor | None) -> list[Tensor]:
+    """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens."""
+    runtime = of_handle(handle)
+    members = runtime.config.ulysses
+    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_in(tensors, members))
+    heads = [ulysses.heads_of_member(x.shape[2], members) for x in tensors]
+    return ulysses.unpack_in(buffer, tensors[0].shape[0], heads, tensors[0].shape[3])
+
+
+@_scatter_heads.register_fake
+def _(tensors: Sequence[Tensor], handle: int, kind: str, after: Tensor | None) -> list[Tensor]:
+    members = of_handle(handle).config.ulysses
+    return [
+        x.new_empty(x.shape[0], members * x.shape[1], ulysses.heads_of_member(x.shape[2], members), x.shape[3])
+        for x in tensors
+    ]
+
+
+def _save_scatter(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
+    tensors, ctx.handle, ctx.kind, _ = inputs
+    ctx.runtime, ctx.heads = of_handle(ctx.handle), [x.shape[2] for x in tensors]
+
+
+def _differentiate_scatter(ctx: object, grads: list[Tensor]) -> tuple:
+    return _gather_heads(grads, ctx.heads, ctx.handle, DERIVATIVE.get(ctx.kind, ctx.kind)), None, None, None
+
+
+_scatter_heads.register_autograd(_differentiate_scatter, setup_context=_save_scatter)
+
+
+@torch.library.custom_op("ds_seqpar::gather_heads", mutates_args=())
+def _gather_heads(tensors: Sequence[Tensor], heads: Sequence[int], handle: int, kind: str) -> list[Tensor]:
+    """The way back, and the derivative: each (B, U s, h, D) -> (B, s, H, D), H in `heads`."""
+    runtime = of_handle(handle)
+    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_out(tensors, runtime.config.ulysses))
+    per_member = [x.shape[2] for x in tensors]
+    return ulysses.unpack_out(buffer, tensors[0].shape[0], list(heads), per_member, tensors[0].shape[3])
+
+
+@_gather_heads.register_fake
+def _(tensors: Sequence[Tensor], heads: Sequence[int], handle: int, kind: str) -> list[Tensor]:
+    members = of_handle(handle).config.ulysses
+    return [
+        x.new_empty(x.shape[0], x.shape[1] // members, total, x.shape[3])
+        for x, total in zip(tensors, heads, strict=True)
+    ]
+
+
+def _save_gather(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
+    _, _, ctx.handle, ctx.kind = inputs
+    ctx.runtime = of_handle(ctx.handle)
+
+
+def _differentiate_gather(ctx: object, grads: list[Tensor]) -> tuple:
+    return _scatter_heads(grads, ctx.handle, DERIVATIVE.get(ctx.kind, ctx.kind), None), None, None, None
+
+
+_gather_heads.register_autograd(_differentiate_gather, setup_context=_save_gather)
