@@ -17,6 +17,7 @@ from .config import SequenceParallelConfig, check_heads
 from .errors import ConfigError, InputError, SeqParError
 from .kernels import BlockSpec, select
 from .layout import multiple, positions
+from .telling import told_once
 from .topology import Topology
 
 
@@ -29,6 +30,7 @@ class SequenceParallel:
     `shard_batches` is given.
     """
 
+    @told_once
     def __init__(self, config: SequenceParallelConfig | None = None, *, heads: tuple[int, int] | None = None) -> None:
         """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them.
 
@@ -45,7 +47,8 @@ class SequenceParallel:
             self.config = config.resolve(dist.get_world_size(), heads)
         except ConfigError as reason:
             error = reason
-        agree(self.control_world, "sequence parallel configuration", (config, heads), error=error)
+        given = {**vars(config), "heads": heads}
+        agree(self.control_world, "sequence parallel configuration", given, error=error)
         self.topology = Topology.of(self.config, dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()
