@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CommunicationError
-from .groups import Groups
+from .errors import CommunicationError, SeqParError
+from .groups import Groups, timeout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,13 @@ class Together:
 class _Works:
     """Owns works and tensors until they are done: a dropped isend loses its message."""
 
-    def __init__(self, works: list, tensors: list[Tensor], then: Callable[[], None] | None = None) -> None:
-        self.works, self.tensors, self.then = works, tensors, then
+    def __init__(
+        self, what: str, group: dist.ProcessGroup, works: list, tensors: list[Tensor], then: Callable | None = None
+    ) -> None:
+        self.what, self.group, self.works, self.tensors, self.then = what, group, works, tensors, then
 
     def wait(self) -> None:
-        with _failing("a transfer"):
+        with failing(self.what, self.group):
             for work in self.works:
                 work.wait()
         if self.then:
@@ -78,12 +81,31 @@ class _Works:
         self.works, self.tensors, self.then = [], [], None
 
 
+TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
+CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
+
+
 @contextlib.contextmanager
-def _failing(what: str) -> Iterator[None]:
+def failing(what: str, group: dist.ProcessGroup, how: str = "") -> Iterator[None]:
+    """Says in one sentence how communication failed: a rank that ended is another matter than one that did not come.
+
+    how: ends the sentence about a timeout. What the backend said is the cause of the CommunicationError.
+    """
     try:
         yield
+    except (torch.OutOfMemoryError, SeqParError):
+        raise
     except RuntimeError as error:
-        raise CommunicationError(f"{what} failed, mostly because another rank ended: {error}") from error
+        raise CommunicationError(f"{what} {_reason(str(error), group, how)}") from error
+
+
+def _reason(said: str, group: dist.ProcessGroup, how: str) -> str:
+    if TIMED_OUT.search(said):
+        what_to_do = how or "one that went another way, or caught an error of its own and went on, cannot be waited for"
+        return f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; {what_to_do}"
+    if CLOSED.search(said):
+        return "failed because another rank ended or gave up: see what that one says"
+    return f"failed: {said.splitlines()[0] if said else 'without a reason'}"
 
 
 class TorchComm:
@@ -111,18 +133,18 @@ class TorchComm:
         ]
         for message in receives:
             self._count(message.kind, [message.tensor])
-        with _failing("a transfer"):
+        with failing("a transfer", self.groups.inner):
             works = dist.batch_isend_irecv(ops) if ops else []
-        return _Works(works, [m.tensor for m in (*sent, *receives)])
+        return _Works("a transfer", self.groups.inner, works, [m.tensor for m in (*sent, *receives)])
 
     def all_gather(self, ranks: tuple[int, ...], kind: str, tensor: Tensor, received: list[Tensor]) -> Handle:
         members = self.groups.members[ranks]
         tensor = tensor.contiguous()
-        with _failing("an all-gather"):
+        with failing("an all-gather", members.group):
             in_order = [received[ranks.index(rank)] for rank in members.order]
             work = dist.all_gather(in_order, tensor, group=members.group, async_op=True)
         self._count_others(ranks, kind, received)
-        return _Works([work], [tensor, *received])
+        return _Works("an all-gather", members.group, [work], [tensor, *received])
 
     def all_to_all(self, ranks: tuple[int, ...], kind: str, sent: list[Tensor], received: list[Tensor]) -> Handle:
         members = self.groups.members[ranks]
@@ -130,7 +152,7 @@ class TorchComm:
         buffer = torch.cat([sent[place].flatten() for place in places])
         result = torch.empty(sum(x.numel() for x in received), dtype=buffer.dtype, device=buffer.device)
         sizes = [received[place].numel() for place in places]
-        with _failing("an all-to-all"):
+        with failing("an all-to-all", members.group):
             work = dist.all_to_all_single(
                 result, buffer, sizes, [sent[place].numel() for place in places], group=members.group, async_op=True
             )
@@ -140,11 +162,11 @@ class TorchComm:
                 received[place].copy_(part.view_as(received[place]))
 
         self._count_others(ranks, kind, received)
-        return _Works([work], [buffer, result], unpack)
+        return _Works("an all-to-all", members.group, [work], [buffer, result], unpack)
 
     def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
         result = torch.empty_like(buffer)
-        with _failing("the Ulysses all-to-all failed, mostly because another rank ended"):
+        with failing("the Ulysses all-to-all", self.groups.ulysses):
             dist.all_to_all_single(result, buffer.contiguous(), group=self.groups.ulysses)
         self._count(kind, [result[1:]])
         return result

@@ -17,6 +17,7 @@ import torch
 from .config import SECTION, SequenceParallelConfig, read_deepspeed
 from .errors import ConfigError
 from .parallel import SequenceParallel
+from .telling import told_once
 
 if TYPE_CHECKING:
     import argparse
@@ -31,6 +32,7 @@ REFUSED = {
 }
 
 
+@told_once
 def initialize(
     *,
     model: torch.nn.Module,

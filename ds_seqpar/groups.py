@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,18 @@ Group = dist.ProcessGroup
 
 def control_world() -> Group:
     """A group of all ranks that carries CPU tensors, for agreement."""
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout())
+
+
+def timeout(group: Group | None = None) -> timedelta:
+    """How long an operation of the group (default: that of all ranks) may take: what its maker asked for."""
+    group = group or dist.group.WORLD
+    backend = group._get_backend(group._device_types[0])
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    try:
+        return backend.options._timeout  # gloo, NCCL and XCCL have it
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
 
 
 def _let_go() -> None:
@@ -89,7 +101,7 @@ def create(topology: Topology, rank: int) -> Groups:
 def _mine(topology: Topology, rank: int, axes: tuple[str, ...], backend: str | None = None) -> Group:
     mine = None
     for ranks in topology.groups(*axes):
-        group = dist.new_group(sorted(ranks), backend=backend)
+        group = dist.new_group(sorted(ranks), backend=backend, timeout=timeout())
         if rank in ranks:
             mine = group
     return mine

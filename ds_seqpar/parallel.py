@@ -16,6 +16,7 @@ from .comm import TorchComm
 from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError
 from .layout import multiple, positions
+from .telling import told_once
 from .topology import Topology
 
 
@@ -28,6 +29,7 @@ class SequenceParallel:
     `shard_batches` is given.
     """
 
+    @told_once
     def __init__(self, config: SequenceParallelConfig | None = None, *, heads: tuple[int, int] | None = None) -> None:
         """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them.
 
@@ -44,7 +46,8 @@ class SequenceParallel:
             self.config = config.resolve(dist.get_world_size(), heads)
         except ConfigError as reason:
             error = reason
-        agree(self.control_world, "sequence parallel configuration", (config, heads), error=error)
+        given = {**vars(config), "heads": heads}
+        agree(self.control_world, "sequence parallel configuration", given, error=error)
         self.topology = Topology.of(self.config, dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()

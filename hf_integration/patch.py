@@ -23,6 +23,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.agreement import agree
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.telling import told_once
 
 from .families import check_model, heads
 
@@ -37,6 +38,7 @@ class _Patch:
     hooks: tuple[RemovableHandle, ...]
 
 
+@told_once
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     """Makes every attention of the model exact over sequences that are shared by `sp.size` ranks. Returns the model.
 

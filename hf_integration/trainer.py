@@ -31,6 +31,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.config import SECTION
 from ds_seqpar.engine import check_settings, prepare_model
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.telling import told_once
 
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
@@ -55,6 +56,7 @@ class SequenceParallelMixin:
 
     sp: SequenceParallel
 
+    @told_once
     def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}

@@ -86,8 +86,8 @@ def only_one(kind, *words):
 
 
 def differ(*words):
-    """All ranks are told what each was given."""
-    return everywhere("DisagreementError", "must be given the same", "rank 0: ", "rank 1: ", *words)
+    """All ranks are told what differs, and which ranks were given what."""
+    return everywhere("DisagreementError", "must be given the same", "rank 1: ", *words)
 
 
 def on_wrong(rank, **options):

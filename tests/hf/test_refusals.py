@@ -286,7 +286,7 @@ def test_ranks_that_do_not_do_the_same():
     for outcomes in refusals((unequal, "batch"), (unequal, "mode")):
         for kind, message in outcomes:
             assert kind is DisagreementError
-            assert "all ranks that share a sequence must be given the same; got rank 0: model inputs" in message
+            assert "must be given the same model inputs; got ranks 0, 2-3: " in message
 
 
 def past_the_model(sp):

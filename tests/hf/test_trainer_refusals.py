@@ -256,8 +256,8 @@ def unequal(folder):
 def test_data_sets_are_as_long_on_all_ranks(tmp_path):
     for said in on_ranks(4, unequal, tmp_path):
         assert len(said) == 2
-        assert "rank 0: data sets [16, 12]; rank 1: data sets [16, 12]; rank 2: data sets [12, 12]" in said[0]
-        assert "rank 0: evaluation data 8; rank 1: evaluation data 8; rank 2: evaluation data 6" in said[1]
+        assert "the same data sets; got ranks 0-1: [0] 16; ranks 2-3: [0] 12" in said[0]
+        assert "the same evaluation data; got ranks 0-1: 8; ranks 2-3: 6" in said[1]
 
 
 class FailsLater(torch.utils.data.Dataset):

@@ -1,0 +1,102 @@
+"""Who prints an error that ends many ranks: one of those that share it, or its sentence drowns in copies of itself.
+
+Errors carry their whole text on every rank for those who catch them. Only what Python prints of one that nobody caught
+is changed, by a hook that is set when the first such error is raised and calls the one that was there before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from .errors import SeqParError
+
+Function = TypeVar("Function", bound=Callable)
+PATIENCE = timedelta(seconds=5)  # for the rank that prints to have printed: a launcher ends all ranks after the first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Telling:
+    """rank: the global rank that prints the error. key: what it then sets in store; "" where ranks have not agreed."""
+
+    rank: int
+    key: str = ""
+    store: dist.Store | None = None
+
+
+def told_by(error: SeqParError, rank: int, key: str) -> SeqParError:
+    """The error, which every rank of a group is about to raise, and global rank `rank` to print if nobody catches it.
+
+    key: the same on all of them, and no other error's."""
+    store = dist.distributed_c10d._get_default_store()  # here: it may be let go of before the error is printed
+    return _with(error, Telling(rank=rank, key=f"ds_seqpar/told/{key}", store=store))
+
+
+def told_once(function: Function) -> Function:
+    """For what users call on every rank: of an error that ranks raise by themselves, alike, only rank 0 prints the
+    traceback, and every other one a line with the sentence."""
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        try:
+            return function(*args, **kwargs)
+        except SeqParError as error:
+            if not hasattr(error, "telling"):
+                _with(error, Telling(rank=0))
+            raise
+
+    return call
+
+
+def _with(error: SeqParError, telling: Telling) -> SeqParError:
+    error.telling = telling
+    if not hasattr(sys.excepthook, "before"):
+        hook = functools.partial(_print, sys.excepthook)
+        hook.before = sys.excepthook
+        sys.excepthook = hook
+    return error
+
+
+def _print(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    telling, me = getattr(error, "telling", None), _rank()
+    if telling is None or telling.rank == me:
+        before(kind, error, trace)
+        if telling is not None and telling.key:
+            sys.stderr.flush()
+            _say_so(telling)
+    elif not telling.key:
+        where = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}: " if trace else ""
+        print(f"[rank{me}]: {where}{kind.__name__}: {error}", file=sys.stderr)
+    elif _was_said(telling):
+        print(f"[rank{me}]: {kind.__name__}, see rank {telling.rank}", file=sys.stderr)
+    else:
+        before(kind, error, trace)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _say_so(telling: Telling) -> None:
+    try:
+        telling.store.set(telling.key, "1")
+    except dist.DistNetworkError as lost:
+        print(f"ds_seqpar: other ranks may print this too: {lost}", file=sys.stderr)
+
+
+def _was_said(telling: Telling) -> bool:
+    try:
+        telling.store.wait([telling.key], PATIENCE)
+    except dist.DistNetworkError:
+        return True  # the rank that keeps the store does not end before it has printed, or seen it printed
+    except dist.DistStoreError:
+        return False  # that rank caught its error
+    return True
