@@ -78,15 +78,15 @@ RING = {
     ),
     "batch": (lambda sp, rank: attention(sp, **on_wrong(rank, batch=2)), differ("(1, 4, 4, 8)", "(2, 4, 4, 8)")),
     "dtypes": (lambda sp, rank: attention(sp, **on_wrong(rank, dtype=torch.float32)), differ("float64", "float32")),
-    "causal": (lambda sp, rank: attention(sp, **on_wrong(rank, causal=False)), differ("causal=True", "causal=False")),
-    "scale": (lambda sp, rank: attention(sp, **on_wrong(rank, scale=0.5)), differ("scale=None", "scale=0.5")),
+    "causal": (lambda sp, rank: attention(sp, **on_wrong(rank, causal=False)), differ("causal True", "causal False")),
+    "scale": (lambda sp, rank: attention(sp, **on_wrong(rank, scale=0.5)), differ("scale None", "scale 0.5")),
     "requires_grad": (
         lambda sp, rank: attention(sp, **on_wrong(rank, grad=False)),
-        differ("backward=True", "backward=False"),
+        differ("backward True", "backward False"),
     ),
     "no_grad": (
         lambda sp, rank: torch.no_grad()(attention)(sp) if rank == WRONG else attention(sp),
-        differ("backward=True", "backward=False"),
+        differ("backward True", "backward False"),
     ),
     "different calls": (
         lambda sp, rank: sp.gather(torch.zeros(8), 0) if rank == WRONG else attention(sp),
@@ -181,7 +181,7 @@ def test_attention_of_one_group_is_refused_on_that_group():
         assert (kind, message) == (
             "DisagreementError",
             "all ranks that share a sequence must be given the same attention inputs; "
-            "got rank 2: causal=True; rank 3: causal=False",
+            "got rank 2: causal True; rank 3: causal False",
         )
 
 
