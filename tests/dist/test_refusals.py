@@ -38,12 +38,13 @@ def without_kernel(sp, rank):
     kernel = KERNELS["cpu_flash"]
     if rank == WRONG:
         kernel.reasons = lambda spec: ["is not installed here"]
-    config, sp.config = sp.config, dataclasses.replace(sp.config, kernel="cpu_flash")
+    runtime = sp.runtime
+    config, runtime.config = runtime.config, dataclasses.replace(runtime.config, kernel="cpu_flash")
     select.cache_clear()
     try:
         attention(sp)
     finally:
-        sp.config = config
+        runtime.config = config
         vars(kernel).pop("reasons", None)
         select.cache_clear()
 
