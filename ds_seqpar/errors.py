@@ -45,3 +45,12 @@ def choose(kind: str, word: str, known: Iterable[str]) -> None:
     known = sorted(known)
     if word not in known:
         raise ConfigError(f"{kind} must be one of {', '.join(known)}; got {word!r}{nearest(str(word), known)}")
+
+
+def as_error(what: str, reason: Exception) -> SeqParError:
+    """An exception as one that ranks can tell one another. what: a clause, such as "loading data failed"."""
+    if isinstance(reason, SeqParError):
+        return reason
+    error = InputError(" ".join(f"{what}, {type(reason).__name__}: {reason}".split()))
+    error.__cause__ = reason
+    return error
