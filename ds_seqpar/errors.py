@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -51,6 +52,7 @@ def as_error(what: str, reason: Exception) -> SeqParError:
     """An exception as one that ranks can tell one another. what: a clause, such as "loading data failed"."""
     if isinstance(reason, SeqParError):
         return reason
-    error = InputError(" ".join(f"{what}, {type(reason).__name__}: {reason}".split()))
+    said = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the rest of it: in the cause
+    error = InputError(f"{what}, {type(reason).__name__}: {said}")
     error.__cause__ = reason
     return error
