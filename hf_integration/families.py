@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
@@ -22,6 +23,15 @@ def _llama(model: PreTrainedModel) -> list[str]:
 
 # model_type -> what a model of that family needs and does not have
 FAMILIES = {"llama": _llama}
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raises ConfigError for a peft model that is more than its base model with adapters inside."""
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ConfigError(
+            "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
+            "puts tokens of its own before every rank's, use LoRA"
+        )
 
 
 def heads(model: PreTrainedModel) -> tuple[int, int]:
