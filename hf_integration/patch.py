@@ -23,28 +23,26 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.agreement import agree
 from ds_seqpar.config import check_heads
 from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.telling import told_once
 
+from . import sharded
 from .families import check_adapters, check_model, heads
-from .fingerprint import fingerprint
 
 NAME = "ds_seqpar"
-HOW = "give the model what sp.shard_batches returns"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Patch:
-    """What a base model carries. before: the attention it had. compared: ranks have compared their models. whole: its
+    """What a base model carries. before: the attention it had. agreement: how its ranks agree on a forward. whole: its
     forwards are local for a while."""
 
     sp: SequenceParallel
     before: str
     hooks: tuple[RemovableHandle, ...]
-    compared: bool = False
+    agreement: sharded.Agreement
     whole: bool = False
 
 
@@ -72,7 +70,8 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     for module in _attentions(inner):
         module.sequence_parallel = sp
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
-    inner.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks))
+    agreement = sharded.Agreement(sp, inner)
+    inner.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks), agreement=agreement)
     return model
 
 
@@ -197,13 +196,11 @@ def _before_head(
     names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """Labels without shift_labels would be shifted inside each shard. The base model's hook agrees on it and raises."""
-    given, patch = _named(names, args, kwargs), _patch_of(unwrapped(module))
-    if patch.whole:
+    given = _named(names, args, kwargs)
+    if _patch_of(unwrapped(module)).whole or _is_local(module, given):
         return args, kwargs
-    if not _is_local(module, given) and given.get("labels") is not None and given.get("shift_labels") is None:
+    if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
-    if not patch.compared:
-        kwargs["head_to_compare"] = module
     return args, kwargs
 
 
@@ -211,50 +208,12 @@ def _before_base(
     names: tuple[str, ...], module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     patch, given = module._sequence_parallel_patch, _named(names, args, kwargs)
-    unshifted, head = given.pop("unshifted_labels", False), given.pop("head_to_compare", module)
+    unshifted = given.pop("unshifted_labels", False)
     if patch.whole:
         return (), given
     if _is_local(module, given):
         return (), {**given, "sequence_parallel": False}
-    _agree(patch, module, unwrapped(head), given, unshifted)
-    return (), {**given, "attention_mask": None, "use_cache": False, "sequence_parallel": True}
-
-
-def _agree(patch: _Patch, base: PreTrainedModel, head: nn.Module, given: dict[str, Any], unshifted: bool) -> None:
-    """The ranks of a sequence compare what they were given, and in the first forward their models too."""
-    sp = patch.sp
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    error = InputError(f"labels must be shifted before sharding; got no shift_labels, {HOW}") if unshifted else None
-    error = error or _sharding_error(sp, tokens, given)
-    shape = None if tokens is None else tuple(tokens.shape)
-    value = {"shape": shape, "backward": torch.is_grad_enabled() and base.training}
-    agree(sp.groups.control, "model inputs", {**value, **({} if patch.compared else fingerprint(head))}, error=error)
-    if not patch.compared:
-        base._sequence_parallel_patch = dataclasses.replace(patch, compared=True)
-
-
-def _sharding_error(sp: SequenceParallel, tokens: Tensor | None, given: dict[str, Any]) -> InputError | None:
-    """What shows that this rank was not given its own tokens, positions and no mask."""
-    if tokens is None:
-        return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
-    if given.get("past_key_values") is not None or given.get("use_cache"):
-        return InputError("training and evaluation take no kv cache; got one, leave out use_cache and past_key_values")
-    if given.get("is_causal") is False:
-        return InputError("sharded attention of this model is causal; got is_causal=False, leave it out")
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if mask is not None and not bool((mask != 0).all()):
-        return InputError(
-            f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
-        )
-    try:
-        expected = sp.position_ids(tokens.shape[1] * sp.size)
-    except InputError as error:
-        return error
-    given_here = None if positions is None else positions.cpu().expand(tokens.shape[0], -1)
-    if given_here is None or not torch.equal(given_here, expected.expand(tokens.shape[0], -1)):
-        what = "none" if positions is None else "those of other tokens"
-        return InputError(
-            f"a patched model needs this rank's tokens with their global position_ids; got {what}, {HOW}, or "
-            "unpatch_attention(model) to run it on whole sequences"
-        )
-    return None
+    backward = torch.is_grad_enabled() and module.training
+    positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
+    given |= {"attention_mask": None, "position_ids": positions, "use_cache": False}
+    return (), {**given, "sequence_parallel": True}

@@ -66,7 +66,6 @@ ARGUMENTS = {
         lambda value: value,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
-    "torch_compile": (lambda value: value, "torch_compile=False, compiled models were not checked"),
 }  # fmt: skip
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
 LOOKED_AT = 64  # examples of a data set whose lengths are compared before training
