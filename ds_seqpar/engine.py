@@ -95,18 +95,18 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     """The JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init, HfDeepSpeedConfig).
 
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
-    Raises ConfigError where the three batch settings do not fit together.
+    Raises ConfigError where the three batch settings do not fit together, or are left to the HuggingFace Trainer.
     """
     content = read_deepspeed(config)
     section_of(content)
+    check_auto(content)
     content = {key: value for key, value in content.items() if key not in left_out(content)}
     sequences = content.get("train_batch_size")
     micro, steps = content.get("train_micro_batch_size_per_gpu"), content.get("gradient_accumulation_steps")
     for name, value in (("train_batch_size", sequences), ("train_micro_batch_size_per_gpu", micro),
                         ("gradient_accumulation_steps", steps)):  # fmt: skip
         if value is not None and (not isinstance(value, int) or value < 1):
-            trainers = ', "auto" is what the HuggingFace Trainer fills in' if value == "auto" else ""
-            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}{trainers}")
+            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}")
     if sequences is not None:
         known = sp.data_size * (micro or 1) * (steps or 1)
         if sequences % known or (micro and steps and sequences != known):

@@ -78,7 +78,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:
     """What is wrong with `model.loss_function`. taker: who takes check_loss=False."""
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
-    shifted = torch.tensor([[0, IGNORE]])
+    shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
     given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
     try:
