@@ -1,4 +1,4 @@
-"""`initialize` takes what users of deepspeed.initialize have where that is right, and says on every rank what is not."""
+"""`initialize` takes what users of deepspeed.initialize have where it is right, and says what is not on every rank."""
 
 import argparse
 import json
