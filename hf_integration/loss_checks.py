@@ -32,12 +32,13 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
-    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, gives the
-    loss that is needed. One forward of the shortest sequence; leaves modes and random state as they were."""
+    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
+    sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
+    as they were."""
     if not _has_loss(engine.module):
         return
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error = None
+    error, before = None, sum(sp.comm.received.values())
     try:
         with evaluating(engine.module):
             output = engine(**given, num_items_in_batch=ITEMS)
@@ -46,7 +47,12 @@ def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
         raise  # on all ranks
     except Exception as reason:
         error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
-    agree(sp.control_world, "loss of the model", None, error=error)
+    received = sum(sp.comm.received.values()) - before
+    if not any(agree(sp.control_world, "loss of the model", None, error=error, number=received)) and sp.size > 1:
+        raise ConfigError(
+            "a model that is given with sequence_parallel=sp must call sp.attention; got "
+            f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
+        )
 
 
 def _has_loss(model: nn.Module) -> bool:
