@@ -59,9 +59,10 @@ def initialize(
     one of another family, which calls `sp.attention`: then pass that SequenceParallel as `sequence_parallel`.
     `engine.sequence_parallel` is the one in use. `train_batch_size` counts sequences. check_loss: a causal language
     model of transformers must give the sum of token losses on shift_labels over num_items_in_batch, which a forward of
-    the shortest sequence tries; False is for a loss that is meant to be another. optimizer, model_parameters and lr_scheduler go to
-    deepspeed.initialize, distributed_port and dist_init_required (False: torch.distributed is up) do as there.
-    A single process without a launcher, as in a notebook, becomes a world of one rank.
+    the shortest sequence tries; False is for a loss that is meant to be another.
+    optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and dist_init_required
+    (False: torch.distributed is up) do as there. A single process without a launcher, as in a notebook, becomes a world
+    of one rank.
     Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
     pipeline modules, and the JSON keys in `deepspeed_json.REFUSED`.
     """
