@@ -15,6 +15,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 .PHONY: demo test test-all lint format
 
 demo: $(VENV)/.ready
+	python -m ds_seqpar prepare
 	deepspeed --num_gpus $(RANKS) examples/finetune_llama.py --deepspeed_config $(CONFIG) --out $(OUT)
 
 test: $(VENV)/.ready

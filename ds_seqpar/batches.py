@@ -39,6 +39,8 @@ def shard_window(
     Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
     are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
     losses by it (transformers models do). The loss a rank then sees is its own part: `sp.mean_loss` gives the loss.
+    G times the gradient is in it, which `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`,
+    and average gradients over the world, as DDP does.
     """
     sharded, count, value, error = [], 0, None, None
     try:

@@ -159,7 +159,8 @@ class SequenceParallel:
         self, window: Sequence[Mapping[str, Any]], *, causal: bool = True, training: bool = True
     ) -> list[dict[str, Any]]:
         """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
-        what goes in and comes out. training=False: a window of any length, whose `mean_loss` is the evaluation loss."""
+        what goes in and comes out. Without DeepSpeed call `(loss / len(window)).backward()`. training=False: a window
+        of any length, whose `mean_loss` is the evaluation loss."""
         return batches.shard_window(self, window, causal, self.accumulation_steps if training else None)
 
     def shard_batch(self, batch: Mapping[str, Any], *, causal: bool = True, training: bool = True) -> dict[str, Any]:

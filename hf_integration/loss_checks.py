@@ -32,12 +32,13 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
-    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, gives the
-    loss that is needed. One forward of the shortest sequence; leaves modes and random state as they were."""
+    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
+    sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
+    as they were."""
     if not _has_loss(engine.module):
         return
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error = None
+    error, before = None, sum(sp.comm.received.values())
     try:
         with evaluating(engine.module):
             output = engine(**given, num_items_in_batch=ITEMS)
@@ -46,7 +47,12 @@ def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
         raise  # on all ranks
     except Exception as reason:
         error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
-    agree(sp.control_world, "loss of the model", None, error=error)
+    received = sum(sp.comm.received.values()) - before
+    if not any(agree(sp.control_world, "loss of the model", None, error=error, number=received)) and sp.size > 1:
+        raise ConfigError(
+            "a model that is given with sequence_parallel=sp must call sp.attention; got "
+            f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
+        )
 
 
 def _has_loss(model: nn.Module) -> bool:
@@ -78,7 +84,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:
     """What is wrong with `model.loss_function`. taker: who takes check_loss=False."""
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
-    shifted = torch.tensor([[0, IGNORE]])
+    shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
     given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
     try:
