@@ -24,6 +24,7 @@ from ds_seqpar.agreement import agree
 from ds_seqpar.batches import check_batch
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 
+from .collator import refuse_packed
 from .families import unwrapped
 from .loss_checks import loss_error, loss_function_error
 
@@ -66,8 +67,25 @@ ARGUMENTS = {
     ),
     "torch_compile": (lambda value: value, "torch_compile=False, compiled models were not checked"),
 }  # fmt: skip
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
+# what is not supported yet -> the Trainers of trl that do it, whose batches or losses are others
+KINDS = {
+    "preference training": ("DPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
+    "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
+    "distillation": ("DistillationTrainer", "GKDTrainer"),
+}
+TOKENS = {"input_ids", "inputs_embeds", "labels"}
 LOOKED_AT = 64  # examples of a data set whose lengths are compared before training
+
+
+def check_kind(kind: type) -> None:
+    """Raises ConfigError for a class that extends a Trainer for something else than next tokens."""
+    bases = {base.__name__ for base in kind.__mro__}
+    for what, names in KINDS.items():
+        if found := bases.intersection(names):
+            raise ConfigError(
+                f"sequence parallel training is of next tokens (Trainer, trl's SFTTrainer), {what} is not supported "
+                f"yet; got a {min(found)}, train it without sequence parallelism"
+            )
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -213,10 +231,8 @@ def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
 def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -> None:
     """Collates the shortest and the longest of some examples, as a batch may meet them."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
-    if packed := [name for name in PACKED if isinstance(examples[0], Mapping) and name in examples[0]]:
-        raise ConfigError(
-            f"packed documents are not supported yet; got a data set with {packed[0]}, give one document an example"
-        )
+    if isinstance(examples[0], Mapping):
+        refuse_packed(examples[0], "a data set")
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
@@ -226,6 +242,7 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -
         except SeqParError:
             raise
         except Exception as reason:
+            _refuse_text(examples[0], reason)
             if len(batch) == 1:
                 raise as_error("making a batch failed", reason) from reason
             name = getattr(trainer.data_collator.collator, "__name__", type(trainer.data_collator.collator).__name__)
@@ -234,7 +251,19 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -
                 f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
+        if not TOKENS.intersection(collated):
+            _refuse_text(examples[0])
         check_batch(trainer.sp, collated, causal=True)
+
+
+def _refuse_text(example: object, reason: Exception | None = None) -> None:
+    """Raises ConfigError where nobody made tokens of an example."""
+    if isinstance(example, Mapping) and not TOKENS.intersection(example):
+        raise ConfigError(
+            f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
+            f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        ) from reason
 
 
 def _length(example: object) -> int:
