@@ -35,7 +35,7 @@ def check_evaluation(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     sp, vocabulary = trainer.sp, unwrapped(trainer.model).config.vocab_size
     ids = torch.arange(sp.multiple * math.ceil(AT_LEAST / sp.multiple))[None] % vocabulary
     with _as_it_was(trainer, model), torch.no_grad():
-        labels, expected = _uneven(trainer, model, ids)
+        labels, expected, dtype = _uneven(trainer, model, ids)
         batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
         shard = sp.shard_batch(batch, training=False)
         add_checked_mask(trainer, batch, shard)
@@ -47,16 +47,17 @@ def check_evaluation(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     numbers = agree(sp.control_world, "evaluation step", loss is None, error=error)
     if loss is None:
         return  # nothing that could be wrong
-    error = _loss_error(sp.mean_loss(loss), expected)
+    error = _loss_error(sp.mean_loss(loss), expected, rel_tol=1e-3 if dtype == torch.float32 else 1e-2)
     agree(sp.control_world, "evaluation loss", len(numbers), error=error)
 
 
-def _uneven(trainer: SequenceParallelMixin, model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
-    """(labels for ids (1, S), their mean token loss). Few tokens count, more of the first group's than of others', some
-    of them likely and some not: a mean of ranks' means is then far from the mean."""
+def _uneven(trainer: SequenceParallelMixin, model: nn.Module, ids: Tensor) -> tuple[Tensor, float, torch.dtype]:
+    """(labels for ids (1, S), their mean token loss, the logits' dtype). Few tokens count, more of the first group's
+    than of others', some of them likely and some not: a mean of ranks' means is then far from the mean."""
     sp = trainer.sp
     given = {"input_ids": sp.shard(ids, 1), "position_ids": sp.position_ids(ids.shape[1])[None]}
-    logits = model(**{name: x.to(trainer.args.device) for name, x in given.items()}).logits.float()
+    output = model(**{name: x.to(trainer.args.device) for name, x in given.items()})
+    logits = output.logits.float()
     likely, unlikely = sp.gather(logits.argmax(-1), 1).cpu(), sp.gather(logits.argmin(-1), 1).cpu()
     labels = torch.full_like(ids, IGNORE)
     counted = 3 if sp.data_rank == 0 else 1
@@ -64,11 +65,11 @@ def _uneven(trainer: SequenceParallelMixin, model: nn.Module, ids: Tensor) -> tu
     labels[:, counted] = unlikely[:, counted - 1]
     shifted = sp.shard(F.pad(labels[:, 1:], (0, 1), value=IGNORE), 1).flatten().to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, 1), shifted, ignore_index=IGNORE, reduction="sum")
-    return labels, sp.mean_loss(losses) / sp.mean_loss((shifted != IGNORE).sum())
+    return labels, sp.mean_loss(losses) / sp.mean_loss((shifted != IGNORE).sum()), output.logits.dtype
 
 
-def _loss_error(found: float, expected: float) -> SeqParError | None:
-    if math.isclose(found, expected, rel_tol=1e-2):
+def _loss_error(found: float, expected: float, rel_tol: float) -> SeqParError | None:
+    if math.isclose(found, expected, rel_tol=rel_tol):
         return None
     return ConfigError(
         "evaluation needs a prediction_step that takes its loss from compute_loss, or from the model, with all inputs "
