@@ -100,6 +100,11 @@ def check_arguments(args: TrainingArguments) -> None:
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raises ConfigError for how accelerate was set up, by TrainingArguments or by its launcher."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # nobody but its launcher sets it
+        raise ConfigError(
+            "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
+            "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
+        )
     if not world:
         raise ConfigError(
             "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
