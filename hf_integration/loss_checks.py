@@ -7,6 +7,7 @@ and then what came out of a forward.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
     error, before = None, sum(sp.comm.received.values())
     try:
-        with evaluating(engine.module):
+        with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
         error = loss_error(output, given["shift_labels"], float(output.loss), ITEMS, "initialize")
     except SeqParError:
@@ -69,9 +70,11 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without gradients; afterwards modes and torch's random state are what they were."""
+def evaluating(model: nn.Module, trainer: object = None) -> Iterator[None]:
+    """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
+    state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log."""
     modes = [(module, module.training) for module in model.modules()]
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -79,6 +82,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        if metrics is not None:
+            trainer._metrics = metrics
+        _forget_order(model)
+
+
+def _forget_order(engine: nn.Module) -> None:
+    """ZeRO-3 records its first forward and prefetches by that from the second on: that must be one of training, or what
+    selective checkpointing sees in it differs from what it sees when it recomputes."""
+    optimizer = getattr(engine, "optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
 
 
 def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:

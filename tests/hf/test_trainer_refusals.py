@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
+from datasets import Dataset
 from torch.nn import functional as F
 from transformers import (
     ByT5Tokenizer,
@@ -100,6 +101,10 @@ def parts(**given):
     return {"parts": given}
 
 
+def right_padded():
+    return DataCollatorForLanguageModeling(ByT5Tokenizer(extra_ids=0), mlm=False)
+
+
 def left_padded():
     tokenizer = ByT5Tokenizer(extra_ids=0, padding_side="left")
     return DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -167,6 +172,11 @@ WRONG = {
     "no labels": (
         lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
         ["labels"],
+    ),
+    "raw text": (lambda: parts(train_dataset=[{"text": "a b"}] * 8), ["input_ids", "got text alone", "tokenize"]),
+    "raw text in columns": (
+        lambda: parts(train_dataset=Dataset.from_list([{"text": "a", "id": 1}] * 8), data_collator=right_padded()),
+        ["input_ids", "got id, text alone", "tokenize"],
     ),
     "a data set that fails": (lambda: parts(train_dataset=Broken()), ["reading the data set failed", "no such file"]),
     "labels on padding": (
