@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from .leaving import wait_at_exit
 from .topology import Topology
 
 Group = dist.ProcessGroup
 
 
 def control_world() -> Group:
-    """A group of all ranks that carries CPU tensors, for agreement."""
+    """A group of all ranks that carries CPU tensors, for agreement. The first thing that communicates."""
+    wait_at_exit()
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout())
 
 
@@ -29,15 +29,6 @@ def timeout(group: Group | None = None) -> timedelta:
         return backend.options._timeout  # gloo, NCCL and XCCL have it
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
-
-
-def _let_go() -> None:
-    """Before the interpreter ends, gloo's threads get a moment to drop the tensors of finished transfers.
-
-    They need the interpreter's lock for it, and a thread that waits for that when the end begins aborts the process,
-    all work done: "terminate called without an active exception", on a busy machine, with torch 2.13.
-    """
-    time.sleep(0.2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +60,6 @@ class Groups:
 
 def create(topology: Topology, rank: int) -> Groups:
     """Collective over the world."""
-    atexit.unregister(_let_go)  # once is enough, however many there are
-    atexit.register(_let_go)
     inner = topology.inner_axes
     sp_axes = ("ulysses", *inner)
     groups = {axes: _mine(topology, rank, axes) for axes in (sp_axes, inner, ("ulysses",))}
