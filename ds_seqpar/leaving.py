@@ -2,7 +2,8 @@
 
 They need the interpreter's lock for it, and a thread that waits for that lock when the end begins aborts the process,
 all work done and whatever its exit code was to be: "terminate called without an active exception", with torch 2.13.
-Destroying groups would not do: a thread is joined when nobody refers to its group any more, and DeepSpeed keeps its own.
+Destroying groups would not do: threads are joined when nobody refers to their group any more, and DeepSpeed keeps its
+own.
 """
 
 from __future__ import annotations
