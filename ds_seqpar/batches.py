@@ -51,7 +51,8 @@ def shard_window(
     world = dist.get_world_size()
     colors = [sp.topology.index(rank, "data") for rank in range(world)]
     # one number carries both: a window has fewer than 2**20 micro-batches
-    numbers = agree(sp.control_world, "batches", value, error=error, number=count << 20 | len(sharded), colors=colors)
+    number = count << 20 | len(sharded)
+    numbers = agree(sp.control_world, "batches", value, error=error, number=number, colors=colors, call="shard_batches")
     if len({number & 0xFFFFF for number in numbers}) > 1:
         lengths = [number & 0xFFFFF for number in numbers]
         raise InputError(f"all ranks must be given as many micro-batches; got {lengths} by rank")

@@ -63,7 +63,7 @@ def _uneven(trainer: SequenceParallelMixin, model: nn.Module, ids: Tensor) -> tu
     labels[:, counted] = unlikely[:, counted - 1]
     shifted = sp.shard(F.pad(labels[:, 1:], (0, 1), value=IGNORE), 1).flatten().to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, 1), shifted, ignore_index=IGNORE, reduction="sum")
-    return labels, sp.mean_loss(losses) / sp.mean_loss((shifted != IGNORE).sum()), output.logits.dtype
+    return labels, sp.mean_loss(losses) / sp.mean_loss((shifted != IGNORE).double().sum()), output.logits.dtype
 
 
 def _loss_error(found: float, expected: float, rel_tol: float) -> SeqParError | None:

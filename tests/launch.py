@@ -32,12 +32,12 @@ class RankFailure(AssertionError):
         self.errors = errors
 
 
-def on_ranks(world, function, *args, timeout=120, check=True):
+def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
     """Calls function(*args) on `world` ranks with torch.distributed up; returns their results by rank.
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
-    word as ("Died", ...).
+    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
@@ -47,7 +47,7 @@ def on_ranks(world, function, *args, timeout=120, check=True):
         port = _free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, world, folder, port, theirs, function, args))
+            process = context.Process(target=_rank, args=(rank, world, folder, port, patience, theirs, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -86,7 +86,7 @@ def _free_port():
         return s.getsockname()[1]
 
 
-def _rank(rank, world, folder, port, pipe, function, args):
+def _rank(rank, world, folder, port, patience, pipe, function, args):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -97,9 +97,8 @@ def _rank(rank, world, folder, port, pipe, function, args):
     torch.set_num_threads(1)
     gc.freeze()  # ZeRO-3 collects garbage for every engine: not among all that was imported
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        store, patience = f"file://{folder}/store", timedelta(seconds=patience)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
         outcome = True, function(*args)
     except BaseException as error:
         outcome = False, (type(error).__name__, str(error), traceback.format_exc())
