@@ -98,7 +98,8 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv = torch.stack([k, v], dim=2)
     dq, dkv = _finish(of_handle(handle).backward(do.contiguous(), q, kv, out, lse, causal, scale), q.device)
-    return dq, *(x.contiguous() for x in dkv.unbind(2))
+    # a clone: of one sequence's only token both are contiguous as they stand, and an op's results must share no memory
+    return dq, *(x.clone(memory_format=torch.contiguous_format) for x in dkv.unbind(2))
 
 
 @_attention_backward.register_fake

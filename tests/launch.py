@@ -121,7 +121,7 @@ def _rank(rank, world, folder, port, pipe):
         dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=60), world, rank)
     )
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:
             pipe.send(outcome)
         while outcome[0]:
