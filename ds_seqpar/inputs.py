@@ -43,12 +43,22 @@ def attention_error(
 ) -> SeqParError | None:
     """Why this rank cannot take part in attention over these."""
     try:
-        _check_settings(causal, scale)
-        _check_tensors(q, k, v)
-        _check_shares(runtime, q, k.shape[2], causal)
+        check_arguments(q, k, v, causal, scale)
+        check_shares(runtime, q, k.shape[2], causal)
     except SeqParError as error:
         return error
+    except Exception as error:  # out of a tensor of an odd kind, or a number of the caller's own
+        return InputError(
+            f"attention needs tensors and numbers that can be looked at; got {one_line(error)} in doing so, "
+            "give it torch.Tensor, bool and float"
+        )
     return None
+
+
+def check_arguments(q: object, k: object, v: object, causal: object, scale: object) -> None:
+    """Raises InputError for what attention cannot take on any number of ranks."""
+    _check_settings(causal, scale)
+    _check_tensors(q, k, v)
 
 
 def _check_settings(causal: object, scale: object) -> None:
@@ -112,7 +122,7 @@ def check_derivatives(*tensors: Tensor) -> None:
         )
 
 
-def _check_shares(runtime: Runtime, q: Tensor, kv_heads: int, causal: bool) -> None:
+def check_shares(runtime: Runtime, q: Tensor, kv_heads: int, causal: bool) -> None:
     """Heads, length, kernel and plan. The kernel here, where the others can still be told: what it needs may be
     installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
