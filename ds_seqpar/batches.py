@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import agree
-from .errors import InputError
+from .errors import InputError, as_error
 
 if TYPE_CHECKING:
     from .parallel import SequenceParallel
@@ -32,30 +32,24 @@ def shard_window(
 
     Each batch: labels int64 (B, S), with -100 for tokens that do not count, and tensors of shape (B, S, ...) such as
     input_ids. attention_mask (B, S) may pad on the right: padding that follows all real tokens is never seen by them
-    under a causal mask, so the mask is checked here, whole, and dropped (causal=False refuses padding). Values that
-    are not tensors pass through. steps: the window's length, where it is known.
+    under a causal mask, so the mask is checked here, whole, and dropped (causal=False refuses padding, and so do labels
+    that would be predicted from it). Values that are not tensors pass through. steps: the window's length, where it is
+    known.
 
     Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
     are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
     losses by it (transformers models do). The loss a rank then sees is its own part: `sp.mean_loss` gives the loss.
     """
-    window = list(window) if isinstance(window, Iterable) else [window]
+    sharded, count, value, error = [], 0, None, None
     try:
-        checked = [check_batch(sp, batch, causal) for batch in window]
-        sharded = [_shard(sp, batch) for batch in checked]
-        if not window or (steps is not None and len(window) != steps):
-            raise InputError(
-                f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
-                f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
-            )
-        count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
-        value, error = [_fingerprint(batch) for batch in window], None
-    except InputError as reason:
-        sharded, count, value, error = [], 0, None, reason
+        window = list(window) if isinstance(window, Iterable) else [window]
+        sharded, count, value = _prepare(sp, window, causal, steps)
+    except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
+        error = as_error("making the batches of a window failed", reason)
     world = dist.get_world_size()
     colors = [sp.topology.index(rank, "data") for rank in range(world)]
     # one number carries both: a window has fewer than 2**20 micro-batches
-    numbers = agree(sp.control_world, "batches", value, error=error, number=count << 20 | len(window), colors=colors)
+    numbers = agree(sp.control_world, "batches", value, error=error, number=count << 20 | len(sharded), colors=colors)
     if len({number & 0xFFFFF for number in numbers}) > 1:
         lengths = [number & 0xFFFFF for number in numbers]
         raise InputError(f"all ranks must be given as many micro-batches; got {lengths} by rank")
@@ -65,14 +59,29 @@ def shard_window(
     return sharded
 
 
+def _prepare(
+    sp: SequenceParallel, window: list[Mapping[str, Any]], causal: bool, steps: int | None
+) -> tuple[list[dict[str, Any]], int, list[dict[str, str]]]:
+    """(this rank's part of each batch, the labels that count in it, what peers compare)."""
+    checked = [check_batch(sp, batch, causal) for batch in window]
+    sharded = [_shard(sp, batch) for batch in checked]
+    if not window or (steps is not None and len(window) != steps):
+        raise InputError(
+            f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
+            f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
+        )
+    count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
+    return sharded, count, [_fingerprint(batch) for batch in window]
+
+
 def check_batch(sp: SequenceParallel, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
     """The batch without its mask and positions, which are checked. Raises InputError where it cannot be sharded."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() != 2:
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype != torch.int64:
         raise InputError(
-            "a batch needs labels of shape (batch, seq), -100 where a token does not count; "
+            "a batch needs labels of shape (batch, seq), int64, -100 where a token does not count; "
             f"got {_describe(labels)}, for a language model pass labels=input_ids.clone()"
         )
     if "shift_labels" in batch:
@@ -111,15 +120,25 @@ def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:
         )
     if not causal and not bool(mask.all()):
         raise InputError("attention without a causal mask takes no padding; got attention_mask with zeros")
+    # a label on the first padding token, often the end of the text, is predicted from a real one
+    if count := int(((_shifted(labels) != IGNORE) & ~mask).sum()):
+        raise InputError(
+            "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
+            f"{count} such labels, set labels to -100 where attention_mask is 0"
+        )
 
 
 def _shard(sp: SequenceParallel, batch: dict[str, Any]) -> dict[str, Any]:
     labels = batch["labels"]
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    whole = {**batch, "shift_labels": shifted}
+    whole = {**batch, "shift_labels": _shifted(labels)}
     sharded = {name: sp.shard(x, 1) if isinstance(x, Tensor) else x for name, x in whole.items()}
     positions = sp.position_ids(labels.shape[1]).to(labels.device)
     return {**sharded, "position_ids": positions.expand(labels.shape[0], -1)}
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """Each label at the token that it is predicted from."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
 def _is_range(positions: object, seq: int) -> bool:

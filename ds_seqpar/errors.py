@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -45,3 +46,13 @@ def choose(kind: str, word: str, known: Iterable[str]) -> None:
     known = sorted(known)
     if word not in known:
         raise ConfigError(f"{kind} must be one of {', '.join(known)}; got {word!r}{nearest(str(word), known)}")
+
+
+def as_error(what: str, reason: Exception) -> SeqParError:
+    """An exception as one that ranks can tell one another. what: a clause, such as "loading data failed"."""
+    if isinstance(reason, SeqParError):
+        return reason
+    said = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the rest of it: in the cause
+    error = InputError(f"{what}, {type(reason).__name__}: {said}")
+    error.__cause__ = reason
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
@@ -22,6 +23,19 @@ def _llama(model: PreTrainedModel) -> list[str]:
 
 # model_type -> what a model of that family needs and does not have
 FAMILIES = {"llama": _llama}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft model or a compiled one; any other model as it is."""
+    while (inner := _inside(model)) is not None:
+        model = inner
+    return model
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    if hasattr(model, "_orig_mod"):  # torch.compile(model)
+        return model._orig_mod
+    return model.get_base_model() if hasattr(model, "get_base_model") else None
 
 
 def heads(model: PreTrainedModel) -> tuple[int, int]:

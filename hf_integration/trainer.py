@@ -89,7 +89,7 @@ class SequenceParallelMixin:
         return model
 
     def _patch(self, model: nn.Module) -> None:
-        checks.check_model(model)
+        checks.check_model(model, self.check_loss)
         base = checks.unwrapped(model)
         self.sp = prepare_model(base, self._sp_config, getattr(self, "sp", None))
 

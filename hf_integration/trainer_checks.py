@@ -7,7 +7,6 @@ what the Trainer does by rank where it would have to be by group of ranks.
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,17 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithFlattening
 from transformers.trainer_utils import has_length
 
 from ds_seqpar.agreement import agree
-from ds_seqpar.batches import IGNORE, check_batch
-from ds_seqpar.errors import ConfigError, InputError, SeqParError
+from ds_seqpar.batches import check_batch
+from ds_seqpar.errors import ConfigError, SeqParError, as_error
+
+from .families import unwrapped
+from .loss_checks import loss_error, loss_function_error
 
 if TYPE_CHECKING:
     from .trainer import SequenceParallelMixin
@@ -139,11 +140,6 @@ def check_trainer(trainer: SequenceParallelMixin) -> None:
         )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The transformers model inside a peft model; any other model as it is."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def pad_token_id(trainer: SequenceParallelMixin) -> int | None:
     """The first pad token that somebody knows: the collator's tokenizer, the processing class, the model."""
     sources = getattr(trainer.data_collator, "tokenizer", None), trainer.processing_class, trainer.model.config
@@ -151,10 +147,10 @@ def pad_token_id(trainer: SequenceParallelMixin) -> int | None:
     return next((token for token in known if isinstance(token, int) and token >= 0), None)  # -1 is an old "none"
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises ConfigError unless the model's loss uses shifted labels and the divisor that it is given.
+def check_model(model: nn.Module, check_loss: bool = True) -> None:
+    """Raises ConfigError unless the model can be sharded and its loss uses shifted labels and the divisor it is given.
 
-    Tried on two tokens: a loss that swallows both in its **kwargs would train silently wrong.
+    check_loss=False leaves the loss to who gave the model.
     """
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise ConfigError(
@@ -162,18 +158,9 @@ def check_model(model: nn.Module) -> None:
             "puts tokens of its own before every rank's, use LoRA"
         )
     model = unwrapped(model)
-    if not isinstance(model, PreTrainedModel):
-        return  # patch_attention says what it needs
-    logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
-    shifted = torch.tensor([[0, IGNORE]])
-    expected = F.cross_entropy(logits[0, :1], shifted[0, :1]) / 4
-    given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
-    try:
-        loss = model.loss_function(logits=logits, **given)
-    except TypeError as reason:
-        raise ConfigError(_loss_sentence(f"a loss_function that takes neither ({reason})")) from reason
-    if not torch.allclose(loss, expected):
-        raise ConfigError(_loss_sentence(f"a loss_function that gives {loss.item():.4f} for {expected.item():.4f}"))
+    # patch_attention says what it needs of other models
+    if check_loss and isinstance(model, PreTrainedModel) and (error := loss_function_error(model)):
+        raise error
 
 
 def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
@@ -193,27 +180,8 @@ def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     if metrics is not None:
         trainer._metrics = metrics
     # as compute_loss scales what ZeRO will average over all ranks
-    error = _loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), float(items))
+    error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), float(items))
     agree(sp.control_world, "loss of the model", None, error=error)
-
-
-def _loss_error(output: Any, labels: torch.Tensor, found: float, items: float) -> ConfigError | None:
-    logits = output.get("logits") if isinstance(output, Mapping) else output[1]
-    if not isinstance(logits, torch.Tensor) or logits.shape[:2] != labels.shape:
-        return ConfigError(_loss_sentence("no logits to compare its loss with"))
-    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    expected = float(losses) / items
-    if math.isclose(found, expected, rel_tol=1e-2):
-        return None
-    return ConfigError(_loss_sentence(f"{found:.4f} where that is {expected:.4f}"))
-
-
-def _loss_sentence(got: str) -> str:
-    return (
-        "sequence parallel training needs a model and a compute_loss that divide the sum of token losses on "
-        f"shift_labels by num_items_in_batch; got {got}, pass both on to transformers' loss, or give the Trainer "
-        "check_loss=False where another loss is meant"
-    )
 
 
 def _datasets(trainer: SequenceParallelMixin) -> Iterator[tuple[Any, int]]:
@@ -271,12 +239,3 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -
 
 def _length(example: object) -> int:
     return len(example["input_ids"]) if isinstance(example, Mapping) and "input_ids" in example else 0
-
-
-def as_error(what: str, reason: Exception) -> SeqParError:
-    """An exception as one that ranks can tell one another."""
-    if isinstance(reason, SeqParError):
-        return reason
-    error = InputError(f"{what}, {type(reason).__name__}: {reason}".replace("\n", " "))
-    error.__cause__ = reason
-    return error

@@ -119,6 +119,35 @@ def test_right_padding_is_exact_on_real_tokens(layout):
         assert max(errors) < 1e-5
 
 
+def labelled_padding(layouts):
+    """Errors of (loss, gradients) against the unpatched model with its mask, where the first padding token, the end of
+    the text, has a label; by layout."""
+    ids, found = tokens(rows=3), []
+    mask = (torch.arange(SEQ) < torch.tensor([[SEQ], [29], [5]])).long()
+    ends = (torch.arange(SEQ) <= torch.tensor([[SEQ], [29], [5]])).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ends == 0, IGNORE)}
+    plain = llama()
+    plain_loss = plain(**batch).loss
+    plain_loss.backward()
+    expected = {name: array(p.grad) for name, p in plain.named_parameters()}
+    for layout in layouts:
+        sp, model = parallel({**MODES["u2r2"], "layout": layout}), llama()
+        patch_attention(model, sp)
+        loss = model(**sp.shard_batch(batch)).loss
+        loss.backward()
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+        gradients = {name: array(p.grad) / WORLD for name, p in model.named_parameters()}
+        found.append((abs(sp.mean_loss(loss) - plain_loss.item()), gap(gradients, expected)))
+    return found
+
+
+def test_a_label_on_the_first_padding_token_is_exact():
+    """The end of a text is often its padding token: predicted from a real token, it counts as in the plain run."""
+    for found in on_ranks(WORLD, labelled_padding, LAYOUTS):
+        assert np.max(found) < 1e-5
+
+
 def other_inputs(section):
     """Errors where the model is called otherwise: positional arguments, embeddings, the base model alone."""
     sp, model, ids = parallel(section), llama(), tokens()

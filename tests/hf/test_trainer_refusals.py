@@ -38,6 +38,12 @@ def local_mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
     return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
 
 
+def half_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
+    """Means another loss than the usual one."""
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten(), ignore_index=-100, reduction="sum")
+    return 0.5 * losses / num_items_in_batch
+
+
 class OwnForwardForCausalLM(LlamaForCausalLM):
     """Gives its loss neither: a fault that no signature shows."""
 
@@ -219,26 +225,32 @@ class ScaledLoss(SequenceParallelTrainer):
 
 
 def own_losses(folder):
-    """(the refusal of a wrong loss, the refusal of another one, the norm of a run on it, that of the usual one)"""
+    """(the refusals of a wrong loss and of others, the norms of a run on those, those of the usual one)"""
     said = []
-    for kind in (OwnLoss, ScaledLoss):
+    for name, given in {
+        "wrong": {"kind": OwnLoss},
+        "scaled": {"kind": ScaledLoss},
+        "model": {"model": with_loss(half_loss)},
+    }.items():
         try:
-            make(f"{folder}/{kind.__name__}", 2, SECTION, kind=kind).train()
+            make(f"{folder}/{name}", 2, SECTION, **given).train()
         except ValueError as error:
             said.append(str(error))
     parts, args = {"check_loss": False}, {"max_steps": 1, "max_grad_norm": 0}
     half = trained(make(f"{folder}/half", 2, SECTION, kind=ScaledLoss, parts=parts, **args))
-    return said, half["grad_norm"], trained(make(f"{folder}/whole", 2, SECTION, **args))["grad_norm"]
+    own = trained(make(f"{folder}/own", 2, SECTION, model=with_loss(half_loss), parts=parts, **args))
+    usual = trained(make(f"{folder}/whole", 2, SECTION, **args))
+    return said, half["grad_norm"] + own["grad_norm"], usual["grad_norm"]
 
 
 def test_a_loss_of_ones_own_is_tried_before_training(tmp_path):
     for said, half, whole in on_ranks(2, own_losses, tmp_path):
-        assert len(said) == 2
+        assert len(said) == 3
         for sentence in said:
             assert is_one_sentence(sentence)
             assert "num_items_in_batch" in sentence
             assert "check_loss=False" in sentence
-        assert half == pytest.approx([0.5 * norm for norm in whole], rel=1e-5)
+        assert half == pytest.approx([0.5 * norm for norm in whole * 2], rel=1e-5)
 
 
 def unequal(folder):
