@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import shapes
+from .deepspeed_json import SECTION, read_deepspeed, section_of
 from .errors import ConfigError, choose, nearest
 from .shapes import Axes, divisors
 
-SECTION = "sequence_parallel"
 LAYOUTS = ("contiguous", "striped", "zigzag")
 SCHEDULES = ("attention2d", "distflash", "double_ring", "mesh", "ring", "wallfacer")
 TRAVELS = ("auto", "kv", "q")
@@ -35,8 +34,9 @@ class SequenceParallelConfig:
 
     size: ranks that share one sequence (P). "auto": all ranks of the job.
     ulysses: ranks of an all-to-all that trades sequence for heads (U); the other `size / ulysses` (A) run `schedule`.
-        "auto": the largest that divides `size` and fits the model's heads, 1 where heads are not known. The floor on
-        received bytes falls as 1/sqrt(U P), so larger is better until heads or slow links end it.
+        "auto": the largest that divides `size` and fits the model's heads and what is said of the schedule's shape, 1
+        where heads are not known. The floor on received bytes falls as 1/sqrt(U P), so larger is better until heads or
+        slow links end it.
     schedule: what the inner A ranks do: "ring" (Ring Attention), "double_ring" (BurstAttention), "distflash"
         (DistFlashAttn), "attention2d", "wallfacer", or "mesh", which contains ring, attention2d and wallfacer. "auto"
         is "ring".
@@ -114,8 +114,11 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_deepspeed(cls, config: str | Path | Mapping[str, Any]) -> SequenceParallelConfig:
-        """From a DeepSpeed configuration (a JSON file's path, or the dict). No section: every field "auto"."""
-        return cls.from_dict(read_deepspeed(config).get(SECTION, {}))
+        """From a DeepSpeed configuration (a JSON file's path, or the dict). No section: every field "auto".
+
+        Raises ConfigError for a section that is misspelt, or stands inside another one.
+        """
+        return cls.from_dict(section_of(read_deepspeed(config)))
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
         """The same with every "auto" replaced.
@@ -129,24 +132,43 @@ class SequenceParallelConfig:
                 f"{SECTION}.size must divide the number of ranks; got size {size} on {world_size} ranks, "
                 f"use one of {divisors(world_size)}"
             )
-        ulysses = self.ulysses
-        if ulysses == "auto":
-            ulysses = max(legal_ulysses(size, *heads)) if heads else 1
-        if size % ulysses:
-            raise ConfigError(
-                f"{SECTION}.ulysses must divide {SECTION}.size; got ulysses {ulysses}, size {size}, "
-                f"use one of {divisors(size)}"
-            )
-        if heads:
-            check_heads(ulysses, *heads, size=size)
         schedule = "ring" if self.schedule == "auto" else self.schedule
         # DistFlashAttn balances a contiguous layout by itself
         layout = ("contiguous" if schedule == "distflash" else "zigzag") if self.layout == "auto" else self.layout
         self._check_fields(schedule, layout)
-        resolved = dataclasses.replace(self, size=size, ulysses=ulysses, schedule=schedule, layout=layout)
+        resolved = dataclasses.replace(self, size=size, schedule=schedule, layout=layout)
+        resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
         resolved = dataclasses.replace(resolved, **resolved._shape(heads))
         shapes.place(resolved.inner_axes, resolved.placement)
         return resolved
+
+    def _ulysses(self, heads: tuple[int, int] | None) -> int:
+        """The Ulysses degree, checked or chosen."""
+        ulysses = self.ulysses if self.ulysses != "auto" else 1
+        if self.size % ulysses:
+            raise ConfigError(
+                f"{SECTION}.ulysses must divide {SECTION}.size; got ulysses {ulysses}, size {self.size}, "
+                f"use one of {divisors(self.size)}"
+            )
+        if heads:
+            check_heads(ulysses, *heads, size=self.size)
+        return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
+
+    def _largest_ulysses(self, heads: tuple[int, int]) -> int:
+        """The largest with which the schedule has the shape that was asked for."""
+        legal = legal_ulysses(self.size, *heads)
+        given = {field: getattr(self, field) for field in SHAPE_FIELDS if getattr(self, field) != "auto"}
+        for ulysses in sorted(legal, reverse=True):
+            try:
+                dataclasses.replace(self, ulysses=ulysses)._shape(heads)
+            except ConfigError:
+                continue
+            return ulysses
+        shape = ", ".join(f"{field} {value}" for field, value in given.items())
+        raise ConfigError(
+            f"{SECTION}.{'/'.join(given)} must fit the inner ranks, size / ulysses; got {shape} for size {self.size}, "
+            f"whose ulysses degrees for {heads[0]} query and {heads[1]} key/value heads are {legal}"
+        )
 
     def _check_fields(self, schedule: str, layout: str) -> None:
         for field, owner in SHAPE_FIELDS.items():
@@ -213,29 +235,6 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int) -> None
             f"{SECTION}.ulysses must divide the query heads and divide, or be a multiple of, the key/value heads; "
             f"got ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal}"
         )
-
-
-def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration as a dict. Raises ConfigError with file and line for a missing or malformed file."""
-    if isinstance(config, Mapping):
-        return dict(config)
-    path = Path(config)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"the DeepSpeed configuration must be a readable JSON file; {path}: {error.strerror}"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"the DeepSpeed configuration must be valid JSON; "
-            f"{path}, line {error.lineno} column {error.colno}: {error.msg}"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the DeepSpeed configuration must be UTF-8 text; {path}: {error.reason}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"the DeepSpeed configuration must be a JSON object; {path} holds a {type(content).__name__}")
-    return content
 
 
 def _is_count(value: object) -> bool:

@@ -7,29 +7,41 @@ gradients are always the world mean, at every stage; `ds_seqpar.batches` makes t
 from __future__ import annotations
 
 import copy
-import warnings
+import importlib
+import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from .config import SECTION, SequenceParallelConfig, read_deepspeed
-from .errors import ConfigError
+from . import cpu_op
+from .config import SequenceParallelConfig
+from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
+from .errors import ConfigError, nearest
 from .parallel import SequenceParallel
 from .telling import told_once
 
 if TYPE_CHECKING:
     import argparse
 
-# key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
-REFUSED = {
-    "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
-    "data_parallel_size": f'it changes the ranks that gradients are averaged over; use "{SECTION}": {{"size": ...}}',
-    "tensor_parallel": "AutoTP splits heads by itself; remove it",
-    "curriculum_learning": "it cuts sequences after they were sharded; remove it",
-    "data_efficiency": "it drops tokens or picks samples by rank; remove it",
+# arguments of deepspeed.initialize that leave groups, samples and gradients alone
+PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
+# argument -> why it is refused
+REFUSED_ARGUMENTS = {
+    "mpu": "whose groups change the gradient scale; leave it out",
+    "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
+    "training_data": (
+        "whose loader gives ranks of one sequence different samples; load batches yourself by sp.data_rank and give "
+        "them to sp.shard_batches"
+    ),
+    "collate_fn": "which belongs to training_data; collate batches yourself and give them to sp.shard_batches",
 }
+# what launchers say of a process; without any of it the process is alone
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 @told_once
@@ -39,30 +51,45 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     args: argparse.Namespace | None = None,
     sequence_parallel: SequenceParallel | None = None,
+    check_loss: bool = True,
     **kwargs: Any,
 ) -> tuple:
     """What `deepspeed.initialize` returns (engine, optimizer, dataloader, scheduler), for sequence parallel training.
 
     config: a DeepSpeed JSON's path or its dict, with a "sequence_parallel" section; default `args.deepspeed_config`.
-    model: a transformers model, whose attention is patched; or your own, which calls `sp.attention`: then pass that
-    SequenceParallel as `sequence_parallel`. `engine.sequence_parallel` is the one in use. `train_batch_size` counts
-    sequences. Other arguments go to deepspeed.initialize.
-    Raises ConfigError for whatever would break the gradient contract: an `mpu`, AutoTP, pipeline modules,
-    `training_data`, and the JSON keys in `REFUSED`.
+    model: a transformers model, also inside a peft model or torch.compile, whose attention is patched; or your own,
+    which calls `sp.attention`: then pass that SequenceParallel as `sequence_parallel`. `engine.sequence_parallel` is
+    the one in use. `train_batch_size` counts sequences. check_loss: a causal language model of transformers must give
+    the sum of token losses on shift_labels over num_items_in_batch, which a forward of the shortest sequence tries;
+    False is for a loss that is meant to be another. optimizer, model_parameters and lr_scheduler go to
+    deepspeed.initialize, distributed_port and dist_init_required (False: torch.distributed is up) do as there.
+    A single process without a launcher, as in a notebook, becomes a world of one rank.
+    Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
+    pipeline modules, and the JSON keys in `deepspeed_json.REFUSED`.
     """
-    content = _read(config, args)
-    _refuse(model, content, kwargs)
+    content = _read(config, args, kwargs)
+    check_arguments(model, kwargs)
+    check_settings(content)
+    check_auto(content)
+    start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    deepspeed.init_distributed()
-    sp = prepare_model(model, SequenceParallelConfig.from_deepspeed(content), sequence_parallel)
-    args = copy.copy(args)
-    if getattr(args, "deepspeed_config", None):
-        args.deepspeed_config = None
-    returned = deepspeed.initialize(args=args, model=model, config=deepspeed_config(content, sp), **kwargs)
+    sp = prepare_model(model, section_of(content), sequence_parallel)
+    checks = _loss_checks(model) if check_loss else None
+    if checks:
+        checks.check_function(model, sp)
+    passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
+    own_args = copy.copy(args)
+    if getattr(own_args, "deepspeed_config", None):
+        own_args.deepspeed_config = None
+    returned = deepspeed.initialize(args=own_args, model=model, config=deepspeed_config(content, sp), **passed)
+    if hasattr(args, "local_rank"):
+        args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
     engine = returned[0]
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
+    if checks:
+        checks.check_engine(engine, sp)
     return returned
 
 
@@ -72,13 +99,16 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
     Raises ConfigError where the three batch settings do not fit together.
     """
-    content = {key: value for key, value in read_deepspeed(config).items() if key != SECTION}
+    content = read_deepspeed(config)
+    section_of(content)
+    content = {key: value for key, value in content.items() if key not in left_out(content)}
     sequences = content.get("train_batch_size")
     micro, steps = content.get("train_micro_batch_size_per_gpu"), content.get("gradient_accumulation_steps")
     for name, value in (("train_batch_size", sequences), ("train_micro_batch_size_per_gpu", micro),
                         ("gradient_accumulation_steps", steps)):  # fmt: skip
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}")
+            trainers = ', "auto" is what the HuggingFace Trainer fills in' if value == "auto" else ""
+            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}{trainers}")
     if sequences is not None:
         known = sp.data_size * (micro or 1) * (steps or 1)
         if sequences % known or (micro and steps and sequences != known):
@@ -91,78 +121,111 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     return content
 
 
-def _read(config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None) -> dict[str, Any]:
-    config = config if config is not None else getattr(args, "deepspeed_config", None)
-    if config is None:
+def _read(
+    config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration, which DeepSpeed's users give in one of several places."""
+    given = {"config": config, "config_params": kwargs.pop("config_params", None)}
+    given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
         raise ConfigError(
             "initialize needs a DeepSpeed configuration; got none, pass config= (a path or dict) "
             "or args with --deepspeed_config"
         )
-    return read_deepspeed(config)
-
-
-def _refuse(model: torch.nn.Module, content: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("mpu") is not None:
-        raise ConfigError("initialize takes no mpu, whose groups change the gradient scale; leave it out")
-    if kwargs.get("training_data") is not None:
+    if len(given) > 1:
         raise ConfigError(
-            "initialize takes no training_data, whose loader gives ranks of one sequence different samples; "
-            "load batches yourself by sp.data_rank and give them to sp.shard_batches"
+            f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
         )
-    check_settings(content)
+    return read_deepspeed(*given.values())
+
+
+def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for arguments of deepspeed.initialize that are not known to be right here."""
+    taken = [*PASSED_ON, "distributed_port", "dist_init_required"]
+    for name, value in kwargs.items():
+        if name in REFUSED_ARGUMENTS:
+            if value is not None:
+                raise ConfigError(f"initialize takes no {name}, {REFUSED_ARGUMENTS[name]}")
+        elif name not in taken:
+            known = [*taken, *inspect.signature(initialize).parameters]
+            raise ConfigError(f"initialize takes no argument {name!r}{nearest(name, known)}; leave it out")
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         raise ConfigError("initialize takes no PipelineModule; give it the plain model")
 
 
-def check_settings(content: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what in a DeepSpeed JSON would break the gradient contract or the sharding."""
-    for key, why in REFUSED.items():
-        if key in content:
-            raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
-    if content.get("gradient_allreduce_op", "mean") != "mean":
-        raise ConfigError(
-            'the DeepSpeed JSON must not set "gradient_allreduce_op" with sequence parallelism: the loss is scaled for '
-            "the mean over ranks; remove it"
-        )
-    if "gradient_clipping" not in content:
-        warnings.warn(
-            'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for none)',
-            stacklevel=4,
-        )
+def start(distributed_port: int | None = None, dist_init_required: bool | None = None) -> None:
+    """Brings torch.distributed and deepspeed.comm up, where they are not. A process without a launcher is a world."""
+    import deepspeed
+
+    cpu_op.wait()
+    if not dist.is_initialized() and dist_init_required is not False and not _launched():
+        backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it there
+    if dist.is_initialized() or dist_init_required is not False:
+        port = {} if distributed_port is None else {"distributed_port": distributed_port}
+        deepspeed.init_distributed(**port)
+
+
+def _launched() -> bool:
+    return any(name in os.environ for name in LAUNCHED)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a peft model, torch.compile, DDP or an engine; any other model as it is."""
+    names = {base.__name__ for base in type(model).__mro__}
+    if "OptimizedModule" in names:
+        return unwrapped(model._orig_mod)
+    if names & {"DeepSpeedEngine", "DistributedDataParallel"}:
+        return unwrapped(model.module)
+    return unwrapped(model.get_base_model()) if "PeftModel" in names else model
 
 
 def prepare_model(
-    model: torch.nn.Module, config: SequenceParallelConfig, given: SequenceParallel | None = None
+    model: torch.nn.Module, section: Mapping[str, Any], given: SequenceParallel | None = None
 ) -> SequenceParallel:
     """The SequenceParallel to train with; patches a transformers model that is not patched yet.
 
-    Collective over the world where one has to be made. Raises ConfigError where `given`, or what the model is patched
-    with, has other settings than `config`, and for models that cannot be patched.
+    section: the "sequence_parallel" section. Collective over the world where a SequenceParallel has to be made. Raises
+    ConfigError where `given`, or what the model is patched with, has other settings than the section gives, and for
+    models that cannot be patched.
     """
-    if not any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+    config = SequenceParallelConfig.from_dict(section)
+    if not _is_transformers(model):
         if given is None:
             raise ConfigError(
                 "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
                 f"{type(model).__name__} alone, pass sequence_parallel=sp"
             )
-        _same(config, given)
+        _same(config, section, given)
         return given
     import hf_integration  # the outermost room: here only because initialize patches by itself
 
     sp = given or hf_integration.patched_with(model)
     if sp is not None:
-        _same(config, sp)
-    sp = sp or SequenceParallel(config, heads=hf_integration.heads(model))
-    if hf_integration.patched_with(model) is not sp:
-        hf_integration.patch_attention(model, sp)
+        _same(config, section, sp)
+    sp = sp or SequenceParallel(config, heads=hf_integration.heads(unwrapped(model)))
+    hf_integration.patch_attention(model, sp)
     return sp
 
 
-def _same(config: SequenceParallelConfig, given: SequenceParallel) -> None:
+def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
     """Raises where the JSON's section says something else than the SequenceParallel does."""
-    for name, value in vars(config).items():
+    for name in section:
+        value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):
             raise ConfigError(
                 f'the SequenceParallel of a model must be made from the same settings as the JSON\'s "{SECTION}" '
                 f"section; got {name} {getattr(given.config, name)!r} there and {value!r} in the JSON"
             )
+
+
+def _loss_checks(model: torch.nn.Module) -> ModuleType | None:
+    """hf_integration.loss_checks, where the model is one of transformers."""
+    return importlib.import_module("hf_integration.loss_checks") if _is_transformers(model) else None
+
+
+def _is_transformers(model: torch.nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(unwrapped(model)).__mro__)

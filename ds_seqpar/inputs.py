@@ -77,6 +77,11 @@ def _check_settings(causal: object, scale: object) -> None:
 
 def _check_tensors(q: object, k: object, v: object) -> None:
     tensors = q, k, v
+    if wrong := [_kind(x) for x in tensors if _kind(x)]:
+        raise InputError(
+            f"attention needs dense tensors of this rank's own tokens; got {wrong[0]}, call to_dense(), to_local() or "
+            "to_padded_tensor() on it"
+        )
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
         raise InputError(
             "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
@@ -97,11 +102,18 @@ def _check_tensors(q: object, k: object, v: object) -> None:
             f"attention needs q, k and v of one dtype on one device; got {q.dtype} on {q.device}, "
             f"{k.dtype} on {k.device}, {v.dtype} on {v.device}"
         )
-    if any(x.layout != torch.strided for x in tensors):
-        raise InputError(
-            f"attention needs dense tensors; got q {q.layout}, k {k.layout}, v {v.layout}, call to_dense() on them"
-        )
     check_derivatives(*tensors)
+
+
+def _kind(x: object) -> str:
+    """What kind of tensor it is, where that is one whose elements a kernel cannot read; else nothing."""
+    if not isinstance(x, Tensor):
+        return ""
+    if any(base.__name__ == "DTensor" for base in type(x).__mro__):
+        return "a DTensor"
+    if x.is_nested:
+        return "a nested tensor"
+    return "" if x.layout == torch.strided else f"a tensor of layout {str(x.layout).removeprefix('torch.')}"
 
 
 def check_derivatives(*tensors: Tensor) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from . import ulysses
 from .errors import InputError
+from .handles import of_handle
 from .inputs import agree_on_inputs
-from .runtime import Runtime, of_handle
+from .runtime import Runtime
 from .work import Tensors, wide
 
 # what an exchange of heads is counted as -> its derivative

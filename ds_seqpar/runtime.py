@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +10,8 @@ from torch import Tensor
 
 from .comm import Comm
 from .config import SequenceParallelConfig
-from .errors import CommunicationError, ConfigError
+from .errors import CommunicationError
+from .handles import handle_of
 from .kernels import BlockSpec, select
 from .layout import LAYOUTS
 from .plan import Plan
@@ -35,8 +34,7 @@ class Runtime:
     ) -> None:
         """control: the ranks that share the sequence, for CPU tensors, to agree over; virtual ranks have none."""
         self.config, self.topology, self.rank, self.comm, self.control = config, topology, rank, comm, control
-        self.handle = next(_numbers)
-        _RUNTIMES[self.handle] = self
+        self.handle = handle_of(self)
 
     def forward(self, q: Tensor, kv: Tensor, causal: bool, scale: float) -> Iterator[int]:
         """Walks the forward plan; the iterator's return value is (out, lse). See Forward for shapes."""
@@ -91,15 +89,3 @@ class Runtime:
             error.add_note(f"inner rank {self.rank}, step {step} of this plan:\n{plan.table()}")
             raise
         return work.result()
-
-
-# A custom op takes no objects, so it takes a number; this is the one place that turns it back into a Runtime.
-_RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def of_handle(handle: int) -> Runtime:
-    """Raises ConfigError where it is gone."""
-    if (runtime := _RUNTIMES.get(handle)) is None:
-        raise ConfigError("attention needs its SequenceParallel; got one that is gone, keep it as long as the model")
-    return runtime

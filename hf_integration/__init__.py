@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .families import heads
-from .patch import patch_attention, patched_with, unpatch_attention
+from .patch import patch_attention, patched_with, unpatch_attention, whole_sequences
 
 TRAINER = {
     "SequenceParallelCallback": "callback",
@@ -18,7 +18,7 @@ TRAINER = {
 PreTrainedModel.patch_attention = patch_attention
 PreTrainedModel.unpatch_attention = unpatch_attention
 
-__all__ = ["heads", "patch_attention", "patched_with", "unpatch_attention", *sorted(TRAINER)]
+__all__ = ["heads", "patch_attention", "patched_with", "unpatch_attention", "whole_sequences", *sorted(TRAINER)]
 
 
 def __getattr__(name: str) -> Any:

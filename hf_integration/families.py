@@ -25,17 +25,13 @@ def _llama(model: PreTrainedModel) -> list[str]:
 FAMILIES = {"llama": _llama}
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The transformers model inside a peft model or a compiled one; any other model as it is."""
-    while (inner := _inside(model)) is not None:
-        model = inner
-    return model
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    if hasattr(model, "_orig_mod"):  # torch.compile(model)
-        return model._orig_mod
-    return model.get_base_model() if hasattr(model, "get_base_model") else None
+def check_adapters(model: nn.Module) -> None:
+    """Raises ConfigError for a peft model that is more than its base model with adapters inside."""
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ConfigError(
+            "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
+            "puts tokens of its own before every rank's, use LoRA"
+        )
 
 
 def heads(model: PreTrainedModel) -> tuple[int, int]:

@@ -6,17 +6,73 @@ and then what came out of a forward.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ds_seqpar import SequenceParallel
+from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.engine import unwrapped
+from ds_seqpar.errors import ConfigError, SeqParError, as_error
+
+ITEMS = 3.0  # the divisor that a loss is tried with
+
+
+def check_function(model: nn.Module, sp: SequenceParallel) -> None:
+    """Raises ConfigError on every rank unless the loss_function of a causal language model of transformers is right."""
+    if _has_loss(model):
+        agree(sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize"))
+
+
+def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
+    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, gives the
+    loss that is needed. One forward of the shortest sequence; leaves modes and random state as they were."""
+    if not _has_loss(engine.module):
+        return
+    given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
+    error = None
+    try:
+        with evaluating(engine.module):
+            output = engine(**given, num_items_in_batch=ITEMS)
+        error = loss_error(output, given["shift_labels"], float(output.loss), ITEMS, "initialize")
+    except SeqParError:
+        raise  # on all ranks
+    except Exception as reason:
+        error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
+    agree(sp.control_world, "loss of the model", None, error=error)
+
+
+def _has_loss(model: nn.Module) -> bool:
+    model = unwrapped(model)
+    return isinstance(model, PreTrainedModel) and type(model).__name__.endswith("ForCausalLM")
+
+
+def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+    """This rank's part of the shortest sequence, with shift_labels that could not be made from its labels."""
+    ids = torch.arange(sp.multiple)[None] % vocabulary
+    given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
+    given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary
+    return {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)}
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, without gradients; afterwards modes and torch's random state are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:

@@ -7,9 +7,12 @@ and tells the attention, through the keyword arguments that flow to every layer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,69 +23,118 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.agreement import agree
 from ds_seqpar.config import check_heads
+from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.telling import told_once
 
-from .families import check_model, heads
+from . import sharded
+from .families import check_adapters, check_model, heads
 
 NAME = "ds_seqpar"
-HOW = "give the model what sp.shard_batches returns"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Patch:
+    """What a base model carries. before: the attention it had. agreement: how its ranks agree on a forward. whole: its
+    forwards are local for a while."""
+
     sp: SequenceParallel
     before: str
     hooks: tuple[RemovableHandle, ...]
+    agreement: sharded.Agreement
+    whole: bool = False
 
 
 @told_once
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     """Makes every attention of the model exact over sequences that are shared by `sp.size` ranks. Returns the model.
 
-    Train it on what `sp.shard_batches` gives. Raises ConfigError for a model that cannot be patched (see families),
-    whose heads do not fit, or that is patched with another SequenceParallel.
+    model: a transformers model, also inside a peft model or torch.compile. Train it on what `sp.shard_batches` gives.
+    Raises ConfigError for a model that cannot be patched (see families), whose heads do not fit, or that is patched
+    with another SequenceParallel.
     """
-    check_model(model)
-    if (patched := patched_with(model)) is not None:
+    check_adapters(model)
+    inner = unwrapped(model)
+    check_model(inner)
+    if (patched := patched_with(inner)) is not None:
         if patched is sp:
             return model
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
-    check_heads(sp.config.ulysses, *heads(model), size=sp.size)
+    check_heads(sp.config.ulysses, *heads(inner), size=sp.size)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    _own_config(model)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    for module in _attentions(model):
+    _own_config(inner)
+    before = inner.config._attn_implementation
+    inner.set_attn_implementation(NAME)
+    for module in _attentions(inner):
         module.sequence_parallel = sp
-    hooks = [model.base_model.register_forward_pre_hook(_before_base, with_kwargs=True)]
-    if model.base_model is not model:
-        hooks.append(model.register_forward_pre_hook(_before_head, with_kwargs=True))
-    model.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks))
+    hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
+    agreement = sharded.Agreement(sp, inner)
+    inner.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks), agreement=agreement)
     return model
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Gives the model back the attention it had. A model that is not patched stays as it is. Returns the model."""
-    patch = getattr(model.base_model, "_sequence_parallel_patch", None)
+    inner = unwrapped(model)
+    patch = _patch_of(inner)
     if patch is None:
         return model
     for hook in patch.hooks:
         hook.remove()
-    for module in _attentions(model):
+    for module in _attentions(inner):
         del module.sequence_parallel
-    model.set_attn_implementation(patch.before)
-    del model.base_model._sequence_parallel_patch
+    inner.set_attn_implementation(patch.before)
+    del inner.base_model._sequence_parallel_patch
     return model
 
 
 def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
     """The SequenceParallel that the model is patched with."""
-    patch = getattr(model.base_model, "_sequence_parallel_patch", None)
+    patch = _patch_of(unwrapped(model))
     return patch.sp if patch else None
+
+
+@contextlib.contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """A context in which forwards of a patched model are local, those of the model before it was patched: each rank
+    gives whole sequences of its own, with padding masks, labels that the model shifts, a kv cache, as it likes.
+
+    model: as for patch_attention, or a DeepSpeed engine or DDP module with it. Under ZeRO-3 all ranks must make as many
+    forwards, since they fetch parameters from one another.
+    """
+    inner = unwrapped(model)
+    patch = _patch_of(inner)
+    if patch is None or patch.whole:
+        yield
+        return
+    base = inner.base_model
+    base._sequence_parallel_patch = dataclasses.replace(patch, whole=True)
+    inner.set_attn_implementation(patch.before)
+    try:
+        yield
+    finally:
+        if (now := _patch_of(inner)) is not None:  # not unpatched meanwhile
+            base._sequence_parallel_patch = dataclasses.replace(now, whole=False)
+            inner.set_attn_implementation(NAME)
+
+
+def _patch_of(model: nn.Module) -> _Patch | None:
+    return getattr(model.base_model, "_sequence_parallel_patch", None)
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """The modules around the base model that users call: peft calls the forward of what it holds past its hooks."""
+    inner = unwrapped(model)
+    heads = [module for module in model.modules() if any(c.__name__ == "PeftModel" for c in type(module).__mro__)]
+    return heads if inner.base_model is inner else [*heads, inner]
+
+
+def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
+    """Calls function(names of the forward's arguments, module, args, kwargs) before each forward."""
+    names = tuple(inspect.signature(module.forward).parameters)
+    return module.register_forward_pre_hook(functools.partial(function, names), with_kwargs=True)
 
 
 def _own_config(model: PreTrainedModel) -> None:
@@ -129,9 +181,8 @@ def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None
     return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
-def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a forward call by name."""
-    names = list(inspect.signature(module.forward).parameters)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -141,51 +192,28 @@ def _is_local(module: nn.Module, given: dict[str, Any]) -> bool:
     return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
-def _before_head(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _before_head(
+    names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Labels without shift_labels would be shifted inside each shard. The base model's hook agrees on it and raises."""
-    given = _named(module, args, kwargs)
-    if not _is_local(module, given) and given.get("labels") is not None and given.get("shift_labels") is None:
+    given = _named(names, args, kwargs)
+    if _patch_of(unwrapped(module)).whole or _is_local(module, given):
+        return args, kwargs
+    if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
     return args, kwargs
 
 
-def _before_base(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    given = _named(module, args, kwargs)
+def _before_base(
+    names: tuple[str, ...], module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    patch, given = module._sequence_parallel_patch, _named(names, args, kwargs)
     unshifted = given.pop("unshifted_labels", False)
+    if patch.whole:
+        return (), given
     if _is_local(module, given):
         return (), {**given, "sequence_parallel": False}
-    sp = module._sequence_parallel_patch.sp
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    error = InputError(f"labels must be shifted before sharding; got no shift_labels, {HOW}") if unshifted else None
-    error = error or _sharding_error(sp, tokens, given)
-    shape = None if tokens is None else tuple(tokens.shape)
     backward = torch.is_grad_enabled() and module.training
-    agree(sp.groups.control, "model inputs", (shape, f"{backward=}"), error=error)
-    return (), {**given, "attention_mask": None, "use_cache": False, "sequence_parallel": True}
-
-
-def _sharding_error(sp: SequenceParallel, tokens: Tensor | None, given: dict[str, Any]) -> InputError | None:
-    """What shows that this rank was not given its own tokens, positions and no mask."""
-    if tokens is None:
-        return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
-    if given.get("past_key_values") is not None or given.get("use_cache"):
-        return InputError("training and evaluation take no kv cache; got one, leave out use_cache and past_key_values")
-    if given.get("is_causal") is False:
-        return InputError("sharded attention of this model is causal; got is_causal=False, leave it out")
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if mask is not None and not bool((mask != 0).all()):
-        return InputError(
-            f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
-        )
-    try:
-        expected = sp.position_ids(tokens.shape[1] * sp.size)
-    except InputError as error:
-        return error
-    given_here = None if positions is None else positions.cpu().expand(tokens.shape[0], -1)
-    if given_here is None or not torch.equal(given_here, expected.expand(tokens.shape[0], -1)):
-        what = "none" if positions is None else "those of other tokens"
-        return InputError(
-            f"a patched model needs this rank's tokens with their global position_ids; got {what}, {HOW}, or "
-            "unpatch_attention(model) to run it on whole sequences"
-        )
-    return None
+    positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
+    given |= {"attention_mask": None, "position_ids": positions, "use_cache": False}
+    return (), {**given, "sequence_parallel": True}

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar import SequenceParallel, SequenceParallelConfig, cpu_op
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.config import SECTION
-from ds_seqpar.engine import check_settings, prepare_model
+from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
+from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.telling import told_once
 
@@ -75,12 +75,16 @@ class SequenceParallelMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         checks.check_arguments(self.args)
+        checks.check_json(self.args)
+        cpu_op.wait()
         super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
         check_settings(plugin.deepspeed_config)
-        self._sp_config = SequenceParallelConfig.from_deepspeed(plugin.deepspeed_config)
-        plugin.deepspeed_config.pop(SECTION, None)  # accelerate would fill every "auto" that it finds
+        self._section = section_of(plugin.deepspeed_config)
+        SequenceParallelConfig.from_dict(self._section)
+        for key in left_out(plugin.deepspeed_config):  # in our section accelerate would fill every "auto" that it finds
+            plugin.deepspeed_config.pop(key, None)
         self.accelerator.prepare_data_loader = self._prepare_data_loader
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
@@ -91,7 +95,7 @@ class SequenceParallelMixin:
     def _patch(self, model: nn.Module) -> None:
         checks.check_model(model, self.check_loss)
         base = checks.unwrapped(model)
-        self.sp = prepare_model(base, self._sp_config, getattr(self, "sp", None))
+        self.sp = prepare_model(base, self._section, getattr(self, "sp", None))
 
     # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it
 

@@ -22,10 +22,12 @@ from transformers.trainer_utils import has_length
 
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import check_batch
+from ds_seqpar.deepspeed_json import read_deepspeed
+from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 
-from .families import unwrapped
-from .loss_checks import loss_error, loss_function_error
+from .families import check_adapters
+from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
 
 if TYPE_CHECKING:
     from .trainer import SequenceParallelMixin
@@ -64,7 +66,6 @@ ARGUMENTS = {
         lambda value: value,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
-    "torch_compile": (lambda value: value, "torch_compile=False, compiled models were not checked"),
 }  # fmt: skip
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
 LOOKED_AT = 64  # examples of a data set whose lengths are compared before training
@@ -77,6 +78,13 @@ def check_arguments(args: TrainingArguments) -> None:
         if field in vars(args) and is_wrong(value):
             got = repr(value) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
             raise ConfigError(f"sequence parallel training needs {needed}; got {field}={got}")
+
+
+def check_json(args: TrainingArguments) -> None:
+    """Raises ConfigError for a DeepSpeed JSON file with faults that reading it by transformers leaves unseen."""
+    path = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(path, str | os.PathLike) and os.path.isfile(path):
+        read_deepspeed(path)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -152,11 +160,7 @@ def check_model(model: nn.Module, check_loss: bool = True) -> None:
 
     check_loss=False leaves the loss to who gave the model.
     """
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        raise ConfigError(
-            "sequence parallel training needs adapters inside the model; got a prompt learning method of peft, which "
-            "puts tokens of its own before every rank's, use LoRA"
-        )
+    check_adapters(model)
     model = unwrapped(model)
     # patch_attention says what it needs of other models
     if check_loss and isinstance(model, PreTrainedModel) and (error := loss_function_error(model)):
@@ -166,21 +170,16 @@ def check_model(model: nn.Module, check_loss: bool = True) -> None:
 def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     """Raises ConfigError on every rank unless `compute_loss`, with the prepared model, gives the sum of token losses on
     shift_labels over num_items_in_batch. One forward of the shortest sequence. Collective over the world."""
-    sp, device, vocabulary = trainer.sp, trainer.args.device, unwrapped(trainer.model).config.vocab_size
-    ids = torch.arange(sp.multiple)[None] % vocabulary
-    given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
-    given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary  # nothing that could be made from labels
-    given = {name: x.to(device) for name, x in given.items() if isinstance(x, torch.Tensor)}
-    items, training = torch.tensor(3.0, device=device), model.training
+    sp, device = trainer.sp, trainer.args.device
+    given = probe(sp, unwrapped(trainer.model).config.vocab_size, device)
+    items = torch.tensor(ITEMS, device=device)
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # where trl's trainers collect what they will log
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model):
         loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
-    model.train(training)
     if metrics is not None:
         trainer._metrics = metrics
     # as compute_loss scales what ZeRO will average over all ranks
-    error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), float(items))
+    error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), ITEMS)
     agree(sp.control_world, "loss of the model", None, error=error)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from ds_seqpar import virtual
 from tests import oracle
@@ -127,6 +128,11 @@ def dual(sp, rank):
         attention(sp, change=lambda q, k, v: (forward_ad.make_dual(q, torch.ones_like(q)), k, v))
 
 
+def distributed(sp, rank):
+    mesh = DeviceMesh("cpu", list(range(4)))
+    attention(sp, change=lambda q, k, v: [DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)])
+
+
 def transformed(transform):
     def call(sp, rank):
         q, k, v = oracle.tensors(1, 4, (4, 2))[:3]
@@ -186,8 +192,13 @@ REFUSED = {
     ),
     "sparse": (
         asked(change=lambda q, k, v: (q.to_sparse(), k, v)),
-        everywhere("InputError", "dense tensors", "to_dense()"),
+        everywhere("InputError", "dense tensors", "layout sparse_coo", "to_dense()"),
     ),
+    "nested": (
+        asked(change=lambda q, k, v: (torch.nested.as_nested_tensor([q[0], q[0, :2]], layout=torch.jagged), k, v)),
+        everywhere("InputError", "a nested tensor", "to_padded_tensor()"),
+    ),
+    "distributed by torch": (distributed, everywhere("InputError", "a DTensor", "to_local()")),
     "meta": (
         asked(change=lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta"))),
         everywhere("KernelError", "on meta"),

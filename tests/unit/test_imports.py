@@ -10,7 +10,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ds_seqpar", "hf_integration")
 # each may import those before it
-PLANNING = ("errors", "shapes", "config", "topology", "layout", "plan", "simulate", "overlap", "schedules")
+PLANNING = (
+    "errors",
+    "shapes",
+    "deepspeed_json",
+    "config",
+    "topology",
+    "layout",
+    "plan",
+    "simulate",
+    "overlap",
+    "schedules",
+)
 # what plans are looked at with; may import all of planning and one another
 READERS = {"cost", "draw", "planner"}
 LOW = {"groups", "comm", "kernels", "merge"}

@@ -1,0 +1,102 @@
+"""The small op that DeepSpeed compiles when it first starts on a machine without GPUs, and the lock that guards it.
+
+Of processes that start at once one compiles, the others wait for its lock file to go. Where that one is interrupted the
+file stays, and every later start would wait for ever without a word: so the file is looked at before DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+OP = "deepspeed_shm_comm"
+# file systems of one machine, all of whose processes it knows
+LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+SETTLED = 2.0  # seconds after which a lock file's owner can be seen to hold it
+
+
+def prepare() -> bool:
+    """Compiles the op, or finds it compiled, where DeepSpeed wants it. Returns whether it does."""
+    wait()
+    from deepspeed.comm.torch import build_shm_op
+
+    return build_shm_op() is not None
+
+
+def wait(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
+    """Returns once no other process compiles the op, and says every `patience` seconds what it waits for.
+
+    A lock whose owner is gone is removed: on Linux, where its owner would hold it open, on a file system of this
+    machine. Otherwise the sentence says what to remove, and waiting goes on. say: by default on stderr, once a node.
+    """
+    lock = lock_file()
+    say, began, said = say or _say, time.monotonic(), 0
+    while lock is not None and lock.exists():
+        if _remove_orphan(lock):
+            say(f"removed {lock}, the lock of a process that ended while it compiled DeepSpeed's {OP}")
+        elif time.monotonic() - began > patience * (said + 1):
+            said += 1
+            say(
+                f"waiting for another process to compile DeepSpeed's {OP}, for {time.monotonic() - began:.0f} s; if "
+                f"there is none, remove {lock}"
+            )
+        time.sleep(0.1)
+
+
+def lock_file() -> Path | None:
+    """Where the lock is while the op is being compiled; None where DeepSpeed compiles none."""
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import _get_build_directory
+
+    if get_accelerator().device_name() != "cpu":
+        return None
+    return Path(_get_build_directory(OP, verbose=False), "lock")
+
+
+def _remove_orphan(lock: Path) -> bool:
+    """One process at a time, so that none removes the lock of who began after another removed the old one."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    try:
+        with open(lock.parent / "lock_is_looked_at", "w", encoding="utf-8") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            if not _is_orphan(lock):
+                return False
+            lock.unlink()
+            return True
+    except OSError:  # gone by itself, or not ours to remove
+        return False
+
+
+def _is_orphan(lock: Path) -> bool:
+    """Whether no process holds the lock file open, where that can be known."""
+    status = lock.stat()
+    if status.st_uid != os.getuid() or time.time() - status.st_mtime < SETTLED or _file_system(lock) not in LOCAL:
+        return False
+    return not any(_holds(process, str(lock.resolve())) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _holds(process: Path, file: str) -> bool:
+    try:
+        return any(os.readlink(fd) == file for fd in (process / "fd").iterdir())
+    except OSError:  # another user's, or gone
+        return False
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that a path is on."""
+    mounts = {}
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        mounts[before.split()[4]] = after.split()[0]
+    return next(mounts[str(parent)] for parent in path.resolve().parents if str(parent) in mounts)
+
+
+def _say(sentence: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"ds_seqpar: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""The DeepSpeed JSON: read without a fault that passes in silence, and asked for its "sequence_parallel" section."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+SECTION = "sequence_parallel"
+# key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
+REFUSED = {
+    "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
+    "data_parallel_size": f'it changes the ranks that gradients are averaged over; use "{SECTION}": {{"size": ...}}',
+    "tensor_parallel": "AutoTP splits heads by itself; remove it",
+    "expert_parallel": "it makes groups of its own; remove it",
+    "hybrid_engine": "its forward is another one than the model's; remove it",
+    "curriculum_learning": "it cuts sequences after they were sharded; remove it",
+    "data_efficiency": "it drops tokens or picks samples by rank; remove it",
+    "gradient_allreduce_op": "the loss is scaled for the mean over ranks; remove it",
+    "managed_gradient_accumulation": "engine.backward must divide by the accumulation steps; remove it",
+    "zero_optimization.zenflow": "it accumulates by itself, and steps with gradients of other windows; remove it",
+}
+NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
+# DeepSpeed's own, which are near
+OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
+
+
+def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed configuration as a dict. Raises ConfigError with file and line for a missing or malformed file, and
+    for a key that an object in it has twice."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise ConfigError(
+            f"the DeepSpeed configuration must be a readable JSON file; {path}: {error.strerror}"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"the DeepSpeed configuration must be valid JSON; "
+            f"{path}, line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the DeepSpeed configuration must be UTF-8 text; {path}: {error.reason}") from None
+    except _Twice as error:
+        raise ConfigError(
+            f'the DeepSpeed configuration must have each key once; {path} has "{error}" twice in one object, remove one'
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"the DeepSpeed configuration must be a JSON object; {path} holds a {type(content).__name__}")
+    return content
+
+
+def section_of(content: Mapping[str, Any]) -> Any:
+    """What the configuration has under "sequence_parallel", {} where it has nothing. Raises ConfigError for a key that
+    was meant to be that, and for a section that stands inside another one."""
+    for key in content:
+        if _is_meant(key):
+            raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
+    for key, inner in content.items():
+        for name in inner if isinstance(inner, Mapping) and key != SECTION else ():
+            if name == SECTION or _is_meant(name):
+                raise ConfigError(
+                    f'"{SECTION}" must stand at the top of the DeepSpeed JSON; got "{name}" inside "{key}", move it out'
+                )
+    return content.get(SECTION, {})
+
+
+def check_settings(content: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what in a DeepSpeed JSON would break the gradient contract or the sharding."""
+    for key, why in REFUSED.items():
+        value = content
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and not _is_off(key, value):
+            raise ConfigError(f'the DeepSpeed JSON must not set "{key}" with sequence parallelism: {why}')
+    if "gradient_clipping" not in content:
+        warnings.warn(
+            'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for none)',
+            stacklevel=3,
+        )
+
+
+def check_auto(content: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an "auto" that the HuggingFace Trainer would replace, and DeepSpeed takes for nothing."""
+    found = [key for key, value in content.items() if value == "auto"]
+    for key, value in content.items():
+        if isinstance(value, Mapping) and key != SECTION:
+            found += [f"{key}.enabled"] if value.get("enabled") == "auto" else []
+            params = value.get("params")
+            found += (
+                [f"{key}.params.{n}" for n, x in params.items() if x == "auto"] if isinstance(params, Mapping) else []
+            )
+    if found:
+        raise ConfigError(
+            f'"auto" is what the HuggingFace Trainer fills in; got "auto" for {", ".join(found)} without a Trainer, '
+            "write values"
+        )
+
+
+def left_out(content: Mapping[str, Any]) -> list[str]:
+    """Keys that DeepSpeed must not see: ours, and those it refuses even where they switch nothing on."""
+    return [SECTION, *(key for key in REFUSED if key in content and _is_off(key, content[key]))]
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Whether a refused key has the value that changes nothing."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
+    return value == NEUTRAL.get(key)
+
+
+class _Twice(Exception):
+    """A key, the second time."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(key)
+        found[key] = value
+    return found
+
+
+def _is_meant(key: object) -> bool:
+    """Whether a key that is not the section's is a misspelling of it."""
+    if key == SECTION or key in OTHERS or not isinstance(key, str):
+        return False
+    plain, right = ("".join(filter(str.isalnum, name.lower())) for name in (key, SECTION))
+    return plain in ("sp", "ulysses") or difflib.SequenceMatcher(None, plain, right).ratio() > 0.8

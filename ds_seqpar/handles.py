@@ -1,0 +1,29 @@
+"""A custom op takes no objects, so it takes a number; this is the one place that turns it back into an object."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+from .errors import ConfigError
+
+_OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(thing: Any) -> int:
+    """A number for `thing`, good while something else holds it."""
+    handle = next(_numbers)
+    _OBJECTS[handle] = thing
+    return handle
+
+
+def of_handle(handle: int) -> Any:
+    """Raises ConfigError where it is gone."""
+    if (thing := _OBJECTS.get(handle)) is None:
+        raise ConfigError(
+            "attention needs the SequenceParallel and the model that it was made with; got a call after one of them "
+            "was dropped, keep them as long as what was compiled with them"
+        )
+    return thing

@@ -1,0 +1,137 @@
+"""Compiled models train as eager ones do: the same numbers, the same refusals, and one graph where that can be."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+import ds_seqpar
+from tests.dist.ranks import SECONDS, WRONG, make, refusal
+from tests.hf import trainers
+from tests.hf.llama import array, gap, llama, norm, one_process, part, ragged, settings, step
+from tests.launch import on_ranks
+
+SECTION = {"size": 2, "ulysses": 2}
+
+
+def window():
+    return ragged({"size": 2}, data_size=1, steps=1, sequences=2)
+
+
+def compiled_gradients(degree, checkpointing):
+    """(difference of gradients, of losses, graph breaks) of a patched and compiled LLaMA and one process."""
+    sp, model = make(ulysses=degree), llama()
+    expected, loss = one_process(llama(), window())
+    model.patch_attention(sp)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model.train(), backend="aot_eager", fullgraph=True)
+    (batch,) = sp.shard_batches(window())
+    mine = compiled(**batch).loss
+    mine.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    found = {name: array(p.grad) / dist.get_world_size() for name, p in model.named_parameters()}
+    return gap(found, expected), abs(sp.mean_loss(mine) - loss), sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(
+    ("degree", "checkpointing"), [(1, False), pytest.param(2, False, marks=pytest.mark.whole), (2, True)]
+)
+def test_a_compiled_patched_model_is_one_graph(degree, checkpointing):
+    for gradients, loss, breaks in on_ranks(2, compiled_gradients, degree, checkpointing, timeout=300):
+        assert gradients < 1e-5
+        assert loss < 1e-5
+        assert breaks == 0
+
+
+def one_layer():
+    """A compiled layer of an eager model: what people do to large ones."""
+    sp, model = make(), llama()
+    expected, _ = one_process(llama(), window())
+    model.patch_attention(sp)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    (batch,) = sp.shard_batches(window())
+    model(**batch).loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return gap({name: array(p.grad) / dist.get_world_size() for name, p in model.named_parameters()}, expected)
+
+
+def test_compiled_layers():
+    assert max(on_ranks(2, one_layer, timeout=300)) < 1e-5
+
+
+def compiled_refusals():
+    """What a compiled model says of wrong inputs on one rank, and that it still works afterwards."""
+    sp, model = make(), llama()
+    model.patch_attention(sp)
+    compiled = torch.compile(model, backend="aot_eager")
+    (batch,) = sp.shard_batches(window())
+    wrong = sp.rank == WRONG
+    moved, padded, unshifted = dict(batch), dict(batch), dict(batch)
+    moved["position_ids"] = batch["position_ids"] + 1
+    padded["attention_mask"] = torch.zeros_like(batch["labels"])
+    unshifted.pop("shift_labels")
+    told = [refusal(compiled, **(bad if wrong else batch)) for bad in (moved, padded, unshifted)]
+    told.append(refusal(compiled, **{**batch, "position_ids": None}))
+    return told, sp.mean_loss(compiled(**batch).loss.detach())
+
+
+def test_a_compiled_model_refuses_what_an_eager_one_does():
+    results = on_ranks(2, compiled_refusals, timeout=SECONDS * 5)
+    _, expected = one_process(llama(), window())
+    for rank, (told, loss) in enumerate(results):
+        for (kind, message), word in zip(
+            told, ["position_ids", "padding mask", "no shift_labels", "got none"], strict=True
+        ):
+            assert kind == ("InputError" if rank == WRONG or word == "got none" else "DisagreementError")
+            assert word in message
+        assert abs(loss - expected) < 1e-5
+
+
+def engine_compiled(stage, how):
+    """A step of a ZeRO engine whose model, or which itself, is compiled."""
+    model = llama()
+    given = torch.compile(model, backend="aot_eager") if how == "model" else model
+    engine, *_ = ds_seqpar.initialize(
+        model=given, model_parameters=list(model.parameters()), config=settings(SECTION, stage, 1, 2)
+    )
+    if how == "engine":
+        engine.compile(backend="aot_eager")
+    sp = engine.sequence_parallel
+    found = step(engine, sp.shard_batches([part(b, sp.data_rank, sp.data_size) for b in window()]))
+    return {name.removeprefix("_orig_mod."): x for name, x in found["gradients"].items()}, found["loss"]
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("stage", "how"), [("2", "model"), pytest.param("2", "engine", marks=pytest.mark.whole), ("3", "engine")]
+)
+def test_zero_engines_with_compiled_models(stage, how):
+    expected, loss = one_process(llama(), window())
+    for gradients, mine in on_ranks(2, engine_compiled, stage, how, timeout=400):
+        assert gap(gradients, expected) < 1e-4, norm(gradients) / norm(expected)
+        assert abs(mine - loss) < 1e-4
+
+
+def trainer_compiled(folder, stage):
+    """Logs of three steps, eager and compiled."""
+    found = []
+    for name, changes in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "aot_eager"})):
+        trainer = trainers.make(
+            f"{folder}/{name}", 1, SECTION, stage, max_steps=2, eval_strategy="steps", eval_steps=2, **changes
+        )
+        found.append(trainers.trained(trainer).logs)
+    return found
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
+def test_the_trainer_takes_torch_compile(stage, tmp_path):
+    for eager, compiled in on_ranks(2, trainer_compiled, str(tmp_path), stage, timeout=500):
+        assert compiled.keys() == eager.keys()
+        assert {"loss", "grad_norm", "eval_loss"} <= eager.keys()
+        for name, values in eager.items():
+            assert values == pytest.approx(compiled[name], rel=1e-5), name
