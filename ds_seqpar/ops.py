@@ -45,14 +45,18 @@ def gather_lse(runtime: Runtime, lse: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
-def agree_on(q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool) -> Tensor:
+def agree_on(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool, lse: bool
+) -> Tensor:
     """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
-    agree_on_inputs(of_handle(handle), q, k, v, causal, scale, backward)
+    agree_on_inputs(of_handle(handle), q, k, v, causal, scale, backward, lse)
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
 @agree_on.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool, lse: bool
+) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 

@@ -117,9 +117,7 @@ def _rank(rank, world, folder, port, pipe):
 
     torch.set_num_threads(1)
     gc.freeze()  # ZeRO-3 collects garbage for every engine: not among all that was imported
-    outcome = _outcome(
-        dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=60), world, rank)
-    )
+    outcome = _outcome(dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=60), world, rank))
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:

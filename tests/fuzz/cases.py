@@ -171,13 +171,13 @@ def _is_read(section):
 
 
 @st.composite
-def cases(draw, ranks=st.integers(2, 4), sizes=divisors, one_rank=True):
-    """sizes: of the ranks that may share a sequence, given their number; one_rank: one may be given something else."""
-    number = draw(ranks)
-    section = draw(sections([*sizes(number), number, number]))
+def cases(draw, virtual=False):
+    """virtual: all ranks share a sequence, and all are given the same."""
+    number = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 9, 12, 16) if virtual else (2, 3, 4)))
+    section = draw(sections([number] if virtual else [*divisors(number), number, number]))
     call = draw(calls(section))
     told = draw(st.sampled_from([None, (call["heads"], call["kv_heads"])]))
-    who = draw(st.sampled_from((None, *range(number)))) if one_rank else None
+    who = None if virtual else draw(st.sampled_from((None, *range(number))))
     kind = draw(st.sampled_from(("none", "none", "sure", "sure", "differs", "unsure", "section", "heads")))
     wrong = None
     if kind == "sure":

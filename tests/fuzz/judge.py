@@ -17,8 +17,7 @@ def inputs(call, seq, seed=0):
     """Global q, k, v, do of a drawn call."""
     dtype, heads = DTYPES[call["dtype"]], (call["heads"], call["kv_heads"])
     shape = [call["batch"], seq, heads, call["head_dim"], torch.float64, call["seed"] + 100 * seed]
-    whole = [_valued(call, number, x).to(dtype) for number, x in enumerate(oracle.tensors(*shape))]
-    return whole
+    return [_valued(call, number, x).to(dtype) for number, x in enumerate(oracle.tensors(*shape))]
 
 
 def _valued(call, number, x):

@@ -119,7 +119,7 @@ def verdict(case, results, errors):
     if not case["wrong"] and refused:
         return "failed", f"nothing is wrong with it, and it was refused: {results}"
     kinds = sorted({results[rank]["kind"] for rank in refused} - {"DisagreementError"}) or ["DisagreementError"]
-    return f"refused, {kinds[0]}" if refused else "right", None
+    return f"refused, {kinds[0]}" if refused else f"right, {case['section']['schedule']}", None
 
 
 def _fault(members):
