@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 
 import torch
@@ -12,7 +11,7 @@ from torch.autograd import forward_ad
 
 from .agreement import agree
 from .config import SequenceParallelConfig, check_heads
-from .errors import InputError, SeqParError
+from .errors import InputError, SeqParError, as_error
 from .kernels import BlockSpec, select
 from .layout import multiple
 from .runtime import Runtime
@@ -27,13 +26,15 @@ def traceable(q: object, k: object, v: object, causal: object, scale: object) ->
 
 @torch.compiler.disable
 def agree_on_inputs(
-    runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object, backward: bool
+    runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object, backward: bool, lse: bool
 ) -> None:
     """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
     was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
     error = attention_error(runtime, q, k, v, causal, scale)
-    given = {name: _describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
-    given |= {"causal": causal, "scale": scale, "backward": backward}
+    given = {}
+    if error is None:  # else nothing of it may be fit to be shown
+        given = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+        given |= {"causal": causal, "scale": scale, "backward": backward, "return_lse": lse}
     with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
         agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
 
@@ -43,12 +44,24 @@ def attention_error(
 ) -> SeqParError | None:
     """Why this rank cannot take part in attention over these."""
     try:
-        _check_settings(causal, scale)
-        _check_tensors(q, k, v)
-        _check_shares(runtime, q, k.shape[2], causal)
+        check_arguments(q, k, v, causal, scale)
+        check_shares(runtime, q, k.shape[2], causal)
     except SeqParError as error:
         return error
     return None
+
+
+def check_arguments(q: object, k: object, v: object, causal: object, scale: object) -> None:
+    """Raises InputError for what attention cannot take on any number of ranks."""
+    try:
+        _check_settings(causal, scale)
+        _check_tensors(q, k, v)
+    except SeqParError:
+        raise
+    except Exception as error:  # out of a tensor or a number of an odd kind
+        raise as_error(
+            "attention needs q, k, v, causal and scale that can be read; reading them failed", error
+        ) from error
 
 
 def _check_settings(causal: object, scale: object) -> None:
@@ -56,11 +69,13 @@ def _check_settings(causal: object, scale: object) -> None:
         raise InputError(f"attention needs causal True or False; got {causal!r}, full attention is causal=False")
     if scale is None:
         return
-    smallest = torch.finfo(torch.float32).tiny  # what is less is 0 in a kernel, and 0 times a mask's -inf no number
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not smallest <= scale < math.inf:
+    range_ = torch.finfo(
+        torch.float32
+    )  # below it is 0 in a kernel, and 0 times a mask's -inf no number; above infinite
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not range_.tiny <= scale <= range_.max:
         got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise InputError(
-            f"attention needs a scale that is a number above 0, or None for head_dim ** -0.5; got {got}, "
+            f"attention needs a scale that is a number above 0 (in fp32), or None for head_dim ** -0.5; got {got}, "
             "multiply q for anything else"
         )
 
@@ -124,7 +139,7 @@ def check_derivatives(*tensors: Tensor) -> None:
         )
 
 
-def _check_shares(runtime: Runtime, q: Tensor, kv_heads: int, causal: bool) -> None:
+def check_shares(runtime: Runtime, q: Tensor, kv_heads: int, causal: bool) -> None:
     """Heads, length, kernel and plan. The kernel here, where the others can still be told: what it needs may be
     installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
@@ -150,5 +165,6 @@ def _shape(x: object) -> str:
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _describe(x: object) -> str:
+def describe(x: object) -> str:
+    """Shape and dtype of a tensor, or what it is instead."""
     return f"{_shape(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -45,14 +45,18 @@ def gather_lse(runtime: Runtime, lse: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
-def agree_on(q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool) -> Tensor:
+def agree_on(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool, lse: bool
+) -> Tensor:
     """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
-    agree_on_inputs(of_handle(handle), q, k, v, causal, scale, backward)
+    agree_on_inputs(of_handle(handle), q, k, v, causal, scale, backward, lse)
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
 @agree_on.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool, lse: bool
+) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
@@ -99,7 +103,8 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv = torch.stack([k, v], dim=2)
     dq, dkv = _finish(of_handle(handle).backward(do.contiguous(), q, kv, out, lse, causal, scale), q.device)
-    return dq, *(x.contiguous() for x in dkv.unbind(2))
+    # a clone: of one sequence's only token both are contiguous as they stand, and an op's results must share no memory
+    return dq, *(x.clone(memory_format=torch.contiguous_format) for x in dkv.unbind(2))
 
 
 @_attention_backward.register_fake

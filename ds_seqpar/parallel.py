@@ -106,13 +106,13 @@ class SequenceParallel:
         """
         q, k, v = _autocast(q, k, v)
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-        after = None
+        after, lse_too = None, bool(return_lse)
         if torch.compiler.is_compiling() and inputs.traceable(q, k, v, causal, scale):
-            after = ops.agree_on(q, k, v, self.runtime.handle, causal, scale, backward)
+            after = ops.agree_on(q, k, v, self.runtime.handle, causal, scale, backward, lse_too)
         else:
-            inputs.agree_on_inputs(self.runtime, q, k, v, causal, scale, backward)
+            inputs.agree_on_inputs(self.runtime, q, k, v, causal, scale, backward, lse_too)
         out, lse = self._attention(q, k, v, causal, scale, after)
-        return (out, _Constant.apply(ops.gather_lse(self.runtime, lse))) if return_lse else out
+        return (out, _Constant.apply(ops.gather_lse(self.runtime, lse))) if lse_too else out
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import ulysses
+from . import inputs, ulysses
 from .comm import Handle, Message
 from .config import SequenceParallelConfig
-from .errors import InputError
-from .layout import multiple, positions
+from .errors import ConfigError, InputError
+from .layout import positions
 from .runtime import Runtime
 from .topology import Topology
 from .work import Tensors
@@ -89,16 +89,20 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
 ) -> Result:
-    """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks."""
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks.
+
+    Raises what `SequenceParallel` and its attention raise for these settings and tensors.
+    """
+    inputs.check_arguments(q, k, v, causal, scale)
+    if not isinstance(config.size, int):
+        raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
+    if do is not None and inputs.describe(do) != inputs.describe(q):
+        raise InputError(f"the output's gradient must be like q, {inputs.describe(q)}; got {inputs.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
-    step = multiple(config.layout, config.size, config.ulysses)
-    if q.shape[1] % step:
-        raise InputError(
-            f"a sequence's length must be a multiple of {step} for the {config.layout} layout on {config.size} ranks "
-            f"with ulysses {config.ulysses}; got {q.shape[1]}, pad it"
-        )
-    return _Ranks(config).attention(q, k, v, do, causal, scale)
+    inputs.check_length(config, q.shape[1])
+    ranks = _Ranks(config)
+    inputs.check_shares(ranks.runtimes[0], ranks.shard(q)[0], k.shape[2], causal)
+    return ranks.attention(q, k, v, do, causal, q.shape[3] ** -0.5 if scale is None else float(scale))
 
 
 class _Ranks:

@@ -4,6 +4,7 @@ The processes are forked from a server that has imported the heavy packages once
 fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh processes.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -39,45 +40,65 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
     word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        port = _free_port()
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, world, folder, port, patience, theirs, function, args))
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        results, errors = _collect(pipes, processes, time.monotonic() + timeout)
+    with Ranks(world, patience) as ranks:
+        results, errors = ranks.call(function, *args, timeout=timeout)
     if errors and check:
         raise RankFailure(errors)
     return [errors.get(rank, results.get(rank)) for rank in range(world)]
 
 
-def _collect(pipes, processes, deadline):
-    results, errors = {}, {}
-    for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True)):
-        try:
-            if pipe.poll(max(0.0, deadline - time.monotonic())):
-                good, value = pipe.recv()
-                (results if good else errors)[rank] = value
-            else:
-                errors[rank] = ("Hang", "still running", "still running when the time was up")
-        except EOFError:
-            process.join(10)
-            errors[rank] = ("Died", f"exit code {process.exitcode}", f"ended with exit code {process.exitcode}")
-    for pipe in pipes:
-        pipe.close()
-    for process in processes:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return results, errors
+class Ranks:
+    """`world` ranks with torch.distributed up, for one call after another in the same processes."""
+
+    def __init__(self, world, patience=60):
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.processes = [], []
+        port = _free_port()
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(rank, world, self.folder.name, port, patience, theirs))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def call(self, function, *args, timeout=120):
+        """({rank: result}, {rank: (type name, message, traceback)}); once a rank has failed, only `close` is left."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # of one that is gone there is nothing to read either
+                pipe.send((function, args))
+        results, errors, deadline = {}, {}, time.monotonic() + timeout
+        for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    good, value = pipe.recv()
+                    (results if good else errors)[rank] = value
+                else:
+                    errors[rank] = ("Hang", "still running", "still running when the time was up")
+            except (EOFError, ConnectionResetError):
+                process.join(10)
+                errors[rank] = ("Died", f"exit code {process.exitcode}", f"ended with exit code {process.exitcode}")
+        return results, errors
+
+    def close(self, patience=10):
+        """Ends the ranks, after `patience` seconds those that still run too."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(patience)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
 
 
 def _free_port():
@@ -86,7 +107,7 @@ def _free_port():
         return s.getsockname()[1]
 
 
-def _rank(rank, world, folder, port, patience, pipe, function, args):
+def _rank(rank, world, folder, port, patience, pipe):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -96,13 +117,21 @@ def _rank(rank, world, folder, port, patience, pipe, function, args):
 
     torch.set_num_threads(1)
     gc.freeze()  # ZeRO-3 collects garbage for every engine: not among all that was imported
-    try:
-        store, patience = f"file://{folder}/store", timedelta(seconds=patience)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
-        outcome = True, function(*args)
-    except BaseException as error:
-        outcome = False, (type(error).__name__, str(error), traceback.format_exc())
-    pipe.send(outcome)
-    if outcome[0]:
-        pipe.poll(600)  # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
+    outcome = _outcome(
+        dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=patience), world, rank)
+    )
+    # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        if not outcome[0]:
+            pipe.send(outcome)
+        while outcome[0]:
+            outcome = _outcome(*pipe.recv())
+            pipe.send(outcome)
     os._exit(0)  # not by way of destroy_process_group, which would wait for ranks that are gone
+
+
+def _outcome(function, args):
+    try:
+        return True, function(*args)
+    except BaseException as error:
+        return False, (type(error).__name__, str(error), traceback.format_exc())

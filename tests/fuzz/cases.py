@@ -1,0 +1,195 @@
+"""What the fuzz draws, as Python literals: a good section and call by construction, and at times something wrong in it.
+
+A case is a dict. ranks: how many there are. section: as in the JSON. heads: what the constructor is told. call: what
+attention is given. wrong: None, or {"rank": which one (None: all), "sure": whether it must be refused, and "section",
+"heads" or "call": what is otherwise on that rank}.
+"""
+
+import itertools
+import math
+
+from hypothesis import strategies as st
+
+from ds_seqpar import SeqParError, SequenceParallelConfig
+from ds_seqpar.config import KERNELS, LAYOUTS, PLACEMENTS, SCHEDULES, TRAVEL_DTYPES, TRAVELS
+from ds_seqpar.layout import multiple
+from ds_seqpar.shapes import divisors
+from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
+
+FLOATING = ("fp64", "fp32", "bf16", "fp16")
+ON_CPU = ("auto", "cpu_flash", "reference")
+GOOD_SCALES = ("None", "0.3", "1", "tiny", "2.0", "numpy")
+ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1, 1], [2, 1, 1], [1, 1, 2], {}, 10**30)
+WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
+FIELDS = (
+    "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
+    "placement", "travel_dtype", "kernel",
+)  # fmt: skip
+MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
+HEADS = (None, (0, 0), (4, 0), (4, 3), (4,), (4, 2, 1), (4.0, 2.0), ("4", "2"), 4, "42", (-4, -2), (True, True), {})
+
+
+@st.composite
+def sections(draw, sizes):
+    """A good section for ranks of which `sizes` may share a sequence."""
+    size = draw(st.sampled_from(sizes))
+    ulysses = draw(st.sampled_from(divisors(size)))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    inner, distflash = size // ulysses, schedule == "distflash"
+    axes, shape = draw(_shapes(schedule, inner))
+    section = {
+        "size": size,
+        "ulysses": ulysses,
+        "schedule": schedule,
+        **shape,
+        "layout": draw(st.sampled_from(("auto", "contiguous") if distflash else ("auto", *LAYOUTS))),
+        "forward": draw(st.sampled_from(("auto", "kv") if distflash else TRAVELS)),
+        "backward": draw(st.sampled_from(("auto", "kv") if distflash else TRAVELS)),
+        "overlap": draw(st.booleans()),
+        "placement": draw(_placements(axes)),
+        "travel_dtype": draw(st.sampled_from((*TRAVEL_DTYPES, "fp32"))),
+        "kernel": draw(st.sampled_from(ON_CPU)),
+    }
+    left_out = draw(st.sets(st.sampled_from(("layout", "forward", "backward", "overlap", "placement", "kernel"))))
+    return {name: value for name, value in section.items() if name not in left_out}
+
+
+@st.composite
+def _shapes(draw, schedule, inner):
+    """(names of the inner axes, the schedule's own fields)."""
+    rows = draw(st.sampled_from(divisors(inner)))
+    if schedule == "double_ring":
+        return ("window", "windows"), draw(st.sampled_from([{}, {"window": rows}]))
+    both = {"rows": rows, "cols": inner // rows}
+    if schedule == "attention2d":
+        return ("x", "y", "z"), draw(st.sampled_from([{}, both, {"rows": rows}, {"cols": rows}]))
+    if schedule == "wallfacer":
+        team = draw(st.sampled_from([c for c in divisors(inner) if inner % (c * c) == 0]))
+        return ("x", "y", "z"), draw(st.sampled_from([{}, {"team": team}]))
+    if schedule == "mesh":
+        more = draw(st.sampled_from(divisors(inner // rows)))
+        return ("x", "y", "z"), draw(st.sampled_from([{}, {"mesh": [rows, more, inner // rows // more]}]))
+    return ("ring",), {}
+
+
+def _placements(axes):
+    collectives = ("collectives_intra",) if "x" in axes else ()
+    orders = [list(order) for order in itertools.permutations(("ulysses", *axes))]
+    return st.sampled_from(["auto", "ulysses_intra", "ring_intra", *collectives, *orders, ["data", *orders[0]]])
+
+
+@st.composite
+def calls(draw, section, largest=64):
+    """What attention can be given under a good section; tokens are those of a rank."""
+    ulysses, distflash = section["ulysses"], section["schedule"] == "distflash"
+    layout = section.get("layout", "auto")
+    layout = {"auto": "contiguous" if distflash else "zigzag"}.get(layout, layout)
+    tokens = multiple(layout, section["size"], ulysses) // section["size"]
+    kv_heads = draw(st.sampled_from(divisors(ulysses))) * draw(st.sampled_from((1, 1, 2)))
+    if ulysses % kv_heads and kv_heads % ulysses:
+        kv_heads = ulysses
+    return {
+        "batch": draw(st.integers(1, 3)),
+        "tokens": tokens * draw(st.integers(1, max(1, min(5, largest // tokens // section["size"])))),
+        "heads": math.lcm(ulysses, kv_heads) * draw(st.integers(1, 3)),
+        "kv_heads": kv_heads,
+        "head_dim": draw(st.sampled_from((1, 2, 3, 5, 8, 16, 31, 64, 80, 129, 256))),
+        "dtype": draw(st.sampled_from(FLOATING)),
+        "strides": draw(st.tuples(*[st.sampled_from(sorted(STRIDES))] * 4)),
+        "causal": "True" if distflash else draw(st.sampled_from(("True", "False"))),
+        "scale": draw(st.sampled_from(GOOD_SCALES)),
+        "grad": draw(st.tuples(*[st.booleans()] * 3)),
+        "grads_differ": draw(st.booleans()),
+        "mode": draw(st.sampled_from(("plain", *MODES))),
+        "lse": draw(st.booleans()),
+        "values": draw(st.sampled_from(("normal", "normal", *VALUES))),
+        "place": draw(st.tuples(st.integers(0, 3), *[st.integers(0, 999)] * 4)),
+        "form": "good",
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@st.composite
+def surely_wrong(draw, call):
+    """Changes to a call that no rank can take."""
+    heads = call["heads"]
+    numbers = [{"batch": 0}, {"tokens": 0}, {"heads": 0}, {"kv_heads": 0}, {"head_dim": 0}, {"kv_heads": heads + 1}]
+    numbers += [{"heads": 0, "kv_heads": 0}]
+    return draw(
+        st.sampled_from(numbers)
+        | st.sampled_from([{"causal": name} for name in CAUSAL if name not in ("True", "False")])
+        | st.sampled_from([{"scale": name} for name in SCALES if name not in GOOD_SCALES])
+        | st.sampled_from([{"form": name} for name in FORMS if name != "good"])
+        | st.sampled_from([{"dtype": name} for name in DTYPES if name not in FLOATING])
+    )
+
+
+def differing(call):
+    """Changes to a call that are wrong where one rank has them and its peers have not."""
+    other = {"True": "False", "False": "True"}[call["causal"]]
+    changes = [
+        {"batch": call["batch"] + 1},
+        {"tokens": 2 * call["tokens"]},
+        {"heads": 2 * call["heads"]},
+        {"head_dim": call["head_dim"] + 1},
+        {"causal": other},
+        {"scale": "2.0" if call["scale"] == "0.3" else "0.3"},
+        {"lse": not call["lse"]},
+    ]
+    changes += [{"dtype": name} for name in FLOATING if name != call["dtype"] and call["mode"] != "autocast"]
+    if any(call["grad"]) and call["mode"] in ("plain", "autocast"):
+        changes += [{"grad": (False,) * 3}, {"mode": "no_grad"}, {"mode": "inference"}]
+    return st.sampled_from(changes)
+
+
+def unsure():
+    """Changes that may or may not fit."""
+    count = st.integers(0, 9)
+    sizes = st.fixed_dictionaries({"heads": count, "kv_heads": count, "tokens": count, "batch": st.integers(0, 3)})
+    return sizes | st.fixed_dictionaries({"tokens": count}) | st.sampled_from([{"mode": name} for name in MODES])
+
+
+@st.composite
+def odd_sections(draw, section):
+    """A section with one thing otherwise; some are right all the same."""
+    name = draw(st.sampled_from(FIELDS))
+    kind = draw(st.integers(0, 9))
+    if kind == 0:
+        return {**section, draw(st.sampled_from(MISSPELT)): draw(st.sampled_from(ODD))}
+    if kind == 1:
+        return draw(st.sampled_from([None, [], "ring", 4, {}]))
+    return {**section, name: draw(st.sampled_from(ODD) | st.sampled_from(WORDS))}
+
+
+def _is_read(section):
+    """Whether a rank given this gets as far as meeting the others: a section that cannot be read ends it before."""
+    try:
+        SequenceParallelConfig.from_dict(section)
+    except SeqParError:
+        return False
+    return True
+
+
+@st.composite
+def cases(draw, virtual=False):
+    """virtual: all ranks share a sequence, and all are given the same."""
+    number = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 9, 12, 16) if virtual else (2, 3, 4)))
+    section = draw(sections([number] if virtual else [*divisors(number), number, number]))
+    call = draw(calls(section))
+    told = draw(st.sampled_from([None, (call["heads"], call["kv_heads"])]))
+    who = None if virtual else draw(st.sampled_from((None, *range(number))))
+    kind = draw(st.sampled_from(("none", "none", "sure", "sure", "differs", "unsure", "section", "heads")))
+    wrong = None
+    if kind == "sure":
+        wrong = {"rank": who, "sure": True, "call": draw(surely_wrong(call))}
+    elif kind == "differs":
+        alone = who is None or section["size"] == 1
+        wrong = {"rank": who, "sure": not alone, "call": draw(differing(call))}
+    elif kind == "unsure":
+        wrong = {"rank": who, "sure": False, "call": draw(unsure())}
+    elif kind == "section":
+        odd = draw(odd_sections(section))
+        wrong = {"rank": who if _is_read(odd) else None, "sure": False, "section": odd}
+    elif kind == "heads":
+        wrong = {"rank": who, "sure": False, "heads": draw(st.sampled_from(HEADS))}
+    return {"ranks": number, "section": section, "heads": told, "call": call, "wrong": wrong}

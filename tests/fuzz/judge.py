@@ -1,0 +1,123 @@
+"""Whether numbers are right: against dense fp64 attention, and one kernel call over the whole sequence."""
+
+import dataclasses
+import math
+
+import torch
+
+from ds_seqpar.kernels import BlockSpec, select
+from tests import oracle
+from tests.fuzz.tables import AT_ONE_PLACE, DTYPES, SCALES, STRIDES
+
+NAMES = ("out", "dq", "dk", "dv", "lse")
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def inputs(call, seq, seed=0):
+    """Global q, k, v, do of a drawn call."""
+    dtype, heads = DTYPES[call["dtype"]], (call["heads"], call["kv_heads"])
+    shape = [call["batch"], seq, heads, call["head_dim"], torch.float64, call["seed"] + 100 * seed]
+    return [_valued(call, number, x).to(dtype) for number, x in enumerate(oracle.tensors(*shape))]
+
+
+def _valued(call, number, x):
+    values, (tensor, *place) = call["values"], call["place"]
+    equal = {"equal rows": 1, "equal heads": 2, "equal elements": 3}
+    if values in equal and x.shape[equal[values]]:
+        return x.narrow(equal[values], 0, 1).expand_as(x).contiguous()
+    if values in ("zeros", "one"):
+        return torch.full_like(x, values == "one")
+    if values.startswith("all ") or (values in ("huge", "tiny") and number == tensor):
+        return x * (1e4 if values.endswith("huge") else 1e-30)
+    if values in AT_ONE_PLACE and number == tensor and x.numel():
+        x[tuple(p % size for p, size in zip(place, x.shape, strict=True))] = AT_ONE_PLACE[values]
+    return x
+
+
+def laid_out(call, tensors):
+    """These, each with the strides drawn for it."""
+    return [STRIDES[name](x) for name, x in zip(call["strides"], tensors, strict=False)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Truth:
+    """By name, over the whole sequence. exact: in fp64. single: one kernel call in the dtype. natural: the size of what
+    is added up, where the sum may be 0. limit: of the error relative to the greater of both."""
+
+    exact: dict
+    single: dict
+    natural: dict
+    limit: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, whole, causal, scale, config, bf16=False):
+        """For global q, k, v, do. bf16: whether autocast makes that of them."""
+        dtype = torch.bfloat16 if bf16 and whole[0].dtype != torch.float64 else whole[0].dtype
+        q, k, v, do = whole = [x.to(dtype) for x in whole]
+        factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+        kernel = select(config.kernel, BlockSpec.of(q, k.shape[2]))
+        out, lse = kernel.forward(q, k, v, causal, factor)
+        grads = kernel.backward(do, q, k, v, out, lse, causal, factor)
+        top = [_top(x) for x in whole]
+        scores = factor * top[0] * top[1] * math.sqrt(q.shape[3])
+        natural = [top[2], *(factor * top[3] * top[2] * x for x in (top[1], top[0])), top[3], scores]
+        limit = max(LIMITS.get(dtype, 1e-5), 32 * torch.finfo(lse.dtype).eps * scores)
+        if config.travel_dtype == "bf16":
+            limit += 3e-2
+        exact = [*oracle.dense(*whole, causal, factor), _lse(q, k, causal, factor)]
+        return cls(
+            exact=dict(zip(NAMES, exact, strict=True)),
+            single=dict(zip(NAMES, (out, *grads, lse), strict=True)),
+            natural=dict(zip(NAMES, natural, strict=True)),
+            limit=limit,
+            dtype=dtype,
+        )
+
+    def faults(self, found, part=lambda x: x):
+        """What is wrong with these tensors by name; part: takes this rank's tokens of a whole one."""
+        faults = {name: self._fault(name, x, part) for name, x in found.items()}
+        return {name: fault for name, fault in faults.items() if fault}
+
+    def _fault(self, name, found, part):
+        exact, single = part(self.exact[name]), part(self.single[name])
+        if found.shape != exact.shape:
+            return f"shape {tuple(found.shape)} instead of {tuple(exact.shape)}"
+        lost, good = ~exact.isfinite() & ~single.isfinite(), exact.isfinite() & single.isfinite()
+        if bool(found[lost].isfinite().any()):
+            return f"finite where attention is not, {int(found[lost].isfinite().sum())} times"
+        if not bool(found[good].isfinite().all()):
+            return f"not finite where attention is, {int((~found[good].isfinite()).sum())} times"
+        mine, alone = (x[good].double() - exact[good] for x in (found, single))
+        return self._too_far(mine, alone, max(self.natural[name], _top(self.exact[name])), name)
+
+    def _too_far(self, mine, alone, size, name):
+        if not mine.numel():
+            return None
+        smallest = torch.finfo(torch.float32 if self.dtype != torch.float64 else torch.float64).tiny
+        size = max(size, smallest / self.limit)
+        if self.dtype in LIMITS or name == "lse":
+            error, limit = mine.abs().max().item() / size, self.limit
+        else:  # as root mean squares: the greatest single error is chance
+            error = mine.square().mean().sqrt().item() / size
+            single = alone.square().mean().sqrt().item() / size
+            limit = 2 * single + torch.finfo(self.dtype).eps + self.limit
+        return None if error <= limit else f"error {error:.3g}, limit {limit:.3g}"
+
+
+def _top(x):
+    """The greatest finite magnitude."""
+    finite = x[x.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def _lse(q, k, causal, scale):
+    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+    return scores.logsumexp(-1).transpose(1, 2)
+
+
+def scale_of(call):
+    return SCALES[call["scale"]]

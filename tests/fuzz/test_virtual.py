@@ -1,0 +1,53 @@
+"""Drawn attention on virtual ranks, up to 16: through the same checks, and right, or refused in one sentence."""
+
+import traceback
+
+import pytest
+from hypothesis import assume
+
+from ds_seqpar import SeqParError, SequenceParallelConfig, virtual
+from tests.dist.ranks import is_one_sentence
+from tests.fuzz import cases, judge
+from tests.fuzz.run import fuzz
+from tests.fuzz.tables import CAUSAL, FORMS, SCALES
+
+
+def attend(case):
+    """What is wrong with attention's results."""
+    wrong = case["wrong"] or {}
+    config = SequenceParallelConfig.from_dict(wrong.get("section", case["section"]))
+    assume(config.size == "auto" or config.size <= 16)
+    call = {**case["call"], **wrong.get("call", {})}
+    causal, scale = CAUSAL[call["causal"]], SCALES[call["scale"]]
+    size = config.size if config.size != "auto" else case["ranks"]
+    whole = judge.inputs(call, call["tokens"] * size)
+    q, k, v, do = judge.laid_out(call, whole)
+    found = virtual.attention(
+        config, *FORMS[call["form"]]([q, k, v]), do if any(call["grad"]) else None, causal=causal, scale=scale
+    )
+    names = judge.NAMES[:4] if any(call["grad"]) else judge.NAMES[:1]
+    return judge.Truth.of(whole, causal, scale, config).faults({name: getattr(found, name) for name in names})
+
+
+def try_one(case):
+    wrong = case["wrong"] or {"sure": False}
+    try:
+        if faults := attend(case):
+            return "failed", str(faults)
+    except SeqParError as error:
+        if not is_one_sentence(str(error)):
+            return "failed", f"not one sentence: {error}"
+        if not case["wrong"]:
+            return "failed", f"nothing is wrong with it, and it was refused: {error}"
+        return f"refused, {type(error).__name__}", None
+    except Exception:
+        return "failed", traceback.format_exc()
+    if wrong["sure"]:
+        return "failed", "this cannot be right, and was not refused"
+    return f"right, {case['section']['schedule']}", None
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.whole)])
+def test_attention_on_virtual_ranks(count, capsys):
+    with capsys.disabled():
+        fuzz(cases.cases(virtual=True), count, try_one)
