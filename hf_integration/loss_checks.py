@@ -72,9 +72,10 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, without gradients; afterwards modes and torch's random state are what they were."""
     modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(devices):
             yield
     finally:
         for module, training in modes:
