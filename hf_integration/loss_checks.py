@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
+
+from .families import unwrapped
 
 ITEMS = 3.0  # the divisor that a loss is tried with
 

@@ -25,10 +25,9 @@ from transformers.masking_utils import sdpa_mask
 from ds_seqpar import SequenceParallel
 from ds_seqpar.agreement import agree
 from ds_seqpar.config import check_heads
-from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, InputError
 
-from .families import check_adapters, check_model, heads
+from .families import check_adapters, check_model, heads, unwrapped
 from .fingerprint import fingerprint
 
 NAME = "ds_seqpar"
