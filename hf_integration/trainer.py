@@ -51,7 +51,8 @@ class SequenceParallelMixin:
     default they are refused (compute_metrics) or None (predict). `preprocess_logits_for_metrics` is applied before, to
     each rank's own logits and (unshifted) labels: a position at a time, such as an argmax, it saves their memory.
     check_loss: before training, one forward of the shortest sequence must give the sum of token losses on shift_labels
-    over num_items_in_batch. False is for a class whose `compute_loss` means to give something else.
+    over num_items_in_batch, and an evaluation step the mean of uneven labels. False is for a class whose `compute_loss`
+    or `prediction_step` means to give something else.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 
