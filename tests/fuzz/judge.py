@@ -84,7 +84,7 @@ class Truth:
         return {name: fault for name, fault in faults.items() if fault}
 
     def _fault(self, name, found, part):
-        exact, single = part(self.exact[name]), part(self.single[name])
+        exact, single = part(self.exact[name]), part(self.single[name]).to(found.dtype)  # autocast's are cast back
         if found.shape != exact.shape:
             return f"shape {tuple(found.shape)} instead of {tuple(exact.shape)}"
         lost, good = ~exact.isfinite() & ~single.isfinite(), exact.isfinite() & single.isfinite()
@@ -94,13 +94,13 @@ class Truth:
         if not bool(found[good].isfinite().all()):
             return f"not finite where attention is, {int((~found[good].isfinite()).sum())} times"
         mine, alone = (x[good].double() - exact[good] for x in (found, single))
-        return self._too_far(mine, alone, max(self.natural[name], _top(self.exact[name])), name)
+        smallest = max(torch.finfo(x).smallest_normal * torch.finfo(x).eps for x in (found.dtype, self.dtype))
+        size = max(self.natural[name], _top(self.exact[name]), smallest / self.limit)
+        return self._too_far(mine, alone, size, name)
 
     def _too_far(self, mine, alone, size, name):
         if not mine.numel():
             return None
-        smallest = torch.finfo(torch.float32 if self.dtype != torch.float64 else torch.float64).tiny
-        size = max(size, smallest / self.limit)
         if self.dtype in LIMITS or name == "lse":
             error, limit = mine.abs().max().item() / size, self.limit
         else:  # as root mean squares: the greatest single error is chance
