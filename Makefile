@@ -1,6 +1,6 @@
 # make demo   train a small LLaMA on 4 ranks, one sequence split over all of them
 # make test   the tests, with a pairwise cover of every case grid
-# make test-all   the tests, with every case grid whole
+# make test-all   the tests, with every case grid whole, and the Trainer's with the oldest transformers too
 # Each makes .venv first, where there is none or the requirements changed.
 
 PYTHON ?= python3
@@ -8,6 +8,8 @@ RANKS ?= 4
 CONFIG ?= ds_configs/zero3_u2r2_fp32.json
 OUT ?= runs/demo
 VENV := .venv
+# what setup.cfg allows; constraints.txt has the newest
+OLDEST := transformers==5.18.0
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # what DeepSpeed compiles on CPUs stays with the environment that it was compiled for
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
@@ -15,13 +17,15 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 .PHONY: demo test test-all lint format
 
 demo: $(VENV)/.ready
+	python -m ds_seqpar prepare
 	deepspeed --num_gpus $(RANKS) examples/finetune_llama.py --deepspeed_config $(CONFIG) --out $(OUT)
 
 test: $(VENV)/.ready
 	python -m pytest -m "not whole" tests
 
-test-all: $(VENV)/.ready
+test-all: $(VENV)/oldest/.ready
 	python -m pytest tests
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest python -m pytest -m "not whole" tests/hf/test_trainer_*.py
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check .
@@ -32,4 +36,10 @@ format: $(VENV)/.ready
 $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# laid over the environment, which has all that it needs
+$(VENV)/oldest/.ready: $(VENV)/.ready
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(OLDEST)
 	touch $@

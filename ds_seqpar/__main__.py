@@ -1,4 +1,5 @@
-"""Command line: `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time."""
+"""Command line: `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time;
+`python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from . import cpu_op
 from .config import LAYOUTS, PLACEMENTS, SCHEDULES, SHAPE_FIELDS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig
 from .draw import draw
 from .errors import SeqParError
@@ -41,9 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
+    commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     args = parser.parse_args(argv)
     try:
-        _show(args)
+        _show(args) if args.command == "show" else _prepare()
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
@@ -75,6 +78,10 @@ def _show(args: argparse.Namespace) -> None:
         if args.png and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")
+
+
+def _prepare() -> None:
+    print("DeepSpeed's CPU op is compiled" if cpu_op.prepare() else "DeepSpeed compiles nothing on this machine")
 
 
 def _sizes(direction: str, q_heads: int, kv_heads: int, travel: str, head_dim: int = 128) -> dict[str, int]:

@@ -25,7 +25,7 @@ def agree(
     error: SeqParError | None = None,
     number: int = 0,
     colors: Sequence[int] | None = None,
-    how: str = "",
+    call: str = "",
 ) -> list[int]:
     """One all-gather of three integers over a group that carries CPU tensors. Returns every rank's `number`.
 
@@ -33,14 +33,14 @@ def agree(
     color. A mapping, a dataclass, a list or a tuple of such is compared field by field, and where ranks differ only
     those fields are named that do.
     error: what keeps this rank from going on; it is raised here, and a DisagreementError that quotes it on the others.
-    how: ends the sentence that a timeout gives: which ranks have to call this.
+    call: what users call to come here, named where a rank does not come.
     """
     size = dist.get_world_size(group)
     fields = fields_of(value)
     digest = hashlib.blake2b(repr((what, sorted(fields.items()))).encode(), digest_size=7).digest()
     mine = torch.tensor([error is not None, int.from_bytes(digest, "big"), number], dtype=torch.int64)
     gathered = torch.empty(size, 3, dtype=torch.int64)
-    with failing(f"the comparison of {what} by all ranks concerned", group, how):
+    with failing(call or f"the comparison of {what}", group):
         dist.all_gather(list(gathered.unbind()), mine, group=group)
     flags, digests, numbers = gathered.t().tolist()
     colors = colors or [0] * size
@@ -76,7 +76,7 @@ def _explain(
 ) -> None:
     """Gathers the sentences (slow) and raises, on every rank; one of them prints it if nobody catches it."""
     seen: list[tuple[str, Fields, str | None]] = [("", {}, None)] * len(colors)
-    with failing(f"the comparison of {what} by all ranks concerned", group):
+    with failing(f"the comparison of {what}", group):
         dist.all_gather_object(seen, (what, fields, error and str(error)), group=group)
     names = dist.get_process_group_ranks(group)
     sentences = [sentence for _, _, sentence in seen]

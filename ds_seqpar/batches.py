@@ -39,6 +39,8 @@ def shard_window(
     Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
     are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
     losses by it (transformers models do). The loss a rank then sees is its own part: `sp.mean_loss` gives the loss.
+    G times the gradient is in it, which `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`,
+    and average gradients over the world, as DDP does.
     """
     sharded, count, value, error = [], 0, None, None
     try:
@@ -49,7 +51,8 @@ def shard_window(
     world = dist.get_world_size()
     colors = [sp.topology.index(rank, "data") for rank in range(world)]
     # one number carries both: a window has fewer than 2**20 micro-batches
-    numbers = agree(sp.control_world, "batches", value, error=error, number=count << 20 | len(sharded), colors=colors)
+    number = count << 20 | len(sharded)
+    numbers = agree(sp.control_world, "batches", value, error=error, number=number, colors=colors, call="shard_batches")
     if len({number & 0xFFFFF for number in numbers}) > 1:
         lengths = [number & 0xFFFFF for number in numbers]
         raise InputError(f"all ranks must be given as many micro-batches; got {lengths} by rank")

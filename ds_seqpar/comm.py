@@ -86,23 +86,23 @@ CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remo
 
 
 @contextlib.contextmanager
-def failing(what: str, group: dist.ProcessGroup, how: str = "") -> Iterator[None]:
+def failing(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Says in one sentence how communication failed: a rank that ended is another matter than one that did not come.
-
-    how: ends the sentence about a timeout. What the backend said is the cause of the CommunicationError.
-    """
+    What the backend said is the cause of the CommunicationError."""
     try:
         yield
     except (torch.OutOfMemoryError, SeqParError):
         raise
     except RuntimeError as error:
-        raise CommunicationError(f"{what} {_reason(str(error), group, how)}") from error
+        raise CommunicationError(f"{what} {_reason(str(error), group)}") from error
 
 
-def _reason(said: str, group: dist.ProcessGroup, how: str) -> str:
+def _reason(said: str, group: dist.ProcessGroup) -> str:
     if TIMED_OUT.search(said):
-        what_to_do = how or "one that went another way, or caught an error of its own and went on, cannot be waited for"
-        return f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; {what_to_do}"
+        return (
+            f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
+            "not only rank 0, and one that caught an error of its own cannot go on without the others"
+        )
     if CLOSED.search(said):
         return "failed because another rank ended or gave up: see what that one says"
     return f"failed: {said.splitlines()[0] if said else 'without a reason'}"

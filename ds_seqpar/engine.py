@@ -57,13 +57,14 @@ def initialize(
     """What `deepspeed.initialize` returns (engine, optimizer, dataloader, scheduler), for sequence parallel training.
 
     config: a DeepSpeed JSON's path or its dict, with a "sequence_parallel" section; default `args.deepspeed_config`.
-    model: a transformers model, also inside a peft model or torch.compile, whose attention is patched; or your own,
-    which calls `sp.attention`: then pass that SequenceParallel as `sequence_parallel`. `engine.sequence_parallel` is
-    the one in use. `train_batch_size` counts sequences. check_loss: a causal language model of transformers must give
-    the sum of token losses on shift_labels over num_items_in_batch, which a forward of the shortest sequence tries;
-    False is for a loss that is meant to be another. optimizer, model_parameters and lr_scheduler go to
-    deepspeed.initialize, distributed_port and dist_init_required (False: torch.distributed is up) do as there.
-    A single process without a launcher, as in a notebook, becomes a world of one rank.
+    model: a transformers model, also inside a peft model or torch.compile, whose attention is patched; or your own, or
+    one of another family, which calls `sp.attention`: then pass that SequenceParallel as `sequence_parallel`.
+    `engine.sequence_parallel` is the one in use. `train_batch_size` counts sequences. check_loss: a causal language
+    model of transformers must give the sum of token losses on shift_labels over num_items_in_batch, which a forward of
+    the shortest sequence tries; False is for a loss that is meant to be another.
+    optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and dist_init_required
+    (False: torch.distributed is up) do as there. A single process without a launcher, as in a notebook, becomes a world
+    of one rank.
     Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
     pipeline modules, and the JSON keys in `deepspeed_json.REFUSED`.
     """
@@ -97,18 +98,18 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     """The JSON as DeepSpeed must see it, for callers that need it before `initialize` (zero.Init, HfDeepSpeedConfig).
 
     DeepSpeed counts a sequence once per rank, so `train_batch_size` (sequences) is multiplied by the SP size.
-    Raises ConfigError where the three batch settings do not fit together.
+    Raises ConfigError where the three batch settings do not fit together, or are left to the HuggingFace Trainer.
     """
     content = read_deepspeed(config)
     section_of(content)
+    check_auto(content)
     content = {key: value for key, value in content.items() if key not in left_out(content)}
     sequences = content.get("train_batch_size")
     micro, steps = content.get("train_micro_batch_size_per_gpu"), content.get("gradient_accumulation_steps")
     for name, value in (("train_batch_size", sequences), ("train_micro_batch_size_per_gpu", micro),
                         ("gradient_accumulation_steps", steps)):  # fmt: skip
         if value is not None and (not isinstance(value, int) or value < 1):
-            trainers = ', "auto" is what the HuggingFace Trainer fills in' if value == "auto" else ""
-            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}{trainers}")
+            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}")
     if sequences is not None:
         known = sp.data_size * (micro or 1) * (steps or 1)
         if sequences % known or (micro and steps and sequences != known):
@@ -193,12 +194,12 @@ def prepare_model(
     models that cannot be patched.
     """
     config = SequenceParallelConfig.from_dict(section)
-    if not _is_transformers(model):
-        if given is None:
-            raise ConfigError(
-                "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
-                f"{type(model).__name__} alone, pass sequence_parallel=sp"
-            )
+    if not _is_transformers(model) and given is None:
+        raise ConfigError(
+            "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
+            f"{type(model).__name__} alone, pass sequence_parallel=sp"
+        )
+    if given is not None and not _is_known(model):
         _same(config, section, given)
         return given
     import hf_integration  # the outermost room: here only because initialize patches by itself
@@ -225,6 +226,11 @@ def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: Seq
 def _loss_checks(model: torch.nn.Module) -> ModuleType | None:
     """hf_integration.loss_checks, where the model is one of transformers."""
     return importlib.import_module("hf_integration.loss_checks") if _is_transformers(model) else None
+
+
+def _is_known(model: torch.nn.Module) -> bool:
+    """Whether it is a transformers model of a family whose attention is patched."""
+    return _is_transformers(model) and importlib.import_module("hf_integration.families").is_known(unwrapped(model))
 
 
 def _is_transformers(model: torch.nn.Module) -> bool:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import dataclasses
-import time
+import sys
+import threading
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from .errors import ConfigError
+from .leaving import PATIENCE, wait_at_exit
 from .topology import Topology
 
 Group = dist.ProcessGroup
 
 
 def control_world() -> Group:
-    """A group of all ranks that carries CPU tensors, for agreement."""
+    """A group of all ranks that carries CPU tensors, for agreement. The first thing that communicates."""
+    wait_at_exit()
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout())
 
 
@@ -29,15 +34,6 @@ def timeout(group: Group | None = None) -> timedelta:
         return backend.options._timeout  # gloo, NCCL and XCCL have it
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
-
-
-def _let_go() -> None:
-    """Before the interpreter ends, gloo's threads get a moment to drop the tensors of finished transfers.
-
-    They need the interpreter's lock for it, and a thread that waits for that when the end begins aborts the process,
-    all work done: "terminate called without an active exception", on a busy machine, with torch 2.13.
-    """
-    time.sleep(0.2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +50,12 @@ class Groups:
 
     sp: all that share its sequence; sp_order[i]: the SP rank of its i-th member. inner: those that run the schedule;
     inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: those that trade
-    heads. control: the ranks of `sp`, for CPU tensors. members: for collectives of schedules, by inner ranks.
+    heads. control: the ranks of `sp`, for CPU tensors; world: all ranks, for CPU tensors. members: for collectives of
+    schedules, by inner ranks. made: those that were made for this, and are freed with it: threads, sockets and all.
     """
 
+    world: Group
+    made: tuple[Group, ...]
     sp: Group
     sp_order: tuple[int, ...]
     inner: Group
@@ -66,11 +65,38 @@ class Groups:
     control: Group
     members: dict[tuple[int, ...], Members]
 
+    def close(self) -> None:
+        """Frees the groups; once is enough. NCCL's want all their members to do it, in the same order."""
+        made = list(vars(self).get("made", ()))
+        vars(self).clear()
+        free(made)
 
-def create(topology: Topology, rank: int) -> Groups:
-    """Collective over the world."""
-    atexit.unregister(_let_go)  # once is enough, however many there are
-    atexit.register(_let_go)
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
+
+    def __del__(self) -> None:
+        """Nobody needs them any more, backward passes included. Not NCCL's: other ranks may be elsewhere by now."""
+        if not sys.is_finalizing():
+            made = [group for group in vars(self).get("made", ()) if group.name() == "gloo"]
+            vars(self).clear()
+            free(made)
+
+
+def free(made: list[Group]) -> None:
+    """Empties the list of groups, which nobody else may refer to. An operation that was never completed keeps its
+    group's thread until it times out: that is left behind, not waited for."""
+    for number in range(len(made)):
+        with contextlib.suppress(ValueError):  # destroyed already, with the group of all ranks
+            dist.destroy_process_group(made[number])
+    thread = threading.Thread(target=made.clear, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+
+
+def create(topology: Topology, rank: int, world: Group) -> Groups:
+    """Collective over the world. world: from `control_world`."""
     inner = topology.inner_axes
     sp_axes = ("ulysses", *inner)
     groups = {axes: _mine(topology, rank, axes) for axes in (sp_axes, inner, ("ulysses",))}
@@ -86,7 +112,10 @@ def create(topology: Topology, rank: int) -> Groups:
         # a communicator's first call must come from all its members; a schedule's first transfer need not
         for group in groups.values():
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    made = {id(group): group for group in (*groups.values(), control, world) if group is not dist.group.WORLD}
     return Groups(
+        world=world,
+        made=tuple(made.values()),
         sp=groups[sp_axes],
         sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(topology.group(rank, *sp_axes))),
         inner=groups[inner],

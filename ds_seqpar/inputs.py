@@ -36,7 +36,7 @@ def agree_on_inputs(
         given = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
         given |= {"causal": causal, "scale": scale, "backward": backward, "return_lse": lse}
     with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
-        agree(runtime.control, "attention inputs", given, error=error)
+        agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
 
 
 def attention_error(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from . import batches, groups, inputs, ops, runtime
 from .agreement import agree
-from .comm import TorchComm
+from .comm import TorchComm, failing
 from .config import SequenceParallelConfig
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, SeqParError
 from .layout import multiple, positions
 from .telling import told_once
 from .topology import Topology
@@ -40,25 +41,49 @@ class SequenceParallel:
                 "SequenceParallel needs torch.distributed up; it is not, "
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
-        self.control_world = groups.control_world()
+        world = groups.control_world()
         config, error = config or SequenceParallelConfig(), None
         try:
             self.config = config.resolve(dist.get_world_size(), heads)
         except ConfigError as reason:
             error = reason
         given = {**vars(config), "heads": heads}
-        agree(self.control_world, "sequence parallel configuration", given, error=error)
+        try:
+            agree(world, "sequence parallel configuration", given, error=error, call="SequenceParallel")
+        except SeqParError:
+            groups.free([world] if world is not dist.group.WORLD else [])
+            raise
         self.topology = Topology.of(self.config, dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
-        self.groups = groups.create(self.topology, rank)
+        with failing("making process groups", world):
+            self.groups = groups.create(self.topology, rank, world)
+            dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         self.comm = TorchComm(self.groups)
-        self.runtime = runtime.Runtime(
-            self.config, self.topology, self.groups.inner_rank, self.comm, self.groups.control
-        )
+        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm)
         self.accumulation_steps: int | None = None
+
+    @property
+    def control_world(self) -> dist.ProcessGroup:
+        """All ranks, for CPU tensors."""
+        return self.groups.world
+
+    def close(self) -> None:
+        """Frees its process groups, with their threads and sockets; whatever communicates then raises ConfigError.
+
+        Without it they are freed once nobody refers to the SequenceParallel: no model that is patched with it, no
+        backward pass that is still to come. NCCL's are freed by `close` alone, which all ranks must then call.
+        """
+        self.groups.close()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:  # an error leaves other ranks where nobody knows: as if it were dropped
+            self.close()
 
     def attention(
         self,
@@ -126,10 +151,11 @@ class SequenceParallel:
         those are parts to be summed or copies of one another only the caller knows.
         """
         given = tuple(getattr(x, "shape", ())), getattr(x, "dtype", type(x)), dim
-        agree(self.groups.control, "tensor to gather", given, error=self._gather_error(x, dim))
+        agree(self.groups.control, "tensor to gather", given, error=self._gather_error(x, dim), call="gather")
         local = x.movedim(dim, 0).contiguous()
         parts = local.new_empty(self.size, *local.shape)
-        dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
+        with failing("gather", self.groups.sp):
+            dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
         parts = parts.flatten(0, 1)
         seq = parts.shape[0]
         settings = self.config.layout, seq, self.size, self.config.ulysses
@@ -159,7 +185,8 @@ class SequenceParallel:
         self, window: Sequence[Mapping[str, Any]], *, causal: bool = True, training: bool = True
     ) -> list[dict[str, Any]]:
         """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
-        what goes in and comes out. training=False: a window of any length, whose `mean_loss` is the evaluation loss."""
+        what goes in and comes out. Without DeepSpeed call `(loss / len(window)).backward()`. training=False: a window
+        of any length, whose `mean_loss` is the evaluation loss."""
         return batches.shard_window(self, window, causal, self.accumulation_steps if training else None)
 
     def shard_batch(self, batch: Mapping[str, Any], *, causal: bool = True, training: bool = True) -> dict[str, Any]:
@@ -170,14 +197,45 @@ class SequenceParallel:
         """A copied model shares it: process groups cannot be copied."""
         return self
 
-    def mean_loss(self, losses: Tensor | Sequence[Tensor]) -> float:
+    @overload
+    def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[False] = False) -> float: ...
+
+    @overload
+    def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[True]) -> Tensor: ...
+
+    def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: bool = False) -> float | Tensor:
         """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's
-        model returned for batches from `shard_batches`. A single rank's loss is only its own part of it. Collective
-        over the world."""
-        losses = [losses] if isinstance(losses, Tensor) else list(losses)
-        total = torch.stack([loss.detach().double().cpu() for loss in losses]).mean()
-        dist.all_reduce(total, group=self.control_world)
-        return total.item() / dist.get_world_size()
+        model returned for batches from `shard_batches`. A single rank's loss is only its own part of it.
+
+        losses: one or several, each a floating point tensor of one element. differentiable: returns it as a 0-dim
+        tensor of their dtype and device, to call backward on in place of the mean of this rank's `losses`: it has the
+        gradients of that, because DeepSpeed and DDP average gradients over ranks.
+        Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
+        """
+        losses, error = _losses(losses)
+        own = None if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
+        exact = (
+            0.0 if own is None else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
+        )
+        (bits,) = struct.unpack("q", struct.pack("d", exact))  # a float travels with the agreement
+        given = {"number of losses": len(losses)}
+        everyones = agree(self.control_world, "losses", given, error=error, number=bits, call="mean_loss")
+        mean = sum(struct.unpack("d", struct.pack("q", theirs))[0] for theirs in everyones) / len(everyones)
+        return own + (mean - own.detach()) if differentiable else mean
+
+
+def _losses(given: object) -> tuple[list[Tensor], InputError | None]:
+    wanted = (
+        "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
+    )
+    losses = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
+    if not losses:
+        return losses, InputError(f"{wanted}; got none")
+    for loss in losses:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            return losses, InputError(f"{wanted}; got {what}")
+    return losses, None
 
 
 class _Constant(torch.autograd.Function):

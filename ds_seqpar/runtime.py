@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .comm import Comm
@@ -24,16 +23,8 @@ from .work import Backward, Forward, Problem, Tensors, Work, bytes_per_token, tr
 class Runtime:
     """What one rank needs to take part: settings, its place and its transport. `rank` is the inner rank."""
 
-    def __init__(
-        self,
-        config: SequenceParallelConfig,
-        topology: Topology,
-        rank: int,
-        comm: Comm,
-        control: dist.ProcessGroup | None = None,
-    ) -> None:
-        """control: the ranks that share the sequence, for CPU tensors, to agree over; virtual ranks have none."""
-        self.config, self.topology, self.rank, self.comm, self.control = config, topology, rank, comm, control
+    def __init__(self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm) -> None:
+        self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.handle = handle_of(self)
 
     def forward(self, q: Tensor, kv: Tensor, causal: bool, scale: float) -> Iterator[int]:

@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Lla
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_seqpar
-from ds_seqpar.config import read_deepspeed
+from ds_seqpar.deepspeed_json import read_deepspeed
+from ds_seqpar.engine import start
 from ds_seqpar.errors import SeqParError
 
 matplotlib.use("Agg")
@@ -175,7 +176,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
     args = arguments()
     tokenizer = load_tokenizer(args.model)
-    deepspeed.init_distributed()
+    start()  # torch.distributed
     model = load_model(args, len(tokenizer))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

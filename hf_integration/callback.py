@@ -19,7 +19,8 @@ class SequenceParallelCallback(TrainerCallback):
     ranks: allocated on the device, or resident on a CPU), and to the first one the shape: `sp_size`, `sp_ulysses`,
     `sp_inner` (ranks of the schedule) and `data_groups`.
 
-    The time is that of training steps with their data loading; evaluation and saving do not count.
+    The time is that of training steps with their data loading; evaluation and saving do not count. They are in what is
+    printed, reported and given to `on_log` of later callbacks, not in `trainer_state.json`.
     """
 
     def __init__(self, sp: SequenceParallel) -> None:
@@ -74,8 +75,7 @@ class SequenceParallelCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and "loss" in logs:
-            logs.update(self.figures)
-            state.log_history[-1].update(self.figures)
+            logs.update(self.figures)  # not in state.log_history: no two runs have the same, and states are compared
             self.figures = {}
 
 

@@ -14,6 +14,7 @@ from ds_seqpar.errors import InputError
 # what a position that does not count holds; padding on the right is never seen under a causal mask, so that any token
 # would do, but what cannot be padded by rule is refused and not guessed
 PADDING = {"labels": IGNORE, "attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1}
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
 
 
 class SequenceParallelCollator:
@@ -33,6 +34,7 @@ class SequenceParallelCollator:
 
     def __call__(self, examples: list) -> dict[str, Any]:
         batch = dict(self.collator(examples))
+        refuse_packed(batch, "a collator")
         tokens = batch.get("labels", batch.get("input_ids"))
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             return batch  # said on every rank, by `SequenceParallel.shard_batches`
@@ -60,3 +62,13 @@ class SequenceParallelCollator:
                 f"got none, {how}"
             )
         return torch.nn.functional.pad(x, (0, short), value=value)
+
+
+def refuse_packed(given: Mapping[str, Any], source: str) -> None:
+    """Raises InputError for an example, or a batch, in which documents lie one after another and must not attend across
+    their ends."""
+    if packed := [name for name in PACKED if name in given]:
+        raise InputError(
+            f"packed documents are not supported yet; got {source} that gives {packed[0]}, give one document an "
+            "example and pad it (with trl's SFTConfig: packing=False, padding_free=False)"
+        )

@@ -41,6 +41,11 @@ def heads(model: PreTrainedModel) -> tuple[int, int]:
     return q_heads, getattr(config, "num_key_value_heads", None) or q_heads
 
 
+def is_known(model: PreTrainedModel) -> bool:
+    """Whether the model is of a family that was checked."""
+    return model.config.model_type in FAMILIES
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Raises ConfigError for a model whose attention cannot be, or was not checked to be, sequence parallel."""
     if not isinstance(model, PreTrainedModel):
@@ -49,10 +54,11 @@ def check_model(model: PreTrainedModel) -> None:
             "call sp.attention in a model of your own"
         )
     family = model.config.model_type
-    if family not in FAMILIES:
+    if not is_known(model):
         raise ConfigError(
             f"patch_attention knows the attention of {', '.join(sorted(FAMILIES))}; got a model of family {family!r}, "
-            "call sp.attention in a model of your own"
+            "others come with sliding windows and packed documents, and till then you can call sp.attention from an "
+            "attention function of the model (docs/other_models.md)"
         )
     if not type(model).__name__.endswith(("ForCausalLM", "Model")):
         raise ConfigError(

@@ -20,7 +20,7 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
     return {
-        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()}),
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
         "layers": getattr(model.config, "num_hidden_layers", None),
         "rope": getattr(model.config, "rope_parameters", None),
         "trained parameters": len(trained),

@@ -7,6 +7,7 @@ and then what came out of a forward.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,21 +33,27 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
 
 
 def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
-    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, gives the
-    loss that is needed. One forward of the shortest sequence; leaves modes and random state as they were."""
+    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
+    sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
+    as they were."""
     if not _has_loss(engine.module):
         return
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error = None
+    error, before = None, sum(sp.comm.received.values())
     try:
-        with evaluating(engine.module):
+        with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
         error = loss_error(output, given["shift_labels"], float(output.loss), ITEMS, "initialize")
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
         error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
-    agree(sp.control_world, "loss of the model", None, error=error)
+    received = sum(sp.comm.received.values()) - before
+    if not any(agree(sp.control_world, "loss of the model", None, error=error, number=received)) and sp.size > 1:
+        raise ConfigError(
+            "a model that is given with sequence_parallel=sp must call sp.attention; got "
+            f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
+        )
 
 
 def _has_loss(model: nn.Module) -> bool:
@@ -63,9 +70,11 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without gradients; afterwards modes and torch's random state are what they were."""
+def evaluating(model: nn.Module, trainer: object = None) -> Iterator[None]:
+    """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
+    state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log."""
     modes = [(module, module.training) for module in model.modules()]
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -73,12 +82,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        if metrics is not None:
+            trainer._metrics = metrics
+        _forget_order(model)
+
+
+def _forget_order(engine: nn.Module) -> None:
+    """ZeRO-3 records its first forward and prefetches by that from the second on: that must be one of training, or what
+    selective checkpointing sees in it differs from what it sees when it recomputes."""
+    optimizer = getattr(engine, "optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
 
 
 def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:
     """What is wrong with `model.loss_function`. taker: who takes check_loss=False."""
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
-    shifted = torch.tensor([[0, IGNORE]])
+    shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
     given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
     try:

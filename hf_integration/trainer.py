@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import recursively_apply
+from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -36,6 +36,8 @@ from ds_seqpar.telling import told_once
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .collator import SequenceParallelCollator
+from .evaluation import check_evaluation
+from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .streams import Stream, examples_of, stream_of
 
 
@@ -58,11 +60,17 @@ class SequenceParallelMixin:
 
     @told_once
     def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
+        checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps: dict[str, int] = {}
+        self.evaluation_was_tried = False
+        self._eval_items: Tensor | None = None  # label tokens of the evaluation step, over all ranks
         self._stream: Stream | None = None  # what is being evaluated, if it is iterable
         super().__init__(*args, **kwargs)
         checks.check_trainer(self)
+        # around what a subclass has, whether it comes before this class in its bases or behind it
+        self._own_loss, self.compute_loss = self.compute_loss, self._divided_loss
+        self._own_prediction_step, self.prediction_step = self.prediction_step, self._sharded_prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch(self.model)
@@ -86,6 +94,8 @@ class SequenceParallelMixin:
         for key in left_out(plugin.deepspeed_config):  # in our section accelerate would fill every "auto" that it finds
             plugin.deepspeed_config.pop(key, None)
         self.accelerator.prepare_data_loader = self._prepare_data_loader
+        # what ranks gather is each one's part of all sequences: there is no last one to leave out
+        self.accelerator.gather_for_metrics = self._gather_parts
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         model = super().call_model_init(trial)
@@ -96,6 +106,7 @@ class SequenceParallelMixin:
         checks.check_model(model, self.check_loss)
         base = checks.unwrapped(model)
         self.sp = prepare_model(base, self._section, getattr(self, "sp", None))
+        drop_checked_masks(base)
 
     # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it
 
@@ -153,17 +164,15 @@ class SequenceParallelMixin:
         shards = self.sp.shard_batches(window)
         for whole, shard in zip(window, shards, strict=True):
             del shard["num_items_in_batch"]  # the Trainer's own, below, is for how it scales the loss
-            mask = whole.get("attention_mask")
-            if mask is not None:
-                shard["attention_mask"] = self.sp.shard(mask, 1)
-            self._throughput.count(float(shard["labels"].numel() if mask is None else shard["attention_mask"].sum()))
+            add_checked_mask(self, whole, shard)
+            self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
         items = self._get_num_items_in_batch(shards, device)
         return shards, items.clamp(min=1)  # a window without any label has gradient 0, not 0/0
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        # the mask was checked, whole; here it is for the Trainer's count of tokens
-        inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
-        return super().training_step(model, inputs, *args, **kwargs)
+    def _prepare_input(self, data: Any) -> Any:
+        moved = super()._prepare_input(data)
+        keep_mark(data, moved)
+        return moved
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
@@ -181,6 +190,8 @@ class SequenceParallelMixin:
         model, loader = super()._prepare_for_training(*args, **kwargs)
         if self.check_loss:
             checks.check_loss(self, model)
+            if self.eval_dataset is not None:
+                check_evaluation(self, model)
         self._share_randomness(self.sp.control_world)
         return model, loader
 
@@ -189,6 +200,11 @@ class SequenceParallelMixin:
         if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
             self._share_randomness(self.sp.control_world)
         super()._run_epoch(**given)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # the steps since the last log, which the Trainer adds to `train_loss` rank by rank
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -220,7 +236,7 @@ class SequenceParallelMixin:
         self._eval_steps[prefix] = math.ceil(output.num_samples / (self.args.eval_batch_size * self.sp.data_size))
         return output
 
-    def prediction_step(
+    def _sharded_prediction_step(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
@@ -228,14 +244,17 @@ class SequenceParallelMixin:
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Tensor | None]:
         """(loss, logits, labels): the mean token loss of the step's sequences, over all ranks; logits and labels are
-        whole, or None."""
+        whole, or None. Around the class's own `prediction_step`, which sees this rank's tokens."""
+        if self.check_loss and inputs.get("labels") is not None:
+            check_evaluation(self, model)
         inputs, has_labels = dict(inputs), inputs.get("labels") is not None
         labels = inputs["labels"] if has_labels else torch.full_like(inputs["input_ids"], IGNORE)
         shard = self.sp.shard_batch({**inputs, "labels": self._once(labels)}, training=False)
-        for name in ["num_items_in_batch"] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
+        add_checked_mask(self, inputs, shard)
+        for name in [] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
         loss_only = prediction_loss_only or not self.gather_logits
-        loss, logits, local_labels = super().prediction_step(model, shard, loss_only, ignore_keys)
+        loss, logits, local_labels = self.local_prediction_step(model, shard, loss_only, ignore_keys)
         if loss is not None:
             loss = torch.tensor(self.sp.mean_loss(loss), device=loss.device)
         if logits is None:
@@ -244,6 +263,21 @@ class SequenceParallelMixin:
             logits = self._preprocess(logits, local_labels)
         logits = self._whole(logits, shard["position_ids"].shape)
         return loss, logits, self._prepare_input(labels) if has_labels else None
+
+    def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], *args: Any) -> tuple:
+        """The class's own `prediction_step` on what `sp.shard_batch` returned. Whether it calls the model, or
+        `compute_loss` with a divisor or without: it divides by the label tokens of the step over all ranks."""
+        if "num_items_in_batch" in shard:  # as the Trainer counts them, for a loss that it multiplies by the ranks
+            items = shard["num_items_in_batch"] * dist.get_world_size()
+            self._eval_items = torch.tensor(items, device=self.args.device)
+        try:
+            return self._own_prediction_step(model, shard, *args)
+        finally:
+            self._eval_items = None
+
+    def _divided_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        items = self._eval_items if num_items_in_batch is None else num_items_in_batch
+        return self._own_loss(*args, num_items_in_batch=items, **kwargs)
 
     def _whole(self, x: Any, local: torch.Size) -> Any:
         if isinstance(x, tuple):
@@ -284,6 +318,9 @@ class SequenceParallelMixin:
             return x.unflatten(0, (world, -1))[first].flatten(0, 1)[: self._real_sequences()]
 
         return recursively_apply(pick, self.accelerator.gather(data), error_on_other_type=True)
+
+    def _gather_parts(self, data: Any, use_gather_object: bool = False) -> Any:
+        return gather_object(data) if use_gather_object else self.accelerator.gather(data)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         stream = stream_of(getattr(dataloader, "dataset", None))

@@ -6,7 +6,6 @@ what the Trainer does by rank where it would have to be by group of ranks.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 
+from .collator import refuse_packed
 from .families import check_adapters
 from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
 
@@ -67,8 +67,25 @@ ARGUMENTS = {
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
 }  # fmt: skip
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
+# what is not supported yet -> the Trainers of trl that do it, whose batches or losses are others
+KINDS = {
+    "preference training": ("DPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
+    "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
+    "distillation": ("DistillationTrainer", "GKDTrainer"),
+}
+TOKENS = {"input_ids", "inputs_embeds", "labels"}
 LOOKED_AT = 64  # examples of a data set whose lengths are compared before training
+
+
+def check_kind(kind: type) -> None:
+    """Raises ConfigError for a class that extends a Trainer for something else than next tokens."""
+    bases = {base.__name__ for base in kind.__mro__}
+    for what, names in KINDS.items():
+        if found := bases.intersection(names):
+            raise ConfigError(
+                f"sequence parallel training is of next tokens (Trainer, trl's SFTTrainer), {what} is not supported "
+                f"yet; got a {min(found)}, train it without sequence parallelism"
+            )
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -90,6 +107,11 @@ def check_json(args: TrainingArguments) -> None:
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raises ConfigError for how accelerate was set up, by TrainingArguments or by its launcher."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # nobody but its launcher sets it
+        raise ConfigError(
+            "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
+            "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
+        )
     if not world:
         raise ConfigError(
             "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
@@ -173,11 +195,8 @@ def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     sp, device = trainer.sp, trainer.args.device
     given = probe(sp, unwrapped(trainer.model).config.vocab_size, device)
     items = torch.tensor(ITEMS, device=device)
-    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # where trl's trainers collect what they will log
-    with evaluating(model):
+    with evaluating(model, trainer):
         loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
-    if metrics is not None:
-        trainer._metrics = metrics
     # as compute_loss scales what ZeRO will average over all ranks
     error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), ITEMS)
     agree(sp.control_world, "loss of the model", None, error=error)
@@ -212,10 +231,8 @@ def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
 def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -> None:
     """Collates the shortest and the longest of some examples, as a batch may meet them."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
-    if packed := [name for name in PACKED if isinstance(examples[0], Mapping) and name in examples[0]]:
-        raise ConfigError(
-            f"packed documents are not supported yet; got a data set with {packed[0]}, give one document an example"
-        )
+    if isinstance(examples[0], Mapping):
+        refuse_packed(examples[0], "a data set")
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
@@ -225,6 +242,7 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -
         except SeqParError:
             raise
         except Exception as reason:
+            _refuse_text(examples[0], reason)
             if len(batch) == 1:
                 raise as_error("making a batch failed", reason) from reason
             name = getattr(trainer.data_collator.collator, "__name__", type(trainer.data_collator.collator).__name__)
@@ -233,7 +251,19 @@ def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -
                 f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
+        if not TOKENS.intersection(collated):
+            _refuse_text(examples[0])
         check_batch(trainer.sp, collated, causal=True)
+
+
+def _refuse_text(example: object, reason: Exception | None = None) -> None:
+    """Raises ConfigError where nobody made tokens of an example."""
+    if isinstance(example, Mapping) and not TOKENS.intersection(example):
+        raise ConfigError(
+            f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
+            f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        ) from reason
 
 
 def _length(example: object) -> int:

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from ds_seqpar import cpu_op
+
 # not the user's cache, which other environments share and rebuild with their own paths, each at its turn
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
@@ -12,7 +14,5 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_ex
 @pytest.fixture(scope="session")
 def compiled():
     """For tests that start DeepSpeed. It compiles a small op, for half a minute and more on a busy machine: here, where
-    no rank's time limit can end that half way and leave a lock behind, at which all later starts would wait forever."""
-    from deepspeed.comm.torch import build_shm_op
-
-    build_shm_op()
+    no rank's time limit can end that half way. The lock of a run that was ended so is removed."""
+    cpu_op.prepare()

@@ -33,14 +33,14 @@ class RankFailure(AssertionError):
         self.errors = errors
 
 
-def on_ranks(world, function, *args, timeout=120, check=True):
+def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
     """Calls function(*args) on `world` ranks with torch.distributed up; returns their results by rank.
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
-    word as ("Died", ...).
+    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks.
     """
-    with Ranks(world) as ranks:
+    with Ranks(world, patience) as ranks:
         results, errors = ranks.call(function, *args, timeout=timeout)
     if errors and check:
         raise RankFailure(errors)
@@ -50,7 +50,7 @@ def on_ranks(world, function, *args, timeout=120, check=True):
 class Ranks:
     """`world` ranks with torch.distributed up, for one call after another in the same processes."""
 
-    def __init__(self, world):
+    def __init__(self, world, patience=60):
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -59,7 +59,7 @@ class Ranks:
         port = _free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, world, self.folder.name, port, theirs))
+            process = context.Process(target=_rank, args=(rank, world, self.folder.name, port, patience, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -107,7 +107,7 @@ def _free_port():
         return s.getsockname()[1]
 
 
-def _rank(rank, world, folder, port, pipe):
+def _rank(rank, world, folder, port, patience, pipe):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
@@ -117,7 +117,9 @@ def _rank(rank, world, folder, port, pipe):
 
     torch.set_num_threads(1)
     gc.freeze()  # ZeRO-3 collects garbage for every engine: not among all that was imported
-    outcome = _outcome(dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=60), world, rank))
+    outcome = _outcome(
+        dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=patience), world, rank)
+    )
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:

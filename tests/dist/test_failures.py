@@ -92,10 +92,13 @@ def gone_before(what):
         sp.gather(torch.zeros(8), 0)
 
 
-@pytest.mark.parametrize("what", ["attention inputs", "batches", "tensor to gather"])
+CALLS = {"attention inputs": "attention", "batches": "shard_batches", "tensor to gather": "gather"}
+
+
+@pytest.mark.parametrize("what", CALLS)
 def test_a_rank_that_is_gone_before_the_others_begin(what):
     gone, others = run(gone_before, what)
     assert gone[:2] == ("Died", "exit code 1")
     for kind, message, _ in others:
         assert kind == "CommunicationError"
-        assert message == f"the comparison of {what} by all ranks concerned {ENDED}"
+        assert message == f"{CALLS[what]} {ENDED}"

@@ -105,7 +105,7 @@ def patch_other(sp, name):
 
 
 OTHERS = {
-    "gpt2": "knows the attention of llama; got a model of family 'gpt2', call sp.attention in a model of your own",
+    "gpt2": "knows the attention of llama; got a model of family 'gpt2', others come with sliding windows",
     "classifier": "got LlamaForSequenceClassification, whose head would see this rank's tokens only",
     "module": "needs a transformers model; got Linear, call sp.attention in a model of your own",
 }

@@ -1,10 +1,14 @@
 """Wrong use of the Trainer is caught before training, on every rank, in a sentence that says what to change."""
 
+import json
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
+from datasets import Dataset
 from torch.nn import functional as F
 from transformers import (
     ByT5Tokenizer,
@@ -20,7 +24,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelCollator, SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import llama
-from tests.hf.trainers import collate, documents, make, trained
+from tests.hf.trainers import collate, documents, make, settings, trained
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -97,6 +101,10 @@ def parts(**given):
     return {"parts": given}
 
 
+def right_padded():
+    return DataCollatorForLanguageModeling(ByT5Tokenizer(extra_ids=0), mlm=False)
+
+
 def left_padded():
     tokenizer = ByT5Tokenizer(extra_ids=0, padding_side="left")
     return DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -165,9 +173,36 @@ WRONG = {
         lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
         ["labels"],
     ),
+    "raw text": (lambda: parts(train_dataset=[{"text": "a b"}] * 8), ["input_ids", "got text alone", "tokenize"]),
+    "raw text in columns": (
+        lambda: parts(train_dataset=Dataset.from_list([{"text": "a", "id": 1}] * 8), data_collator=right_padded()),
+        ["input_ids", "got id, text alone", "tokenize"],
+    ),
     "a data set that fails": (lambda: parts(train_dataset=Broken()), ["reading the data set failed", "no such file"]),
+    "labels on padding": (
+        lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
+        ["predicted from padding", "got 3 such labels", "-100 where attention_mask is 0"],
+    ),
+    "a misspelt section": (
+        lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
+        ['got "sequence_paralel", rename it'],
+    ),
+    "a key given twice": (lambda: {"deepspeed": written_twice()}, ['"ulysses" twice in one object']),
     "several GPUs' JSON": (lambda: {"deepspeed_changes": {"sequence_parallel_size": 2}}, ["sequence_parallel_size"]),
 }  # fmt: skip
+
+
+def labelled_padding():
+    """padding="max_length" with labels=input_ids.copy(): 4 tokens of padding, of which the first is predicted from a
+    real one."""
+    return [{**example, "attention_mask": (torch.arange(24) < 20).long()} for example in equal(24)]
+
+
+def written_twice():
+    whole = json.dumps({**settings(None, 2), "sequence_parallel": {"size": 2, "ulysses": 2, "layout": "auto"}})
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        file.write(whole.replace('"layout": "auto"', '"ulysses": 1'))
+    return file.name
 
 
 class Broken(torch.utils.data.Dataset):

@@ -34,6 +34,11 @@ def moved_over(script):
     return script.replace(last, f"{last}\n{added(DIFFS[0])}")
 
 
+def save_model(folder):
+    llama(vocab_size=384).save_pretrained(folder)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+
+
 def run_script(path, cache, *arguments):
     datasets.config.HF_DATASETS_CACHE = cache  # not the user's
     sys.argv = [str(path), *map(str, arguments)]
@@ -43,8 +48,7 @@ def run_script(path, cache, *arguments):
 def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
     """Two plain ranks beside four of which two share a sequence: the same sequences, the same numbers."""
     model = tmp_path / "model"
-    llama(vocab_size=384).save_pretrained(model)
-    ByT5Tokenizer(extra_ids=0).save_pretrained(model)
+    save_model(model)
     text = tmp_path / "text.txt"
     text.write_text("\n".join(Path(re.__file__).read_text().splitlines()[:300]))
     plain_json = json.dumps(settings(None, 3), indent=2)
@@ -64,7 +68,7 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
         plain, changed = ([entry[figure] for entry in logs[name] if figure in entry] for name in ("plain", "changed"))
         assert len(plain) >= 1
         assert changed == pytest.approx(plain, rel=rel), figure
-    assert "sp_size" in logs["changed"][0]
+    assert logs["changed"][0].keys() == logs["plain"][0].keys()
 
 
 LAUNCHERS = {
@@ -87,28 +91,42 @@ def launch(launcher, ranks, config, folder, *more):
 @pytest.mark.parametrize(
     ("launcher", "ranks", "config", "more"),
     [
-        ("deepspeed", 4, "trainer_zero3_sp4", []),
+        ("deepspeed", 4, "trainer_zero3_sp4", ["--model"]),
         ("accelerate", 2, "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--activation_checkpointing", "True"]),
-        pytest.param("accelerate", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
+        pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
+        pytest.param("deepspeed", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
     ],
 )
 def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, tmp_path):
+    """--model: a folder that every rank reads its part of, before the Trainer exists."""
+    if "--model" in more:
+        save_model(tmp_path / "model")
+        more = ["--model", str(tmp_path / "model")]
     ran = launch(launcher, ranks, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert re.search(r"held-out loss \d\.\d{3}, perplexity \d+\.\d", ran.stdout), ran.stdout[-2000:]
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert len(losses) == 4
-    first = state["log_history"][0]
-    assert first["tokens_per_second"] > 0
-    assert first["memory_gib"] > 0.1
-    assert first["sp_size"] * first["data_groups"] == ranks
+    reported = {name: float(x) for name, x in re.findall(r"'(\w+)': '?([\d.]+)", ran.stdout)}
+    assert reported["tokens_per_second"] > 0
+    assert reported["memory_gib"] > 0.1
+    assert reported["sp_size"] * reported["data_groups"] == ranks
     if "--lora" in more:
         assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     else:
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 2
         assert losses[-1] < losses[0]
+
+
+def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(tmp_path), "--documents", "1"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode != 0
+    (said,) = [line for line in ran.stderr.splitlines() if line.startswith("rank 0: ")]
+    assert "add --use_deepspeed, --num_processes" in said
 
 
 @pytest.mark.whole

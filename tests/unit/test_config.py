@@ -86,6 +86,31 @@ def test_from_a_deepspeed_dict_or_file(tmp_path):
     assert Config.from_deepspeed({"train_batch_size": 8}) == Config()
 
 
+@pytest.mark.parametrize("key", ["sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sp"])
+def test_a_misspelt_section_is_named(key):
+    """It was passed over, and the run took every default."""
+    message = _message(Config.from_deepspeed, {"train_batch_size": 8, key: {"size": 4}})
+    assert message == f'sequence parallelism is set under the key "sequence_parallel"; got "{key}", rename it'
+
+
+def test_keys_of_deepspeed_that_are_near_are_no_misspelling():
+    whole = {"sequence_parallel_size": 1, "seq_parallel_communication_data_type": "fp32", "data_parallel_size": 2}
+    others = {"tensor_parallel": {}, "expert_parallel": {}, "pipeline": {}, "sequence_parallel": {"size": 4}}
+    assert Config.from_deepspeed({**whole, **others}) == Config(size=4)
+
+
+def test_a_section_inside_another_is_found():
+    message = _message(Config.from_deepspeed, {"zero_optimization": {"stage": 3, "sequence_parallel": {"size": 4}}})
+    assert 'must stand at the top of the DeepSpeed JSON; got "sequence_parallel" inside "zero_optimization"' in message
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path):
+    """The last one won."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"sequence_parallel": {"size": 2, "ulysses": 2, "size": 4}}', encoding="utf-8")
+    assert f'must have each key once; {path} has "size" twice in one object' in _message(Config.from_deepspeed, path)
+
+
 def test_a_file_that_does_not_exist_or_cannot_be_read(tmp_path):
     missing = tmp_path / "none.json"
     assert f"must be a readable JSON file; {missing}: No such file" in _message(Config.from_deepspeed, missing)
@@ -249,3 +274,32 @@ def test_a_placement_of_axes_that_do_not_exist_is_refused():
         message = _message(Config(size=8, placement=placement).resolve, 8)
         assert "must order the axes ulysses, ring (data is last unless named)" in message
         assert message.endswith(f"got {placement}")
+
+
+@pytest.mark.parametrize(
+    ("given", "ulysses"),
+    [
+        ({"schedule": "mesh", "mesh": [2, 1, 2]}, 2),
+        ({"schedule": "mesh", "mesh": [2, 2, 2]}, 1),
+        ({"schedule": "mesh", "mesh": [1, 1, 1]}, 8),
+        ({"schedule": "double_ring", "window": 4}, 2),
+        ({"schedule": "double_ring", "window": 2}, 4),
+        ({"schedule": "attention2d", "rows": 2, "cols": 2}, 2),
+        ({"schedule": "attention2d", "rows": 4}, 2),
+        ({"schedule": "wallfacer", "team": 2}, 2),
+        ({"schedule": "wallfacer"}, 8),
+    ],
+)
+def test_ulysses_auto_leaves_room_for_the_shape_that_is_given(given, ulysses):
+    """It took the largest of all, and then refused the shape."""
+    resolved = Config(size=8, **given).resolve(8, (8, 8))
+    assert resolved.ulysses == ulysses
+    for field, value in given.items():
+        assert getattr(resolved, field) == (tuple(value) if field == "mesh" else value)
+
+
+def test_a_shape_that_fits_no_ulysses_is_refused_with_what_there_is():
+    assert _message(Config(size=8, schedule="mesh", mesh=[3, 1, 1]).resolve, 8, (8, 2)) == (
+        "sequence_parallel.mesh must fit the inner ranks, size / ulysses; got mesh (3, 1, 1) for size 8, whose ulysses "
+        "degrees for 8 query and 2 key/value heads are [1, 2, 4, 8]"
+    )

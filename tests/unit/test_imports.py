@@ -24,7 +24,7 @@ PLANNING = (
 )
 # what plans are looked at with; may import all of planning and one another
 READERS = {"cost", "draw", "planner"}
-LOW = {"groups", "comm", "kernels", "merge"}
+LOW = {"groups", "leaving", "comm", "kernels", "merge"}
 OUTER = {"parallel", "batches", "engine", "virtual", "__main__", "__init__", "hf_integration"}
 
 

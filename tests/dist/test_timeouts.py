@@ -1,0 +1,84 @@
+"""A rank that stays away: the timeout given to init_process_group holds for all that waits for it, and the sentence
+says what timed out."""
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_seqpar import groups
+from ds_seqpar.errors import CommunicationError
+from ds_seqpar.kernels import KERNELS
+from tests import oracle
+from tests.dist.ranks import attend, is_one_sentence, make
+from tests.launch import on_ranks
+
+PATIENCE, WORLD, AWAY = 4, 2, 1
+CLOSED = "failed because another rank ended or gave up: see what that one says"
+STAYED = (
+    "timed out after 4 s: a rank did not take part in it; all ranks must, not only rank 0, and one that caught an error "
+    "of its own cannot go on without the others"
+)
+
+
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("not enough memory for this product")
+
+
+def attention(sp, away):
+    """The rank runs out of memory in the middle, catches it and goes on."""
+    if not away:
+        return attend(sp, *oracle.tensors(1, 8 * WORLD, (4, 2)))
+    real, kernel = KERNELS["cpu_flash"].forward, KERNELS["cpu_flash"]
+    kernel.forward = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        attend(sp, *oracle.tensors(1, 8 * WORLD, (4, 2)))
+    kernel.forward = real
+    return None
+
+
+def only_rank_0(call):
+    return lambda sp, away: None if away else call(sp)
+
+
+# what is called -> (settings, call, beginning of the sentence); each with groups of its own, so in one launch
+CALLS = {
+    "ring": ({}, attention, "a transfer"),
+    "Ulysses": ({"ulysses": WORLD}, attention, "the Ulysses all-to-all"),
+    "agreement": ({}, only_rank_0(lambda sp: sp.attention(*oracle.tensors(1, 8, (4, 2))[:3])), "attention"),
+    "gather": ({}, only_rank_0(lambda sp: sp.gather(torch.zeros(8), 0)), "gather"),
+}
+# these wait in the group of all ranks, which is of no use after that: the last ones of a launch
+WORLDS = {
+    "mean_loss": ({}, only_rank_0(lambda sp: sp.mean_loss(torch.ones(()))), "mean_loss"),
+    "shard_batches": ({}, only_rank_0(lambda sp: sp.shard_batch({"labels": torch.arange(8)[None]})), "shard_batches"),
+}
+
+
+def stay_away(last):
+    found, timeouts, away = {}, set(), dist.get_rank() == AWAY
+    for name, (config, call, _) in {**(CALLS if last == "mean_loss" else {}), last: WORLDS[last]}.items():
+        sp = make(kernel="cpu_flash", **config)
+        timeouts |= {groups.timeout(group).total_seconds() for group in (*sp.groups.made, sp.control_world)}
+        began = time.monotonic()
+        try:
+            call(sp, away)
+        except CommunicationError as error:
+            found[name] = str(error), time.monotonic() - began
+        time.sleep(max(0.0, PATIENCE + 0.5 - (time.monotonic() - began)))
+    return found, timeouts
+
+
+@pytest.mark.parametrize("last", WORLDS)
+def test_a_rank_that_goes_on_without_the_others_makes_them_wait_no_longer_than_was_asked_for(last):
+    (told, timeouts), _ = on_ranks(WORLD, stay_away, last, patience=PATIENCE)
+    assert timeouts == {PATIENCE}
+    assert list(told) == ([*CALLS, last] if last == "mean_loss" else [last])
+    for name, (message, seconds) in told.items():
+        beginning = {**CALLS, **WORLDS}[name][2]
+        first = message.splitlines()[0]
+        assert re.fullmatch(r"(inner rank 0, step \d: )?" + re.escape(f"{beginning} {STAYED}"), first), message
+        assert is_one_sentence(first)
+        assert PATIENCE - 0.5 < seconds < PATIENCE + 5, (name, seconds)

@@ -1,0 +1,117 @@
+"""The lock of DeepSpeed's CPU op: one that nobody holds is removed, one that is held is waited for, aloud."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ds_seqpar
+from ds_seqpar import cpu_op
+from tests.hf.llama import llama, settings
+from tests.launch import on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    """Where the lock is in a folder of extensions of its own."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return cpu_op.lock_file()
+
+
+def held(lock):
+    """A process that holds the lock as torch's does while it compiles."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def aged(lock):
+    """The lock as if it were a minute old."""
+    past = time.time() - 60
+    os.utime(lock, (past, past))
+
+
+def end(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_the_lock_of_a_process_that_is_gone_is_removed(lock):
+    """Every later start waited for ever, without a word."""
+    end(held(lock))
+    aged(lock)
+    said = []
+    cpu_op.wait(say=said.append)
+    assert not lock.exists()
+    (sentence,) = said
+    assert f"removed {lock}, the lock of a process that ended" in sentence
+
+
+def test_a_lock_that_is_held_is_waited_for_aloud(lock):
+    process, said = held(lock), []
+    aged(lock)
+
+    def say(sentence):
+        said.append(sentence)
+        assert lock.exists()
+        lock.unlink()  # as its owner does when it is done
+
+    try:
+        cpu_op.wait(patience=0.5, say=say)
+    finally:
+        end(process)
+    (sentence,) = said
+    assert "waiting for another process to compile DeepSpeed's deepspeed_shm_comm" in sentence
+    assert sentence.endswith(f"if there is none, remove {lock}")
+
+
+def test_a_lock_that_cannot_be_judged_is_waited_for(lock, monkeypatch):
+    """On a file system of several machines its owner may be on another one."""
+    end(held(lock))
+    aged(lock)
+    monkeypatch.setattr(cpu_op, "LOCAL", ())
+    said = []
+    cpu_op.wait(patience=0.2, say=lambda sentence: (said.append(sentence), len(said) > 1 and lock.unlink()))
+    assert len(said) == 2
+    assert all("waiting for another process" in sentence for sentence in said)
+
+
+@pytest.fixture(scope="module")
+def compiled_folder(compiled):
+    """Where the op was compiled for all tests."""
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"], cpu_op.OP)
+
+
+def test_initialize_goes_on_after_an_interrupted_run(compiled_folder, lock):
+    shutil.copytree(compiled_folder, lock.parent, dirs_exist_ok=True)
+    end(held(lock))
+    aged(lock)
+    assert on_ranks(2, started_in, str(lock.parent.parent), timeout=60) == [2, 2]
+    assert not lock.exists()
+
+
+def started_in(folder):
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    engine, *_ = ds_seqpar.initialize(model=llama(), config=settings({"size": 2}, "2", 1, 1))
+    return engine.sequence_parallel.size
+
+
+def test_python_m_ds_seqpar_prepare_goes_on_after_an_interrupted_run(compiled_folder, lock):
+    shutil.copytree(compiled_folder, lock.parent, dirs_exist_ok=True)
+    end(held(lock))
+    aged(lock)
+    command = [sys.executable, "-m", "ds_seqpar", "prepare"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"ds_seqpar: removed {lock}" in done.stderr
+    assert "DeepSpeed's CPU op is compiled" in done.stdout

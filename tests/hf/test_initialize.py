@@ -1,0 +1,331 @@
+"""`initialize` takes what users of deepspeed.initialize have where it is right, and says what is not on every rank."""
+
+import argparse
+import json
+import os
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.engine import deepspeed_config
+from hf_integration import patch_attention, patched_with, unpatch_attention
+from tests.dist.ranks import is_one_sentence, refusal
+from tests.hf.llama import MODES, RATE, array, gap, llama, one_process, part, ragged, settings, step
+from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+WORLD = 4
+SECTION = MODES["u2r2"]
+
+
+def good(stage="2", **changes):
+    return settings(SECTION, stage, 1, 4, **changes)
+
+
+def without(key):
+    return {name: value for name, value in good().items() if name != key}
+
+
+def window():
+    return ragged(SECTION, 1, 1)
+
+
+def one_step(engine):
+    return step(engine, engine.sequence_parallel.shard_batches(window()))
+
+
+def all_refused(function, *args):
+    """name -> what ranks were told, the same on all of them, one sentence each."""
+    by_rank = on_ranks(WORLD, function, *args, timeout=120)
+    for found in by_rank:
+        for name, (kind, message) in found.items():
+            assert kind == "ConfigError", (name, kind, message)
+            assert is_one_sentence(message), (name, message)
+    return by_rank[0]
+
+
+def refusals(cases):
+    """What initialize says to each: name -> its arguments; a model is made where there is none."""
+    found = {}
+    for name, given in cases.items():
+        given = given() if callable(given) else given
+        given = {"config": good(), **given}
+        found[name] = refusal(ds_seqpar.initialize, **({"model": llama()} if "model" not in given else {}), **given)
+    return found
+
+
+# --- the JSON
+
+MISSPELT = ("sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sequence_parallelism", "sp")
+REFUSED_JSON = {
+    **{key: ({**without("sequence_parallel"), key: SECTION}, f'got "{key}", rename it') for key in MISSPELT},
+    "beside": (good(sequence_paralel={"size": 2}), 'under the key "sequence_parallel"; got "sequence_paralel"'),
+    "inside": (
+        {**without("sequence_parallel"), "zero_optimization": {"stage": 2, "sequence_parallel": SECTION}},
+        'at the top of the DeepSpeed JSON; got "sequence_parallel" inside "zero_optimization"',
+    ),
+    "own accumulation": (good(managed_gradient_accumulation=False), 'must not set "managed_gradient_accumulation"'),
+    "sum": (good(gradient_allreduce_op="sum"), 'must not set "gradient_allreduce_op"'),
+    "zenflow": (
+        good(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
+        'must not set "zero_optimization.zenflow"',
+    ),
+    "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), 'must not set "expert_parallel"'),
+    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), 'must not set "tensor_parallel"'),
+    "auto batch": (good(train_micro_batch_size_per_gpu="auto"), '"auto" for train_micro_batch_size_per_gpu without'),
+    "auto others": (
+        good(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer={"type": "SGD", "params": {"lr": "auto"}}),
+        '"auto" for gradient_clipping, optimizer.params.lr, bf16.enabled without a Trainer',
+    ),
+}
+
+
+def refused_json():
+    return refusals({name: {"config": config} for name, (config, _) in REFUSED_JSON.items()})
+
+
+def test_a_json_that_means_something_else():
+    """A misspelt section was passed over in silence; "auto" in bf16 trained in fp32; accumulation of one's own took a
+    step for every micro-batch."""
+    for name, (_, message) in all_refused(refused_json).items():
+        assert REFUSED_JSON[name][1] in message, (name, message)
+
+
+def refused_files(paths):
+    return refusals({str(number): {"config": path} for number, path in enumerate(paths)})
+
+
+def test_a_key_given_twice(tmp_path):
+    """The last one won, in silence."""
+    whole = json.dumps(without("sequence_parallel"))[:-1]
+    texts = {
+        "size": whole + ', "sequence_parallel": {"size": 2, "ulysses": 1, "size": 4}}',
+        "sequence_parallel": whole + ', "sequence_parallel": {"size": 2}, "sequence_parallel": {"size": 4}}',
+    }
+    paths = [tmp_path / f"{key}.json" for key in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_text(text)
+    for key, path, (_, message) in zip(texts, paths, all_refused(refused_files, paths).values(), strict=True):
+        assert f'must have each key once; {path} has "{key}" twice' in message
+
+
+def other_sections():
+    """(U that is chosen, a step's results) for an sp of one's own with settings that the JSON does not name."""
+    found = []
+    for section in (None, {"size": 4}, {"schedule": "auto", "overlap": True}):
+        sp = SequenceParallel(
+            SequenceParallelConfig(size=4, ulysses=2, layout="striped", overlap=True, kernel="reference"), heads=(8, 2)
+        )
+        config = {**without("sequence_parallel"), **({"sequence_parallel": section} if section else {})}
+        engine, *_ = ds_seqpar.initialize(model=llama(), config=config, sequence_parallel=sp)
+        batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in window()])
+        found.append(step(engine, batches))
+        assert engine.sequence_parallel is sp
+    given = refusal(ds_seqpar.initialize, model=llama(), config=good(sequence_parallel={"overlap": False}),
+                    sequence_parallel=sp)  # fmt: skip
+    return found, given
+
+
+def test_a_json_without_the_section_takes_the_sp_that_is_given():
+    """It compared the defaults of fields that the JSON does not name, and refused."""
+    gradients, loss = one_process(llama(), window())
+    for found, (kind, message) in on_ranks(WORLD, other_sections):
+        for result in found:
+            assert gap(result["gradients"], gradients) < 1e-5
+            assert result["loss"] == pytest.approx(loss, rel=1e-5)
+        assert kind == "ConfigError"
+        assert "got overlap True there and False in the JSON" in message
+
+
+# --- arguments
+
+REFUSED_ARGUMENTS = {
+    "mesh_param": ({"mesh_param": (2, 2)}, "takes no mesh_param, whose groups change the gradient scale"),
+    "mpu": ({"mpu": "mpu"}, "takes no mpu, whose groups change"),
+    "collate_fn": ({"collate_fn": list}, "takes no collate_fn, which belongs to training_data"),
+    "typo": ({"optimiser": None}, "takes no argument 'optimiser' (did you mean 'optimizer'?)"),
+    "unknown": ({"zzz": None}, "takes no argument 'zzz'; leave it out"),
+    "two configurations": (
+        {"args": argparse.Namespace(deepspeed_config="ds.json")},
+        "one DeepSpeed configuration; got config and args.deepspeed_config",
+    ),
+    "config_params too": ({"config_params": {}}, "one DeepSpeed configuration; got config and config_params"),
+    "prompt tuning": (lambda: {"model": prompt_tuned()}, "got a prompt learning method of peft"),
+}
+
+
+def refused_arguments():
+    return refusals({name: given for name, (given, _) in REFUSED_ARGUMENTS.items()})
+
+
+def test_arguments_that_are_not_known_to_be_right():
+    """mesh_param went on to DeepSpeed: gradients of norm 2.03 and 1.98 on different ranks for 0.708."""
+    for name, (_, message) in all_refused(refused_arguments).items():
+        assert REFUSED_ARGUMENTS[name][1] in message, (name, message)
+
+
+def every_argument():
+    """A step with an optimiser, a scheduler and parameters of one's own, and the other arguments that are taken."""
+    model, args = llama(), argparse.Namespace(local_rank=-1, deepspeed_config=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine, own, loader, scheduler = ds_seqpar.initialize(
+        args=args, model=model, model_parameters=list(model.parameters()), optimizer=optimizer,
+        lr_scheduler=lambda its: torch.optim.lr_scheduler.StepLR(its, 1), config_params=without("optimizer"), mpu=None,
+        training_data=None, collate_fn=None, mesh_param=None, distributed_port=29501, dist_init_required=True,
+    )  # fmt: skip
+    assert loader is None
+    assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+    assert own is engine.optimizer
+    assert args.local_rank == int(os.environ["LOCAL_RANK"])  # which scripts read afterwards
+    return one_step(engine)
+
+
+def test_arguments_that_are_taken():
+    gradients, loss = one_process(llama(), window())
+    for result in on_ranks(WORLD, every_argument):
+        assert gap(result["gradients"], gradients) < 1e-5
+        assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def alone():
+    """A step in a process that no launcher started, as in a notebook."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    engine, *_ = ds_seqpar.initialize(model=llama(), config=good(sequence_parallel={}))
+    return one_step(engine)
+
+
+def test_one_process_without_a_launcher():
+    """It ended with "No module named 'mpi4py'"."""
+    gradients, loss = one_process(llama(), window())
+    (result,) = on_ranks(1, alone)
+    assert gap(result["gradients"], gradients) < 1e-5
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+# --- the loss
+
+WRONG_LOSSES = {
+    "ignores shift_labels": (lambda: with_loss(unshifted_loss), "a loss_function that gives"),
+    "ignores num_items_in_batch": (lambda: with_loss(local_mean), "a loss_function that gives"),
+    "takes neither": (lambda: with_loss(lambda logits, labels: labels.sum()), "(TypeError: "),
+    "forward drops num_items_in_batch": (own_forward, "where that is"),
+}
+
+
+def refused_losses():
+    cases = {name: {"model": model()} for name, (model, _) in WRONG_LOSSES.items()}
+    return refusals({**cases, "under ZeRO-3": {"model": own_forward(), "config": good("3")}})
+
+
+def test_a_loss_that_does_not_use_what_it_is_given():
+    """It trained, on labels shifted inside each shard or on each rank's own mean; only the Trainer tried it."""
+    for name, (_, message) in all_refused(refused_losses).items():
+        assert "a loss that divides the sum of token losses on shift_labels by num_items_in_batch" in message
+        assert "or give initialize check_loss=False" in message
+        assert WRONG_LOSSES.get(name, (None, "where that is"))[1] in message
+
+
+def losses_tried(stages):
+    """A step after the loss was tried, at each stage, and that of a loss that is meant to be another."""
+    found = []
+    for stage in stages:
+        model = llama()
+        model.model.layers[0].eval()  # a module in another mode than the model
+        before = torch.get_rng_state()
+        engine, *_ = ds_seqpar.initialize(model=model, config=good(stage))
+        assert torch.equal(before, torch.get_rng_state())
+        assert model.training
+        assert not model.model.layers[0].training
+        assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (0, 0, 0)
+        found.append(one_step(engine))
+    half, *_ = ds_seqpar.initialize(model=with_loss(half_loss), config=good(), check_loss=False)
+    return found, one_step(half)
+
+
+def test_trying_the_loss_changes_nothing():
+    stages = ("0", "1", "2", "3")
+    gradients, loss = one_process(llama(), window())
+    whole, _ = one_process(llama(pad_token_id=0), window())
+    for found, half in on_ranks(WORLD, losses_tried, stages):
+        for result in found:
+            assert gap(result["gradients"], gradients) < 1e-5
+            assert result["loss"] == pytest.approx(loss, rel=1e-5)
+        assert gap(half["gradients"], {name: g / 2 for name, g in whole.items()}) < 1e-5
+
+
+# --- models inside others
+
+
+def adapted():
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(llama(), config)
+
+
+def adapters(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def lora_steps(stages):
+    """A step of a LoRA model at each stage; and what it says to labels that nobody shifted."""
+    found = []
+    for stage in stages:
+        engine, *_ = ds_seqpar.initialize(model=adapted(), config=good(stage))
+        assert hasattr(engine.module, "peft_config")
+        found.append(one_step(engine))
+    sp = engine.sequence_parallel
+    batch = sp.shard_batch(window()[0])
+    del batch["shift_labels"]
+    return found, refusal(engine, **batch)
+
+
+def test_lora_is_taken_and_gets_the_gradients_of_the_unsplit_run():
+    """It "needs a transformers model", while the Trainer took it."""
+    plain = adapted()
+    (batch,) = window()
+    loss = plain(**batch).loss
+    loss.backward()
+    expected = {name: array(p.grad) for name, p in adapters(plain).items()}
+    for found, (kind, message) in on_ranks(WORLD, lora_steps, ("0", "2", "3")):
+        for result in found:
+            assert gap({name: result["gradients"][name] for name in expected}, expected) < 1e-5
+            assert not any(g.any() for name, g in result["gradients"].items() if name not in expected)
+            assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert kind == "InputError"
+        assert "labels must be shifted before sharding" in message
+
+
+def compiled_models():
+    """Whether what torch.compile and peft hold is what is patched, and given back."""
+    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    inner = llama()
+    found = []
+    for model in (torch.compile(inner), torch.compile(adapted()), torch.nn.parallel.DistributedDataParallel(inner)):
+        assert patch_attention(model, sp) is model
+        found += [patched_with(model) is sp, unpatch_attention(model) is model, patched_with(model) is None]
+    return found
+
+
+def test_a_model_inside_torch_compile_or_ddp_is_patched():
+    assert on_ranks(WORLD, compiled_models) == [[True] * 9] * WORLD
+
+
+def translated():
+    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    return deepspeed_config(good(curriculum_learning={"enabled": False}), sp)
+
+
+def test_what_is_switched_off_is_left_out():
+    """DeepSpeed refuses some of these keys whatever they say."""
+    for config in on_ranks(WORLD, translated):
+        assert "curriculum_learning" not in config
+        assert "sequence_parallel" not in config
+        assert np.isscalar(config["train_micro_batch_size_per_gpu"])

@@ -1,0 +1,96 @@
+"""Loops and models that are not ours to patch: DDP without DeepSpeed, and a model of another family."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from hf_integration import patch_attention
+from tests.dist.ranks import is_one_sentence, refusal
+from tests.hf.llama import MODES, array, gap, llama, one_process, part, ragged, settings
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+WORLD = 4
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def window():
+    return ragged(MODES["r2"], 2, 3)
+
+
+def on_ddp(divide):
+    """Gradients of a window of three micro-batches on DDP, as docs/gradient_contract.md has it."""
+    sp = SequenceParallel(SequenceParallelConfig(**MODES["r2"]))
+    model = DistributedDataParallel(patch_attention(llama(), sp))
+    batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in window()])
+    for number, batch in enumerate(batches):
+        with contextlib.nullcontext() if number == len(batches) - 1 else model.no_sync():
+            (model(**batch).loss / (len(batches) if divide else 1)).backward()
+    return {name: array(p.grad) for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_ddp_with_accumulation_needs_the_loss_divided(divide):
+    """Without it gradients are G times too large: nobody divides by G where engine.backward does not."""
+    expected, _ = one_process(llama(), window())
+    expected = {name: g * (1 if divide else 3) for name, g in expected.items()}
+    for found in on_ranks(WORLD, on_ddp, divide):
+        assert gap(found, expected) < 1e-5
+
+
+def run_snippet(snippet, folder):
+    """The loss, and the model's gradients as its optimiser saw them: what it took from the weights, by SGD."""
+    with contextlib.chdir(folder):
+        names = {}
+        exec(snippet, names)
+    return names["loss"], {name: array(p) for name, p in names["model"].named_parameters()}
+
+
+def test_another_family_by_its_own_attention_function(tmp_path):
+    """What docs/other_models.md shows, as it stands there, against one process."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "other_models.md").read_text(encoding="utf-8"), re.S)
+    rate = 1.0
+    config = settings(MODES["u2r2"], "2", 2, 1, optimizer={"type": "SGD", "params": {"lr": rate}})
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = qwen()
+    ids = torch.randint(0, 256, (2, 1, 512))
+    gradients, loss = one_process(model, [{"input_ids": row, "labels": row} for row in ids])
+    expected = {name: array(p) - rate * gradients[name] for name, p in model.named_parameters()}
+    for found, after in on_ranks(WORLD, run_snippet, snippet, tmp_path):
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert gap(after, expected) < 1e-5
+
+
+def qwen(**changes):
+    return Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, **changes,
+    ))  # fmt: skip
+
+
+def never_called():
+    sp = SequenceParallel(SequenceParallelConfig(**MODES["u2r2"]), heads=(8, 2))
+    config = settings(MODES["u2r2"], "2", 1, 1)
+    return (
+        refusal(ds_seqpar.initialize, model=qwen(), config=config, sequence_parallel=sp),
+        refusal(ds_seqpar.initialize, model=qwen(), config=config),
+    )
+
+
+def test_another_family_that_does_not_call_it():
+    """Its attention would be that of each shard."""
+    for (kind, message), (other_kind, other) in on_ranks(WORLD, never_called):
+        assert kind == other_kind == "ConfigError"
+        assert "must call sp.attention; got Qwen2ForCausalLM, in whose forward nobody communicated" in message
+        assert "others come with sliding windows and packed documents" in other
+        assert is_one_sentence(message)
+        assert is_one_sentence(other)

@@ -1,0 +1,103 @@
+"""Ranks of one sequence compare their models once, before the first sharded forward communicates."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from hf_integration import patch_attention
+from tests.dist.ranks import WRONG, is_one_sentence, refusal
+from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, step
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+WORLD = 4
+SECTION = MODES["u2r2"]
+
+
+def other_rope():
+    return llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+
+
+def one_frozen():
+    model = llama()
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+def another_head():
+    """Only what the base model does not hold differs."""
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    return model
+
+
+# what the wrong rank has -> words of the sentence
+OTHERS = {
+    "dtype": (lambda: llama().double(), "float64"),
+    "layers": (lambda: llama(num_hidden_layers=3), "layers"),
+    "width of the mlp": (lambda: llama(intermediate_size=128), "(128, 64)"),
+    "weights": (lambda: llama(seed=5), "parameter model.embed_tokens.weight"),
+    "head": (another_head, "parameter lm_head.weight"),
+    "rope": (other_rope, "500000.0"),
+    "frozen": (one_frozen, "trained parameters"),
+}  # fmt: skip
+
+
+def forwards():
+    """What a forward says where one rank has another model; then that of models that are alike, twice."""
+    sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
+    for name, (make, _) in OTHERS.items():
+        model = make() if dist.get_rank() == WRONG else llama()
+        patch_attention(model, sp)
+        (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
+        found[name] = *refusal(model, **batch), sum(sp.comm.received.values())
+    model = patch_attention(llama(), sp)
+    losses = [sp.mean_loss(model(**batch).loss) for batch in sp.shard_batches(ragged(SECTION, 1, 2))]
+    return found, losses
+
+
+def test_a_model_that_is_not_its_peers():
+    """Other dtypes aborted, other layers hung, other weights trained on a wrong loss."""
+    for found, losses in on_ranks(WORLD, forwards):
+        for name, (kind, message, received) in found.items():
+            assert kind == "DisagreementError", name
+            assert OTHERS[name][1] in message, (name, message)
+            assert "\n" not in message
+            assert received == 0
+        assert losses == pytest.approx([one_process(llama(), [batch])[1] for batch in ragged(SECTION, 1, 2)], rel=1e-5)
+
+
+def test_the_sentence_names_what_differs_alone():
+    (found, _), *_ = on_ranks(WORLD, forwards)
+    for name in ("head", "rope", "frozen"):
+        assert is_one_sentence(found[name][1])
+        assert "layers" not in found[name][1], found[name][1]
+
+
+def unseeded(stages):
+    """Models that every rank made by a seed of its own, and DeepSpeed or DDP makes alike: a step at each stage, and the
+    gap of the gradients on DDP from those of rank 0's model."""
+    found = []
+    for stage in stages:
+        model = llama(seed=dist.get_rank())
+        engine, *_ = ds_seqpar.initialize(model=model, config=settings(SECTION, stage, 1, 4))
+        batches = engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1))
+        found.append(step(engine, batches))
+    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    model = DistributedDataParallel(patch_attention(llama(seed=dist.get_rank()), sp))
+    (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
+    model(**batch).loss.backward()
+    return found, {name: p.grad.numpy() for name, p in model.module.named_parameters()}
+
+
+def test_models_that_deepspeed_or_ddp_makes_alike_are_taken():
+    gradients, loss = one_process(llama(), ragged(SECTION, 1, 1))
+    for found, on_ddp in on_ranks(WORLD, unseeded, ("0", "1", "2", "3")):
+        for result in found:
+            assert gap(result["gradients"], gradients) < 1e-5
+            assert result["loss"] == pytest.approx(loss, rel=1e-5)
+        assert gap(on_ddp, gradients) < 1e-5

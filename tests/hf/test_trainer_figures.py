@@ -1,0 +1,98 @@
+"""What a run says at its end, and what its state holds, are the plain Trainer's too."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from tests.hf.trainers import make
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+# how often is logged -> arguments; steps are left over, or none was ever logged
+LOGGING = {
+    "every step": {"logging_steps": 1},
+    "some left": {"logging_steps": 5},
+    "none": {"logging_strategy": "no"},
+    "an epoch": {"logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1},
+}
+# of time, and of the machine
+TIMED = ("runtime", "per_second")
+
+
+def losses_at_the_end(folder, size):
+    """train_loss by kind of logging, and of a run that goes on from a checkpoint; the other figures of each."""
+    found = {}
+    for name, changes in LOGGING.items():
+        section = size and {"size": size}
+        trainer = make(f"{folder}/{name}", size or 1, section, **{"max_steps": 7, **changes})
+        output = trainer.train()
+        logged = trainer.state.log_history[-1]["train_loss"]
+        assert output.training_loss == output.metrics["train_loss"] == logged
+        found[name] = logged
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7, "logging_steps": 5}
+    make(f"{folder}/saved", size or 1, section, **saving).train()
+    dist.barrier()
+    resumed = make(f"{folder}/again", size or 1, section, **saving)
+    found["resumed"] = resumed.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-3").training_loss
+    return found
+
+
+def test_the_train_loss_at_the_end_is_that_of_all_ranks(tmp_path):
+    """One rank's share of the steps since the last log: 0.0 where the plain Trainer says 5.96. (Plain ranks say their
+    own share too, whose mean is the loss.)"""
+    plain = on_ranks(4, losses_at_the_end, tmp_path / "plain", None)
+    expected = {name: sum(rank[name] for rank in plain) / 4 for name in plain[0]}
+    assert expected["every step"] == pytest.approx(expected["some left"], rel=1e-5)
+    for size in (2, 4):
+        for found in on_ranks(4, losses_at_the_end, tmp_path / str(size), size):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Hears(TrainerCallback):
+    """What a logging integration is given."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def comparable(history):
+    """Without figures of time, as transformers compares the states of a resumed run and a whole one."""
+    return [
+        {name: x for name, x in entry.items() if not name.endswith(TIMED) and name != "train_loss"} for entry in history
+    ]
+
+
+def states(folder, size):
+    """The states of a whole run and of one that goes on from its middle; those that both saved; what was reported."""
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    hears = Hears()
+    whole = make(f"{folder}/whole", size, {"size": size}, parts={"callbacks": [hears]}, **saving)
+    whole.train()
+    dist.barrier()
+    again = make(f"{folder}/again", size, {"size": size}, **saving)
+    again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-3")
+    dist.barrier()
+    files = [Path(folder) / name / "checkpoint-6" / "trainer_state.json" for name in ("whole", "again")]
+    saved = [json.loads(file.read_text()) for file in files]
+    return saved, [trainer.state.log_history for trainer in (whole, again)], hears.logs
+
+
+def test_states_of_a_whole_and_a_resumed_run_are_the_same(tmp_path):
+    """Tokens a second and memory are reported with every loss; in the state they would differ between any two runs."""
+    for saved, held, logs in on_ranks(2, states, tmp_path, 2):
+        assert comparable(saved[0]["log_history"]) == comparable(saved[1]["log_history"])
+        assert {**saved[0], "log_history": []} == {**saved[1], "log_history": []}
+        assert comparable(held[0]) == comparable(held[1])
+        assert len(held[0]) == 7
+        steps = [entry for entry in logs if "loss" in entry]
+        assert len(steps) == 6
+        assert all(entry["tokens_per_second"] > 0 and entry["memory_gib"] > 0.1 for entry in steps)
+        shape = {"sp_size": 2, "sp_ulysses": 2, "sp_inner": 1, "data_groups": 1}
+        assert shape.items() <= steps[0].items()
+        assert not set(shape).intersection(steps[1])

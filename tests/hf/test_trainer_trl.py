@@ -1,0 +1,126 @@
+"""trl's SFTTrainer with the mixin before it logs what it logs alone; what of trl is not supported says so."""
+
+import functools
+
+import pytest
+from datasets import Dataset
+from transformers import ByT5Tokenizer
+
+from hf_integration import SequenceParallelMixin
+from tests.dist.ranks import is_one_sentence
+from tests.hf.llama import llama
+from tests.hf.trainers import documents, settings
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+# a group's, of 4 ranks, so that all runs take four a micro-step; the plain one alone, since trl's evaluation loss
+# weighs its ranks alike, however many tokens each has
+SEQUENCES = {None: 4, 1: 1, 2: 2, 4: 4}
+FIGURES = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
+
+
+def rows(count, seed=5, labels=True):
+    """Ragged, as trl wants them; labels of which some do not count."""
+    names = ("input_ids", "labels") if labels else ("input_ids",)
+    return Dataset.from_list([{name: x[name].tolist() for name in names} for x in documents(count, seed)])
+
+
+def sft(folder, size, parts=None, **changes):
+    from trl import SFTConfig, SFTTrainer
+
+    class Shared(SequenceParallelMixin, SFTTrainer):
+        pass
+
+    sequences = SEQUENCES[size]
+    given = {
+        "per_device_train_batch_size": sequences, "per_device_eval_batch_size": sequences, "max_steps": 4,
+        "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 3e-3, "report_to": "none",
+        "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "eval_strategy": "steps",
+        "eval_steps": 2, "deepspeed": settings(size and {"size": size}, 2),
+    }  # fmt: skip
+    own = {"train_dataset": rows(48), "eval_dataset": rows(8, seed=9), **(parts or {})}
+    return (Shared if size else SFTTrainer)(
+        model=llama(vocab_size=300, pad_token_id=0), args=SFTConfig(str(folder), **{**given, **changes}),
+        processing_class=ByT5Tokenizer(extra_ids=0), **own,
+    )  # fmt: skip
+
+
+def figures(trainer):
+    """All that was logged of the run, training and evaluation, by name."""
+    trainer.train()
+    names = [*FIGURES, *(f"eval_{name}" for name in FIGURES if name != "grad_norm")]
+    return {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in names}
+
+
+def runs(folder, sizes, changes):
+    return {size: figures(sft(f"{folder}/{size}", size, **changes)) for size in sizes}
+
+
+def same_as_plain(folder, changes, sizes):
+    plain = on_ranks(1, runs, folder / "plain", (None,), changes)[0][None]
+    for found in on_ranks(4, runs, folder, sizes, changes, timeout=200):
+        for name, values in plain.items():
+            assert len(values) == (2 if name.startswith("eval") else 4), name
+            for size in sizes:
+                assert found[size][name] == pytest.approx(values, rel=1e-4), (name, size)
+
+
+def test_all_that_sft_logs_is_the_plain_trainers_in_training_and_evaluation(tmp_path):
+    """TRL#4579: metrics lost because labels became shift_labels; eval_loss 2.97 for 5.95; num_tokens half."""
+    same_as_plain(tmp_path, {}, (1, 2, 4))
+
+
+def test_wrapped_packing_cuts_documents_into_equal_blocks_as_the_plain_trainer_does(tmp_path):
+    packed = {"packing": True, "packing_strategy": "wrapped", "max_length": 32, "eval_packing": True}
+    same_as_plain(tmp_path, packed, (4,))
+
+
+def refused(folder, names):
+    """What each says, by name."""
+    said = {}
+    for name in names:
+        try:
+            WRONG[name][0](f"{folder}/{name}").train()
+        except ValueError as error:
+            said[name] = type(error).__name__, str(error)
+    return said
+
+
+def preferences(folder):
+    from trl import DPOConfig, DPOTrainer
+
+    class Shared(SequenceParallelMixin, DPOTrainer):
+        pass
+
+    data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8)
+    config = DPOConfig(str(folder), use_cpu=True, bf16=False, report_to="none", deepspeed=settings({"size": 2}, 2))
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    return Shared(
+        model=llama(vocab_size=300, pad_token_id=0), args=config, processing_class=tokenizer, train_dataset=data
+    )
+
+
+def packed(folder, **changes):
+    return sft(folder, 2, max_steps=1, **changes)
+
+
+# what is tried -> (what makes the Trainer, words of the sentence)
+WRONG = {
+    "padding_free": (functools.partial(packed, padding_free=True, max_length=None), ["packed documents are not"]),
+    "bfd": (functools.partial(packed, packing=True, max_length=32), ["packed documents are not", "packing=False"]),
+    "bfd_split": (
+        functools.partial(packed, packing=True, packing_strategy="bfd_split", max_length=32),
+        ["packed documents are not"],
+    ),
+    "eval_packing": (functools.partial(packed, eval_packing=True, max_length=32), ["packed documents are not"]),
+    "preferences": (preferences, ["preference training is not supported yet", "DPOTrainer"]),
+}
+
+
+def test_packing_and_preference_training_are_refused_by_their_names(tmp_path):
+    for said in on_ranks(2, refused, tmp_path, list(WRONG)):
+        for name, (_, words) in WRONG.items():
+            kind, sentence = said.get(name, ("nothing", ""))
+            assert kind in ("ConfigError", "InputError"), (name, sentence)
+            assert is_one_sentence(sentence)
+            assert not [word for word in words if word not in sentence], sentence
