@@ -126,6 +126,8 @@ class SequenceParallelConfig:
         world_size: ranks of the job. heads: (query heads, key/value heads) of the model, where known.
         Raises ConfigError where size does not divide the world, ulysses not the size, or ulysses does not fit heads.
         """
+        if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(_is_count, heads))):
+            raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
         size = world_size if self.size == "auto" else self.size
         if world_size % size:
             raise ConfigError(

@@ -42,12 +42,13 @@ class SequenceParallel:
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
         world = groups.control_world()
-        config, error = config or SequenceParallelConfig(), None
+        given, error = {}, None
         try:
+            config = _config(config)
             self.config = config.resolve(dist.get_world_size(), heads)
+            given = {**vars(config), "heads": heads}
         except ConfigError as reason:
             error = reason
-        given = {**vars(config), "heads": heads}
         try:
             agree(world, "sequence parallel configuration", given, error=error, call="SequenceParallel")
         except SeqParError:
@@ -250,6 +251,17 @@ class _Constant(torch.autograd.Function):
         raise InputError(
             "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"
         )
+
+
+def _config(given: object) -> SequenceParallelConfig:
+    if given is None:
+        return SequenceParallelConfig()
+    if not isinstance(given, SequenceParallelConfig):
+        raise ConfigError(
+            f"SequenceParallel needs a SequenceParallelConfig; got {type(given).__name__}, "
+            "make one by SequenceParallelConfig.from_dict or from_deepspeed"
+        )
+    return given
 
 
 def _shape(x: object) -> str:

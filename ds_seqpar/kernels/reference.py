@@ -15,7 +15,8 @@ class Reference:
     ran_on = "CPU"
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        return [] if spec.dtype in self.tolerance else [f"takes floating point, not {spec.dtype}"]
+        found = [] if spec.dtype in self.tolerance else [f"takes floating point, not {spec.dtype}"]
+        return found + ["takes tensors that hold numbers, not meta"] * (spec.device == "meta")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         scores = _scores(q, k, causal, scale)

@@ -2,7 +2,7 @@
 
 A case is a dict. ranks: how many there are. section: as in the JSON. heads: what the constructor is told. call: what
 attention is given. wrong: None, or {"rank": which one (None: all), "sure": whether it must be refused, and "section",
-"heads" or "call": what is otherwise on that rank}.
+"config", "heads" or "call": what is otherwise on that rank}.
 """
 
 import itertools
@@ -178,7 +178,9 @@ def cases(draw, virtual=False):
     call = draw(calls(section))
     told = draw(st.sampled_from([None, (call["heads"], call["kv_heads"])]))
     who = None if virtual else draw(st.sampled_from((None, *range(number))))
-    kind = draw(st.sampled_from(("none", "none", "sure", "sure", "differs", "unsure", "section", "heads")))
+    kind = draw(
+        st.sampled_from(("none", "none", "sure", "sure", "differs", "differs", "unsure", "section", "heads", "config"))
+    )
     wrong = None
     if kind == "sure":
         wrong = {"rank": who, "sure": True, "call": draw(surely_wrong(call))}
@@ -192,4 +194,6 @@ def cases(draw, virtual=False):
         wrong = {"rank": who if _is_read(odd) else None, "sure": False, "section": odd}
     elif kind == "heads":
         wrong = {"rank": who, "sure": False, "heads": draw(st.sampled_from(HEADS))}
+    elif kind == "config" and not virtual:
+        wrong = {"rank": who, "sure": True, "config": draw(st.sampled_from([section, [], 0, "auto", {}]))}
     return {"ranks": number, "section": section, "heads": told, "call": call, "wrong": wrong}

@@ -42,11 +42,13 @@ def laid_out(call, tensors):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Truth:
     """By name, over the whole sequence. exact: in fp64. single: one kernel call in the dtype. natural: the size of what
-    is added up, where the sum may be 0. limit: of the error relative to the greater of both."""
+    is added up, where the sum may be 0. limit: of the error relative to the greater of both. touched: what a value that
+    is not finite reaches; a kernel's masked products (0 times such a value) may reach further, and need not."""
 
     exact: dict
     single: dict
     natural: dict
+    touched: dict
     limit: float
     dtype: torch.dtype
 
@@ -63,13 +65,15 @@ class Truth:
         scores = factor * top[0] * top[1] * math.sqrt(q.shape[3])
         natural = [top[2], *(factor * top[3] * top[2] * x for x in (top[1], top[0])), top[3], scores]
         limit = max(LIMITS.get(dtype, 1e-5), 32 * torch.finfo(lse.dtype).eps * scores)
-        if config.travel_dtype == "bf16":
-            limit += 3e-2
+        if config.travel_dtype == "bf16":  # rounded once a hop
+            limit += 2**-7 * config.size
+        rows, columns = _touched(whole, causal)
         exact = [*oracle.dense(*whole, causal, factor), _lse(q, k, causal, factor)]
         return cls(
             exact=dict(zip(NAMES, exact, strict=True)),
             single=dict(zip(NAMES, (out, *grads, lse), strict=True)),
             natural=dict(zip(NAMES, natural, strict=True)),
+            touched=dict(zip(NAMES, (rows[..., None], rows[..., None], columns, columns, rows), strict=True)),
             limit=limit,
             dtype=dtype,
         )
@@ -80,22 +84,23 @@ class Truth:
         return {name: fault for name, fault in faults.items() if fault}
 
     def _fault(self, name, found, part):
-        exact, single = part(self.exact[name]), part(self.single[name])
+        exact, single = part(self.exact[name]), part(self.single[name]).to(found.dtype)  # autocast's are cast back
         if found.shape != exact.shape:
             return f"shape {tuple(found.shape)} instead of {tuple(exact.shape)}"
         lost, good = ~exact.isfinite() & ~single.isfinite(), exact.isfinite() & single.isfinite()
+        lost &= part(self.touched[name])
         if bool(found[lost].isfinite().any()):
             return f"finite where attention is not, {int(found[lost].isfinite().sum())} times"
         if not bool(found[good].isfinite().all()):
             return f"not finite where attention is, {int((~found[good].isfinite()).sum())} times"
         mine, alone = (x[good].double() - exact[good] for x in (found, single))
-        return self._too_far(mine, alone, max(self.natural[name], _top(self.exact[name])), name)
+        smallest = max(torch.finfo(x).smallest_normal * torch.finfo(x).eps for x in (found.dtype, self.dtype))
+        size = max(self.natural[name], _top(self.exact[name]), smallest / self.limit)
+        return self._too_far(mine, alone, size, name)
 
     def _too_far(self, mine, alone, size, name):
         if not mine.numel():
             return None
-        smallest = torch.finfo(torch.float32 if self.dtype != torch.float64 else torch.float64).tiny
-        size = max(size, smallest / self.limit)
         if self.dtype in LIMITS or name == "lse":
             error, limit = mine.abs().max().item() / size, self.limit
         else:  # as root mean squares: the greatest single error is chance
@@ -109,6 +114,18 @@ def _top(x):
     """The greatest finite magnitude."""
     finite = x[x.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0
+
+
+def _touched(whole, causal):
+    """Rows (B, S, Hq) that see a value that is not finite, columns (B, S, Hkv, 1) that such a row sees."""
+    q, k, v, do = (~x.isfinite().all(-1) for x in whole)
+    groups = q.shape[2] // k.shape[2]
+    before = (k | v).repeat_interleave(groups, 2)
+    before = before.cummax(1).values if causal else before.any(1, keepdim=True)
+    rows = q | do | before
+    later = rows.unflatten(2, (-1, groups)).any(3)
+    later = later.flip(1).cummax(1).values.flip(1) if causal else later.any(1, keepdim=True).expand_as(k)
+    return rows, (k | v | later)[..., None]
 
 
 def _lse(q, k, causal, scale):

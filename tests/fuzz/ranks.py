@@ -29,7 +29,8 @@ def run(case):
 def _try(case, wrong, outcome):
     sp = None
     try:
-        config = SequenceParallelConfig.from_dict(wrong.get("section", case["section"]))
+        section = wrong.get("section", case["section"])
+        config = wrong["config"] if "config" in wrong else SequenceParallelConfig.from_dict(section)
         sp = SequenceParallel(config, heads=wrong.get("heads", case["heads"]))
         outcome |= {"group": sp.data_rank, "schedule": sp.config.schedule}
         before = sp.comm.received.copy()
