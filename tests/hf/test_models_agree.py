@@ -40,8 +40,8 @@ OTHERS = {
     "dtype": (lambda: llama().double(), "float64"),
     "layers": (lambda: llama(num_hidden_layers=3), "layers"),
     "width of the mlp": (lambda: llama(intermediate_size=128), "(128, 64)"),
-    "weights": (lambda: llama(seed=5), "parameter model.embed_tokens.weight"),
-    "head": (another_head, "parameter lm_head.weight"),
+    "weights": (lambda: llama(seed=5), "values of model.embed_tokens.weight"),
+    "head": (another_head, "values of lm_head.weight"),
     "rope": (other_rope, "500000.0"),
     "frozen": (one_frozen, "trained parameters"),
 }  # fmt: skip
