@@ -44,7 +44,7 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        port = _free_port()
+        port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(rank, world, folder, port, patience, theirs, function, args))
@@ -80,7 +80,7 @@ def _collect(pipes, processes, deadline):
     return results, errors
 
 
-def _free_port():
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
