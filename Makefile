@@ -8,6 +8,9 @@ RANKS ?= 4
 CONFIG ?= ds_configs/zero3_u2r2_fp32.json
 OUT ?= runs/demo
 VENV := .venv
+WORKERS ?= 2
+# an idle worker takes over tests that another has not begun: tests that start a launch are long
+PYTEST := python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # what DeepSpeed compiles on CPUs stays with the environment that it was compiled for
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
@@ -18,10 +21,10 @@ demo: $(VENV)/.ready
 	deepspeed --num_gpus $(RANKS) examples/finetune_llama.py --deepspeed_config $(CONFIG) --out $(OUT)
 
 test: $(VENV)/.ready
-	python -m pytest -m "not whole" tests
+	$(PYTEST) -m "not whole" tests
 
 test-all: $(VENV)/.ready
-	python -m pytest tests
+	$(PYTEST) tests
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check .

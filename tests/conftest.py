@@ -1,5 +1,6 @@
 """What DeepSpeed compiles when it first starts lies with this environment and is compiled before any test needs it."""
 
+import fcntl
 import os
 import sys
 
@@ -15,4 +16,7 @@ def compiled():
     no rank's time limit can end that half way and leave a lock behind, at which all later starts would wait forever."""
     from deepspeed.comm.torch import build_shm_op
 
-    build_shm_op()
+    os.makedirs(os.environ["TORCH_EXTENSIONS_DIR"], exist_ok=True)
+    with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
+        build_shm_op()
