@@ -69,9 +69,8 @@ def _check_settings(causal: object, scale: object) -> None:
         raise InputError(f"attention needs causal True or False; got {causal!r}, full attention is causal=False")
     if scale is None:
         return
-    range_ = torch.finfo(
-        torch.float32
-    )  # below it is 0 in a kernel, and 0 times a mask's -inf no number; above infinite
+    # below its range it is 0 in a kernel, and 0 times a mask's -inf is no number; above it is infinite
+    range_ = torch.finfo(torch.float32)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not range_.tiny <= scale <= range_.max:
         got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise InputError(

@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-from transformers import PreTrainedModel, __version__
+import transformers
+from transformers import PreTrainedModel
 
 from .families import heads
 from .patch import patch_attention, patched_with, unpatch_attention, whole_sequences
@@ -26,5 +27,5 @@ def __getattr__(name: str) -> Any:
     """The Trainer's side, imported when it is first asked for: transformers' Trainer takes seconds to import."""
     if name not in TRAINER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_transformers(__version__)
+    check_transformers(transformers.__version__)
     return getattr(importlib.import_module(f".{TRAINER[name]}", __name__), name)

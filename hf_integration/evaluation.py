@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 
+from .families import unwrapped
 from .loss_checks import evaluating
 from .masks import add_checked_mask
 

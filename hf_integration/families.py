@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
+from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError
+
+__all__ = ["check_adapters", "check_model", "heads", "is_known", "unwrapped"]
 
 
 def _llama(model: PreTrainedModel) -> list[str]:

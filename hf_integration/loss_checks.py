@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
+
+from .families import unwrapped
 
 ITEMS = 3.0  # the divisor that a loss is tried with
 
@@ -75,9 +76,10 @@ def evaluating(model: nn.Module, trainer: object = None) -> Iterator[None]:
     state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log."""
     modes = [(module, module.training) for module in model.modules()]
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(devices):
             yield
     finally:
         for module, training in modes:

@@ -7,15 +7,12 @@ and evaluation counts every sequence once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
@@ -33,6 +30,7 @@ from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.telling import told_once
 
+from . import randomness
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .collator import SequenceParallelCollator
@@ -52,7 +50,8 @@ class SequenceParallelMixin:
     default they are refused (compute_metrics) or None (predict). `preprocess_logits_for_metrics` is applied before, to
     each rank's own logits and (unshifted) labels: a position at a time, such as an argmax, it saves their memory.
     check_loss: before training, one forward of the shortest sequence must give the sum of token losses on shift_labels
-    over num_items_in_batch. False is for a class whose `compute_loss` means to give something else.
+    over num_items_in_batch, and an evaluation step the mean of uneven labels. False is for a class whose `compute_loss`
+    or `prediction_step` means to give something else.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 
@@ -181,7 +180,7 @@ class SequenceParallelMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._wrap_collator()
-        with _unchanged_randomness():
+        with randomness.unchanged():
             error = checks.data_error(self)
         agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         return super().train(*args, **kwargs)
@@ -192,13 +191,13 @@ class SequenceParallelMixin:
             checks.check_loss(self, model)
             if self.eval_dataset is not None:
                 check_evaluation(self, model)
-        self._share_randomness(self.sp.control_world)
+        randomness.share(self.sp.control_world)
         return model, loader
 
     def _run_epoch(self, **given: Any) -> None:
         # its sampler draws from each rank's own state, which data sets may have moved by other amounts
         if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
-            self._share_randomness(self.sp.control_world)
+            randomness.share(self.sp.control_world)
         super()._run_epoch(**given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,17 +208,7 @@ class SequenceParallelMixin:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
-            self._share_randomness(self.sp.groups.control)
-
-    def _share_randomness(self, group: dist.ProcessGroup) -> None:
-        """All ranks of the group draw what its first one would have drawn, whatever they drew before.
-
-        ZeRO-3 initialises models on one rank alone, and a checkpoint may have been written with other groups. Samplers
-        need one state on all ranks when training starts; data sets and collators need it on those of a sequence.
-        """
-        state = [_random_state()]
-        dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
-        _set_random_state(state[0])
+            randomness.share(self.sp.groups.control)
 
     # ---- evaluation: sharded as well, and every sequence counted once
 
@@ -344,25 +333,3 @@ class SequenceParallelMixin:
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
     """transformers' Trainer, with every sequence shared by a group of ranks. See SequenceParallelMixin."""
-
-
-@contextlib.contextmanager
-def _unchanged_randomness() -> Iterator[None]:
-    state = _random_state()
-    try:
-        yield
-    finally:
-        _set_random_state(state)
-
-
-def _random_state() -> tuple:
-    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
-
-
-def _set_random_state(state: tuple) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if state[3] is not None:
-        torch.cuda.set_rng_state(state[3])

@@ -22,11 +22,10 @@ from transformers.trainer_utils import has_length
 from ds_seqpar.agreement import agree
 from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_json import read_deepspeed
-from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 
 from .collator import refuse_packed
-from .families import check_adapters
+from .families import check_adapters, unwrapped
 from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ def check(heads, dtype):
     inner = [x.detach().requires_grad_() for x in ops.scatter_heads([q, k, v], handle, "qkv", None)]
     out, lse = (x.detach() for x in ops.attention(*inner, handle, True, 0.5, None))
     calls = [
-        (ops.agree.default, (q, k, v, handle, True, None, True)),
+        (ops.agree.default, (q, k, v, handle, True, None, True, False)),
         (ops.scatter_heads.default, ([q, k, v], handle, "qkv", None)),
         (ops.attention.default, (*inner, handle, True, 0.5, None)),
         (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, handle, True, 0.5)),

@@ -126,7 +126,7 @@ def adapters(folder, size):
         return found
 
     changes = {
-        "stage": 3, "bf16": True, "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 3,
+        "stage": 3, "bf16": True, "gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 3,
         "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "learning_rate": 1e-2,
     }  # fmt: skip
     sequences = 1 if size is None else size

@@ -92,7 +92,7 @@ def launch(launcher, ranks, config, folder, *more):
     ("launcher", "ranks", "config", "more"),
     [
         ("deepspeed", 4, "trainer_zero3_sp4", ["--model"]),
-        ("accelerate", 2, "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--activation_checkpointing", "True"]),
+        ("accelerate", 2, "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"]),
         pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
