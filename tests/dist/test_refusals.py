@@ -81,6 +81,10 @@ RING = {
     "dtypes": (lambda sp, rank: attention(sp, **on_wrong(rank, dtype=torch.float32)), differ("float64", "float32")),
     "causal": (lambda sp, rank: attention(sp, **on_wrong(rank, causal=False)), differ("causal True", "causal False")),
     "scale": (lambda sp, rank: attention(sp, **on_wrong(rank, scale=0.5)), differ("scale None", "scale 0.5")),
+    "return_lse": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, return_lse=True)),
+        differ("return_lse True", "return_lse False"),
+    ),
     "requires_grad": (
         lambda sp, rank: attention(sp, **on_wrong(rank, grad=False)),
         differ("backward True", "backward False"),
@@ -140,6 +144,10 @@ ULYSSES = {
     "key/value heads": (
         lambda sp, rank: attention(sp, heads=(6, 3)),
         everywhere("ConfigError", "ulysses 2 for 6 query and 3 key/value heads", "use one of [1]"),
+    ),
+    "return_lse": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, return_lse=True)),
+        differ("return_lse True", "return_lse False"),
     ),
     "one rank's heads": (
         lambda sp, rank: attention(sp, **on_wrong(rank, heads=(3, 3))),
@@ -204,6 +212,22 @@ CONFIGURATIONS = {
     "heads that do not group": (
         lambda rank: make((4, 3), ulysses=1),
         everywhere("ConfigError", "multiple of key/value heads", "got 4 and 3"),
+    ),
+    "one number of heads": (
+        lambda rank: make((4,)),
+        everywhere("ConfigError", "numbers of query and key/value heads", "got (4,)"),
+    ),
+    "words for heads on one rank": (
+        lambda rank: make(("4", "2") if rank == WRONG else (4, 2)),
+        only_one("ConfigError", "numbers of query and key/value heads", "got ('4', '2')"),
+    ),
+    "a section instead of a configuration": (
+        lambda rank: SequenceParallel({"size": 4}),
+        everywhere("ConfigError", "needs a SequenceParallelConfig; got dict", "from_dict"),
+    ),
+    "a section on one rank": (
+        lambda rank: SequenceParallel({} if rank == WRONG else None),
+        only_one("ConfigError", "needs a SequenceParallelConfig; got dict", "from_dict"),
     ),
     "size on one rank": (
         lambda rank: make(size=3 if rank == WRONG else 4),

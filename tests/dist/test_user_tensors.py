@@ -8,7 +8,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from ds_seqpar import virtual
 from tests import oracle
-from tests.dist.ranks import WRONG, assert_all_refused, everywhere, leaves, make, only_one, refusal, try_all
+from tests.dist.ranks import WRONG, assert_all_refused, attend, everywhere, leaves, make, only_one, refusal, try_all
 from tests.launch import on_ranks
 
 # name -> a local (B, s, H, D) tensor with the same values, otherwise laid out in memory
@@ -44,6 +44,20 @@ def laid_out(settings):
 def test_strided_inputs(settings):
     for found in on_ranks(1 if settings.get("size") == 1 else 4 if "rows" in settings else 2, laid_out, settings):
         assert {name: error for name, error in found.items() if error > 1e-10} == {}
+
+
+def one_token():
+    """Of one sequence and of two, on each rank one token."""
+    errors = []
+    for batch in (1, 2):
+        sp = make(layout="contiguous")
+        whole = oracle.tensors(batch, 2, (4, 2))
+        errors += oracle.errors(attend(sp, *whole), oracle.dense(*whole))
+    return max(errors)
+
+
+def test_one_token_a_rank():
+    assert max(on_ranks(2, one_token)) < 1e-10
 
 
 def under_autocast(kernel):
@@ -149,6 +163,10 @@ def asked(**options):
     return lambda sp, rank: attention(sp, **options)
 
 
+def unshaped(q, k, v):
+    return q, torch.nn.UninitializedParameter(), v
+
+
 def scaled(scale):
     return asked(scale=scale), everywhere("InputError", "a number above 0", "head_dim ** -0.5")
 
@@ -160,6 +178,8 @@ REFUSED = {
     "scale NaN": scaled(float("nan")),
     "scale infinite": scaled(float("inf")),
     "scale that is zero in fp32": scaled(1e-40),
+    "scale that is infinite in fp32": scaled(1e300),
+    "scale that no float holds": scaled(10**400),
     "scale a word": scaled("0.5"),
     "scale a tensor": scaled(torch.tensor(0.5)),
     "scale True": scaled(True),
@@ -203,6 +223,14 @@ REFUSED = {
         asked(change=lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta"))),
         everywhere("KernelError", "on meta"),
     ),
+    "no shape": (
+        asked(change=unshaped),
+        everywhere("InputError", "that can be read", "uninitialized parameter"),
+    ),
+    "one rank's no shape": (
+        lambda sp, rank: attention(sp, change=unshaped if rank == WRONG else None),
+        only_one("InputError", "that can be read", "uninitialized parameter"),
+    ),
     "one rank's scale": (
         lambda sp, rank: attention(sp, scale=float("nan") if rank == WRONG else None),
         only_one("InputError", "a number above 0"),
@@ -221,14 +249,19 @@ REFUSED = {
 }
 
 
+META = asked(change=lambda *tensors: tuple(x.to("meta") for x in tensors)), everywhere("KernelError", "not meta")
+
+
 def refuse_all(degree):
-    return try_all(REFUSED, make(ulysses=degree))
+    reference = try_all({"meta": META}, make(ulysses=degree, kernel="reference"))
+    return try_all(REFUSED, make(ulysses=degree)), reference
 
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_what_attention_cannot_take(degree):
-    results = on_ranks(4, refuse_all, degree)
-    assert_all_refused(REFUSED, results)
+    found, of_reference = zip(*on_ranks(4, refuse_all, degree), strict=True)
+    assert_all_refused(REFUSED, found)
+    assert_all_refused({"meta": META}, of_reference)
 
 
 def mean_loss_gradients(tokens):

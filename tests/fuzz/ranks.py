@@ -14,27 +14,40 @@ from tests.fuzz.tables import CAUSAL, FORMS, SCALES
 
 
 def run(case):
-    """This rank's outcome as a dict. said: "right", "wrong", "refused" or "bare"; group: with whom it shares."""
+    """What came of attention."""
+
+    def start(wrong):
+        section = wrong.get("section", case["section"])
+        config = wrong["config"] if "config" in wrong else SequenceParallelConfig.from_dict(section)
+        sp = SequenceParallel(config, heads=wrong.get("heads", case["heads"]))
+        return sp, sp.data_rank
+
+    return outcome_of(case, start, lambda sp, wrong: attend(sp, {**case["call"], **wrong.get("call", {})}))
+
+
+def outcome_of(case, start, use):
+    """This rank's outcome as a dict. said: "right", "wrong", "refused" or "bare"; group: with whom it has to agree.
+
+    start(what is wrong here) gives the SequenceParallel and the group, use(it, what is wrong here) what is wrong with
+    its results.
+    """
     wrong = case["wrong"] or {}
     if wrong.get("rank") not in (None, dist.get_rank()):
         wrong = {}
     outcome = {"group": "all"}
     try:
-        _try(case, wrong, outcome)
+        _try(wrong, outcome, start, use)
     except Exception:
         outcome |= {"said": "bare", "words": traceback.format_exc()}
     return outcome
 
 
-def _try(case, wrong, outcome):
+def _try(wrong, outcome, start, use):
     sp = None
     try:
-        section = wrong.get("section", case["section"])
-        config = wrong["config"] if "config" in wrong else SequenceParallelConfig.from_dict(section)
-        sp = SequenceParallel(config, heads=wrong.get("heads", case["heads"]))
-        outcome |= {"group": sp.data_rank, "schedule": sp.config.schedule}
+        sp, outcome["group"] = start(wrong)
         before = sp.comm.received.copy()
-        faults = attend(sp, {**case["call"], **wrong.get("call", {})})
+        faults = use(sp, wrong)
         outcome |= {"said": "wrong" if faults else "right", "words": str(faults)}
     except SeqParError as error:
         sent = sp is not None and sp.comm.received != before
@@ -120,7 +133,7 @@ def verdict(case, results, errors):
     if not case["wrong"] and refused:
         return "failed", f"nothing is wrong with it, and it was refused: {results}"
     kinds = sorted({results[rank]["kind"] for rank in refused} - {"DisagreementError"}) or ["DisagreementError"]
-    return f"refused, {kinds[0]}" if refused else f"right, {case['section']['schedule']}", None
+    return f"refused, {kinds[0]}" if refused else f"right, {case['section'].get('schedule', 'batches')}", None
 
 
 def _fault(members):

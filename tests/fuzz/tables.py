@@ -1,6 +1,7 @@
 """What the words in a drawn case stand for."""
 
 import fractions
+import warnings
 
 import numpy as np
 import torch
@@ -103,13 +104,20 @@ FORMS = {
     "q complex": lambda x: [x[0].to(torch.complex64), *x[1:]],
     "k sparse": lambda x: [x[0], x[1].to_sparse(), x[2]],
     "all sparse": lambda x: [y.to_sparse(2) for y in x],
-    "q nested": lambda x: [torch.nested.nested_tensor(list(x[0].unbind())), *x[1:]],
+    "q nested": lambda x: [_quietly(torch.nested.nested_tensor, list(x[0].unbind())), *x[1:]],
     "all jagged": lambda x: [torch.nested.nested_tensor(list(y.unbind()), layout=torch.jagged) for y in x],
     "all mkldnn": lambda x: [y.float().contiguous().to_mkldnn() for y in x],
-    "q quantised": lambda x: [torch.quantize_per_tensor(x[0].float(), 0.1, 0, torch.qint8), *x[1:]],
+    "q quantised": lambda x: [_quietly(torch.quantize_per_tensor, x[0].float(), 0.1, 0, torch.qint8), *x[1:]],
     "q on meta": lambda x: [x[0].to("meta"), *x[1:]],
     "all on meta": lambda x: [y.to("meta") for y in x],
 }
+
+
+def _quietly(make, *args):
+    """What torch warns of that it may change, or go."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(*args)
 
 
 def _expanded(x):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.kernels import KERNELS
 from ds_seqpar.layout import multiple
 from ds_seqpar.schedules import build
@@ -92,6 +92,27 @@ def test_a_sequence_that_cannot_be_shared_is_refused(layout):
             if seq != step:
                 with pytest.raises(InputError, match=f"multiple of {step} for the {layout} layout.*got {seq}"):
                     attention(config, *tensors(1, seq, (4, 4), 8)[:3])
+
+
+def test_virtual_ranks_refuse_what_real_ones_do():
+    q, k, v, do = tensors(1, 16, (4, 2), 8)
+    two = SequenceParallelConfig(size=2)
+    refused = {
+        "causal True or False; got None": lambda: attention(two, q, k, v, causal=None),
+        "a number above 0": lambda: attention(two, q, k, v, scale=float("nan")),
+        "at least one sequence": lambda: attention(two, q[:0], k[:0], v[:0]),
+        "got q list": lambda: attention(two, q.tolist(), k, v),
+        "one dtype": lambda: attention(two, q, k.float(), v),
+        "like q": lambda: attention(two, q, k, v, do.float()),
+        "takes int64": lambda: attention(two, q.long(), k.long(), v.long()),
+        "balances causal work": lambda: attention(
+            SequenceParallelConfig(size=2, schedule="distflash"), q, k, v, causal=False
+        ),
+        "a size that is a number": lambda: attention(SequenceParallelConfig(), q, k, v),
+    }
+    for words, call in refused.items():
+        with pytest.raises(SeqParError, match=words):
+            call()
 
 
 @pytest.mark.parametrize("causal", [True, False])
