@@ -23,6 +23,7 @@ from .agreement import agree
 from .config import SequenceParallelConfig
 from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
 from .errors import ConfigError, SeqParError, nearest
+from .leaving import wait_at_exit
 from .parallel import SequenceParallel
 from .telling import told_once
 
@@ -169,6 +170,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}
         deepspeed.init_distributed(**port)
+        wait_at_exit()
 
 
 def _launched() -> bool:
