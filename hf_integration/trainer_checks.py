@@ -194,31 +194,38 @@ def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     sp, device = trainer.sp, trainer.args.device
     given = probe(sp, unwrapped(trainer.model).config.vocab_size, device)
     items = torch.tensor(ITEMS, device=device)
-    with evaluating(model, trainer):
-        loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
-    # as compute_loss scales what ZeRO will average over all ranks
-    error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), ITEMS)
+    try:
+        with evaluating(model, trainer):
+            loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
+        # as compute_loss scales what ZeRO will average over all ranks
+        error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), ITEMS)
+    except SeqParError:
+        raise  # on all ranks
+    except Exception as reason:
+        error = as_error("trying compute_loss (check_loss=False leaves that out) failed", reason)
     agree(sp.control_world, "loss of the model", None, error=error)
 
 
-def _datasets(trainer: SequenceParallelMixin) -> Iterator[tuple[Any, int]]:
-    """(data set, sequences that a group takes of it at once) of training and evaluation."""
+def _datasets(trainer: SequenceParallelMixin) -> Iterator[tuple[str, Any, int]]:
+    """(name, data set, sequences that a group takes of it at once) of training and evaluation."""
     evaluated = trainer.eval_dataset
     evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
-    yield trainer.train_dataset, trainer.args.per_device_train_batch_size
-    for dataset in evaluated.values():
-        yield dataset, trainer.args.per_device_eval_batch_size
+    yield "training", trainer.train_dataset, trainer.args.per_device_train_batch_size
+    for name, dataset in evaluated.items():
+        yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
 
 
-def lengths(trainer: SequenceParallelMixin) -> list[int | None]:
+def lengths(trainer: SequenceParallelMixin) -> dict[str, int | None]:
     """How many examples the data sets have, None where they do not say: the same on all ranks, or ranks make unequal
     numbers of steps."""
-    return [len(dataset) if has_length(dataset) else None for dataset, _ in _datasets(trainer)]
+    return {
+        f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset, _ in _datasets(trainer)
+    }
 
 
 def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
     """What shows in some examples of the data sets: packing, left padding, lengths that nobody pads."""
-    for dataset, together in _datasets(trainer):
+    for _, dataset, together in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
             try:
                 _try_examples(trainer, dataset, together)

@@ -251,6 +251,13 @@ class OwnLoss(SequenceParallelTrainer):
         return (loss, output) if return_outputs else loss
 
 
+class OldLoss(SequenceParallelTrainer):
+    """Written before losses were given a divisor."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
 class ScaledLoss(SequenceParallelTrainer):
     """Means another loss than the model's."""
 
@@ -264,6 +271,7 @@ def own_losses(folder):
     said = []
     for name, given in {
         "wrong": {"kind": OwnLoss},
+        "old": {"kind": OldLoss},
         "scaled": {"kind": ScaledLoss},
         "model": {"model": with_loss(half_loss)},
     }.items():
@@ -280,7 +288,7 @@ def own_losses(folder):
 
 def test_a_loss_of_ones_own_is_tried_before_training(tmp_path):
     for said, half, whole in on_ranks(2, own_losses, tmp_path):
-        assert len(said) == 3
+        assert len(said) == 4
         for sentence in said:
             assert is_one_sentence(sentence)
             assert "num_items_in_batch" in sentence
@@ -303,7 +311,7 @@ def unequal(folder):
 def test_data_sets_are_as_long_on_all_ranks(tmp_path):
     for said in on_ranks(4, unequal, tmp_path):
         assert len(said) == 2
-        assert "the same data sets; got ranks 0-1: [0] 16; ranks 2-3: [0] 12" in said[0]
+        assert "the same data sets; got ranks 0-1: training examples 16; ranks 2-3: training examples 12" in said[0]
         assert "the same evaluation data; got ranks 0-1: 8; ranks 2-3: 6" in said[1]
 
 
