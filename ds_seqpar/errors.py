@@ -32,7 +32,7 @@ class DisagreementError(SeqParError):
 
 
 class CommunicationError(SeqParError, RuntimeError):
-    """A transfer failed while a plan ran, mostly because another rank ended; carries step and table."""
+    """Ranks could not communicate, because one ended or did not come; while a plan ran it carries step and table."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
