@@ -10,6 +10,9 @@ OUT ?= runs/demo
 VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
 OLDEST := transformers==5.18.0
+WORKERS ?= 2
+# an idle worker takes over tests that another has not begun: tests that start a launch are long
+PYTEST := python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # what DeepSpeed compiles on CPUs stays with the environment that it was compiled for
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
@@ -21,11 +24,11 @@ demo: $(VENV)/.ready
 	deepspeed --num_gpus $(RANKS) examples/finetune_llama.py --deepspeed_config $(CONFIG) --out $(OUT)
 
 test: $(VENV)/.ready
-	python -m pytest -m "not whole" tests
+	$(PYTEST) -m "not whole" tests
 
 test-all: $(VENV)/oldest/.ready
-	python -m pytest tests
-	PYTHONPATH=$(CURDIR)/$(VENV)/oldest python -m pytest -m "not whole" tests/hf/test_trainer_*.py
+	$(PYTEST) tests
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole" tests/hf/test_trainer_*.py
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check .

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import cpu_op
+from . import cpu_op, groups
+from .agreement import agree
 from .config import SequenceParallelConfig
 from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
-from .errors import ConfigError, nearest
+from .errors import ConfigError, SeqParError, nearest
+from .leaving import wait_at_exit
 from .parallel import SequenceParallel
 from .telling import told_once
 
@@ -168,6 +170,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     if dist.is_initialized() or dist_init_required is not False:
         port = {} if distributed_port is None else {"distributed_port": distributed_port}
         deepspeed.init_distributed(**port)
+        wait_at_exit()
 
 
 def _launched() -> bool:
@@ -185,31 +188,61 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def prepare_model(
-    model: torch.nn.Module, section: Mapping[str, Any], given: SequenceParallel | None = None
+    model: torch.nn.Module,
+    section: Mapping[str, Any],
+    given: SequenceParallel | None = None,
+    error: SeqParError | None = None,
 ) -> SequenceParallel:
     """The SequenceParallel to train with; patches a transformers model that is not patched yet.
 
-    section: the "sequence_parallel" section. Collective over the world where a SequenceParallel has to be made. Raises
-    ConfigError where `given`, or what the model is patched with, has other settings than the section gives, and for
-    models that cannot be patched.
+    section: the "sequence_parallel" section. error: what a caller holds against this rank's model. Collective over the
+    world. Raises on all ranks where `given`, or what the model is patched with, has other settings than the section
+    gives on one of them, and for models that cannot be patched.
     """
+    sp = None
+    try:
+        sp = _made(model, section, given)
+    except SeqParError as reason:
+        error = error or reason
+    _agree_on_model(model, sp is None, error)
+    if _is_known(model):
+        import hf_integration  # the outermost room: here only because initialize patches by itself
+
+        heads = hf_integration.heads(unwrapped(model))
+        sp = sp or SequenceParallel(SequenceParallelConfig.from_dict(section), heads=heads)
+        hf_integration.patch_attention(model, sp)
+    return sp
+
+
+def _made(
+    model: torch.nn.Module, section: Mapping[str, Any], given: SequenceParallel | None
+) -> SequenceParallel | None:
+    """`given`, or what the model is patched with; None where one is to be made. Raises where they do not suit."""
     config = SequenceParallelConfig.from_dict(section)
-    if not _is_transformers(model) and given is None:
+    if given is None and not _is_transformers(model):
         raise ConfigError(
             "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
             f"{type(model).__name__} alone, pass sequence_parallel=sp"
         )
-    if given is not None and not _is_known(model):
-        _same(config, section, given)
-        return given
-    import hf_integration  # the outermost room: here only because initialize patches by itself
+    sp = given
+    if given is None or _is_known(model):
+        import hf_integration
 
-    sp = given or hf_integration.patched_with(model)
+        sp = given or hf_integration.patched_with(model)
+        hf_integration.check_patch(model, sp)
     if sp is not None:
         _same(config, section, sp)
-    sp = sp or SequenceParallel(config, heads=hf_integration.heads(unwrapped(model)))
-    hf_integration.patch_attention(model, sp)
     return sp
+
+
+def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | None) -> None:
+    """Before groups are made, or used, by some ranks only."""
+    world = groups.control_world()
+    value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
+    try:
+        agree(world, "models", value, error=error, call="initialize")
+    finally:
+        groups.free([world] if world is not dist.group.WORLD else [])
 
 
 def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:

@@ -7,7 +7,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from .families import heads
-from .patch import patch_attention, patched_with, unpatch_attention, whole_sequences
+from .patch import check_patch, patch_attention, patched_with, unpatch_attention, whole_sequences
 from .versions import check_transformers
 
 TRAINER = {
@@ -20,7 +20,15 @@ TRAINER = {
 PreTrainedModel.patch_attention = patch_attention
 PreTrainedModel.unpatch_attention = unpatch_attention
 
-__all__ = ["heads", "patch_attention", "patched_with", "unpatch_attention", "whole_sequences", *sorted(TRAINER)]
+__all__ = [
+    "check_patch",
+    "heads",
+    "patch_attention",
+    "patched_with",
+    "unpatch_attention",
+    "whole_sequences",
+    *sorted(TRAINER),
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,8 @@ SAMPLES = 8  # values of a parameter that are compared
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Name -> what to compare: dtypes, layers, RoPE, and of every parameter its shape and some values.
+    """Name -> what to compare: dtypes, layers, RoPE, and of every parameter its shape and some values, what says most
+    first.
 
     Values are those that a rank holds whole: not of parameters that ZeRO-3 or FSDP partitions, or that are on meta.
     """
@@ -24,7 +25,8 @@ def fingerprint(model: nn.Module) -> dict[str, object]:
         "layers": getattr(model.config, "num_hidden_layers", None),
         "rope": getattr(model.config, "rope_parameters", None),
         "trained parameters": len(trained),
-        **{f"parameter {name}": f"{shapes[name]} {values.get(name, '')}".strip() for name in parameters},
+        **{f"shape of {name}": shape for name, shape in shapes.items()},
+        **{f"values of {name}": digest for name, digest in values.items()},
     }
 
 

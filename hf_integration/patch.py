@@ -53,14 +53,10 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     Raises ConfigError for a model that cannot be patched (see families), whose heads do not fit, or that is patched
     with another SequenceParallel.
     """
-    check_adapters(model)
+    check_patch(model, sp)
     inner = unwrapped(model)
-    check_model(inner)
-    if (patched := patched_with(inner)) is not None:
-        if patched is sp:
-            return model
-        raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
-    check_heads(sp.config.ulysses, *heads(inner), size=sp.size)
+    if patched_with(inner) is sp:
+        return model
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     _own_config(inner)
@@ -72,6 +68,18 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks), agreement=agreement)
     return model
+
+
+def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
+    """Raises ConfigError where `patch_attention(model, sp)` would; sp None: with any."""
+    check_adapters(model)
+    inner = unwrapped(model)
+    check_model(inner)
+    if sp is None:
+        return
+    if patched_with(inner) not in (None, sp):
+        raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
+    check_heads(sp.config.ulysses, *heads(inner), size=sp.size)
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:

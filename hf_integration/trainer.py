@@ -102,9 +102,8 @@ class SequenceParallelMixin:
         return model
 
     def _patch(self, model: nn.Module) -> None:
-        checks.check_model(model, self.check_loss)
-        base = checks.unwrapped(model)
-        self.sp = prepare_model(base, self._section, getattr(self, "sp", None))
+        error, base = checks.model_error(model, self.check_loss), checks.unwrapped(model)
+        self.sp = prepare_model(base, self._section, getattr(self, "sp", None), error)
         drop_checked_masks(base)
 
     # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it

@@ -176,16 +176,16 @@ def pad_token_id(trainer: SequenceParallelMixin) -> int | None:
     return next((token for token in known if isinstance(token, int) and token >= 0), None)  # -1 is an old "none"
 
 
-def check_model(model: nn.Module, check_loss: bool = True) -> None:
-    """Raises ConfigError unless the model can be sharded and its loss uses shifted labels and the divisor it is given.
-
-    check_loss=False leaves the loss to who gave the model.
-    """
-    check_adapters(model)
+def model_error(model: nn.Module, check_loss: bool = True) -> ConfigError | None:
+    """Why the model cannot be trained, unless it can be sharded and its loss uses shifted labels and the divisor that
+    it is given. check_loss=False leaves the loss to who gave the model."""
+    try:
+        check_adapters(model)
+    except ConfigError as error:
+        return error
     model = unwrapped(model)
     # patch_attention says what it needs of other models
-    if check_loss and isinstance(model, PreTrainedModel) and (error := loss_function_error(model)):
-        raise error
+    return loss_function_error(model) if check_loss and isinstance(model, PreTrainedModel) else None
 
 
 def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """What DeepSpeed compiles when it first starts lies with this environment and is compiled before any test needs it."""
 
+import fcntl
 import os
 import sys
 
@@ -15,4 +16,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_ex
 def compiled():
     """For tests that start DeepSpeed. It compiles a small op, for half a minute and more on a busy machine: here, where
     no rank's time limit can end that half way. The lock of a run that was ended so is removed."""
-    cpu_op.prepare()
+    os.makedirs(os.environ["TORCH_EXTENSIONS_DIR"], exist_ok=True)
+    with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
+        cpu_op.prepare()

@@ -56,7 +56,7 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
-        port = _free_port()
+        port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(rank, world, self.folder.name, port, patience, theirs))
@@ -101,7 +101,7 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _free_port():
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

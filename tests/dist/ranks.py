@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
 from tests import oracle
 
-SECONDS = 30  # for ranks that should be told of a mistake: one that takes longer hangs
+SECONDS = 60  # for ranks that should be told of a mistake: one that takes longer hangs
 WRONG = 1  # the rank that is given something else than the others
 
 

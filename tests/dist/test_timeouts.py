@@ -81,4 +81,4 @@ def test_a_rank_that_goes_on_without_the_others_makes_them_wait_no_longer_than_w
         first = message.splitlines()[0]
         assert re.fullmatch(r"(inner rank 0, step \d: )?" + re.escape(f"{beginning} {STAYED}"), first), message
         assert is_one_sentence(first)
-        assert PATIENCE - 0.5 < seconds < PATIENCE + 5, (name, seconds)
+        assert PATIENCE - 0.5 < seconds < PATIENCE + 30, (name, seconds)

@@ -1,7 +1,11 @@
-"""What ranks receive: elements as the plan and the formulas say, and as many bytes on the loopback interface."""
+"""What ranks receive: elements as the plan and the formulas say, and as many bytes come through their sockets."""
 
-import pathlib
-import time
+import contextlib
+import itertools
+import os
+import socket
+import struct
+import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +16,6 @@ from tests import oracle
 from tests.dist.ranks import leaves, make
 from tests.launch import on_ranks
 
-COUNTERS = pathlib.Path("/proc/net/dev")
 BATCH, SEQ, DIM = 2, 48, 8
 
 
@@ -100,53 +103,33 @@ def test_contiguous_causal_skips_moves_that_nobody_needs(size):
             assert plans == [kv, kv + dkv]
 
 
-def loopback():
-    """Bytes that the loopback interface has received."""
-    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[0])
+def arrived():
+    """Bytes that this process's sockets have received: TCP_INFO counts them for each, whatever other programs send."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as opened:  # OSError: no TCP socket
+            (count,) = struct.unpack_from("Q", opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128)
+            total += count
+    return total
 
 
-class Meter:
-    """Bytes on the loopback between two moments that all ranks have reached, less its idle traffic of just before."""
-
-    def __init__(self):
-        dist.barrier()
-        start, begin = loopback(), time.monotonic()
-        time.sleep(0.1)
-        self.idle = (loopback() - start) / (time.monotonic() - begin)
-        dist.barrier()
-        self.bytes, self.moment = loopback(), time.monotonic()
-        dist.barrier()  # nobody sends before everybody has read the counter
-
-    def reading(self):
-        """(how busy others were, bytes)."""
-        dist.barrier()
-        return self.idle, loopback() - self.bytes - self.idle * (time.monotonic() - self.moment)
-
-
-def on_the_wire(config, dtype, attempts=5):
-    """(bytes that this rank counts, bytes on the wire of all ranks in the quietest attempt), forward and backward."""
+def on_the_wire(config, dtype):
+    """(bytes that this rank counts, bytes that its sockets received), forward and backward."""
     sp = make(**config)
     # few tokens with large heads: many bytes and little to compute
     q, k, v, do = oracle.tensors(1, 128, (128, 64), dim=128, dtype=dtype)
     local, do = leaves(sp, q, k, v), sp.shard(do, 1)
-    readings, counted = ([], []), []
-    for _ in range(attempts):
-        start = sp.comm.received_bytes
-        meter = Meter()
-        out = sp.attention(*local)
-        readings[0].append(meter.reading())
-        between = sp.comm.received_bytes
-        meter = Meter()
-        out.backward(do)
-        readings[1].append(meter.reading())
-        counted = [between - start, sp.comm.received_bytes - between]
-    return counted, [min(found)[1] for found in readings]
+    moments = []
+    for step in (lambda: None, lambda: sp.attention(*local), lambda: out.backward(do)):
+        out = step()
+        dist.barrier()
+        moments.append((sp.comm.received_bytes, arrived()))
+    return [[after - before for before, after in itertools.pairwise(counter)] for counter in zip(*moments, strict=True)]
 
 
 # counts alone would not have shown that gloo's own reduce-scatter receives twice its share; gradients of bf16 travel in
 # fp32, so elements alone would not do either
-@pytest.mark.skipif(not COUNTERS.exists(), reason="there is no /proc/net/dev to read the loopback's byte counter from")
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc/self/fd to find sockets in")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("ranks", "config"), [
     (2, {"ulysses": 1, "layout": "zigzag"}),
@@ -156,11 +139,7 @@ def on_the_wire(config, dtype, attempts=5):
     (4, {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q", "overlap": True}),
 ], ids=["ring", "ulysses", "distflash", "attention2d", "mesh"])  # fmt: skip
 def test_bytes_on_the_wire_are_those_counted(ranks, config, dtype):
-    for _ in range(3):  # other programs' traffic on the loopback may spoil a whole run
-        results = on_ranks(ranks, on_the_wire, config, dtype)
-        counted = [sum(counts[direction] for counts, _ in results) for direction in (0, 1)]
-        off = [abs(wire / count - 1) for wire, count in zip(results[0][1], counted, strict=True)]
-        if max(off) < 0.05:
-            break
+    results = on_ranks(ranks, on_the_wire, config, dtype)
+    counted, wire = ([sum(found) for found in zip(*by_rank, strict=True)] for by_rank in zip(*results, strict=True))
     assert min(counted) > 2**21  # so much that headers and the ranks' agreement do not matter
-    assert max(off) < 0.05
+    assert wire == pytest.approx(counted, rel=0.05)

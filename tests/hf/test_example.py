@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_seqpar import SequenceParallelConfig
+from tests.launch import free_port
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ CONFIGS = sorted((ROOT / "ds_configs").glob("zero*.json"))  # those of the Train
 def launch(ranks, config, folder, *more, steps=10, seq_len=256):
     """Runs the example; returns the finished process."""
     command = [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", "29555",
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(free_port()),
         str(EXAMPLE), "--deepspeed_config", str(config), "--out", str(folder / "out"),
         "--steps", str(steps), "--seq-len", str(seq_len), "--eval-sequences", "2", *more,
     ]  # fmt: skip

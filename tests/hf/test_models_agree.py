@@ -40,8 +40,8 @@ OTHERS = {
     "dtype": (lambda: llama().double(), "float64"),
     "layers": (lambda: llama(num_hidden_layers=3), "layers"),
     "width of the mlp": (lambda: llama(intermediate_size=128), "(128, 64)"),
-    "weights": (lambda: llama(seed=5), "parameter model.embed_tokens.weight"),
-    "head": (another_head, "parameter lm_head.weight"),
+    "weights": (lambda: llama(seed=5), "values of model.embed_tokens.weight"),
+    "head": (another_head, "values of lm_head.weight"),
     "rope": (other_rope, "500000.0"),
     "frozen": (one_frozen, "trained parameters"),
 }  # fmt: skip
@@ -56,19 +56,18 @@ def forwards():
         (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
         found[name] = *refusal(model, **batch), sum(sp.comm.received.values())
     model = patch_attention(llama(), sp)
-    losses = [sp.mean_loss(model(**batch).loss) for batch in sp.shard_batches(ragged(SECTION, 1, 2))]
-    return found, losses
+    return found, sp.mean_loss([model(**batch).loss for batch in sp.shard_batches(ragged(SECTION, 1, 2))])
 
 
 def test_a_model_that_is_not_its_peers():
     """Other dtypes aborted, other layers hung, other weights trained on a wrong loss."""
-    for found, losses in on_ranks(WORLD, forwards):
+    for found, loss in on_ranks(WORLD, forwards):
         for name, (kind, message, received) in found.items():
             assert kind == "DisagreementError", name
             assert OTHERS[name][1] in message, (name, message)
             assert "\n" not in message
             assert received == 0
-        assert losses == pytest.approx([one_process(llama(), [batch])[1] for batch in ragged(SECTION, 1, 2)], rel=1e-5)
+        assert loss == pytest.approx(one_process(llama(), ragged(SECTION, 1, 2))[1], rel=1e-5)
 
 
 def test_the_sentence_names_what_differs_alone():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
+from tests.launch import free_port
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,8 @@ def command_of(snippet):
     name, command = re.match(r"# (\S+): (.*)", snippet).groups()
     words = command.split()
     program = {"deepspeed": ["-m", "deepspeed.launcher.runner"], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
-    return name, [sys.executable, *program, *words[1:]]
+    port = ["--master_port", str(free_port())]  # other tests may be launching too
+    return name, [sys.executable, *program, *port, *words[1:]]
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.split(":")[0].removeprefix("# "))

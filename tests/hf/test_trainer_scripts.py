@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from tests.hf.llama import llama
 from tests.hf.trainers import settings
-from tests.launch import on_ranks
+from tests.launch import free_port, on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -72,15 +72,16 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
 
 
 LAUNCHERS = {
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", "29555", "--num_gpus"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", "PORT", "--num_gpus"],
     "accelerate": [
-        "-m", "accelerate.commands.launch", "--use_deepspeed", "--main_process_port", "29556", "--num_processes",
+        "-m", "accelerate.commands.launch", "--use_deepspeed", "--main_process_port", "PORT", "--num_processes",
     ],
 }  # fmt: skip
 
 
 def launch(launcher, ranks, config, folder, *more):
-    command = [sys.executable, *LAUNCHERS[launcher], str(ranks)]
+    port = str(free_port())
+    command = [sys.executable, *(port if word == "PORT" else word for word in LAUNCHERS[launcher]), str(ranks)]
     command += ["--deepspeed_config_file", str(config)] if launcher == "accelerate" else []
     command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(folder / "out"), "--seq_len", "200"]
     command += ["--deepspeed", str(config)] if launcher == "deepspeed" else []

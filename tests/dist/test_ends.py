@@ -1,0 +1,131 @@
+"""How processes of a launch end: a refusal is read once, not once a rank, and ends by exit code 1."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import free_port
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+REFUSED = """
+import os, threading
+import torch, torch.distributed as dist
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(3))
+# gloo's threads are the last to run, as on a busy machine: they drop tensors when the process is about to end
+for thread in map(int, os.listdir("/proc/self/task")):
+    if thread != threading.get_native_id():
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+SequenceParallel(SequenceParallelConfig(size=4))
+"""
+WORKING = """
+import os, threading, time
+from ds_seqpar.leaving import wait_until_idle
+
+done = []
+def work(seconds):
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+        file.write("pt_gloo_runloop")
+    end = time.monotonic() + seconds
+    started.set()
+    while time.monotonic() < end:
+        pass
+    done.append(seconds)
+
+for seconds in (0.0, 1.0, 30.0):
+    started = threading.Event()
+    threading.Thread(target=work, args=(seconds,), daemon=True).start()
+    started.wait()
+    began = time.monotonic()
+    wait_until_idle()
+    print(len(done), round(time.monotonic() - began, 1))
+"""
+
+
+def test_the_end_waits_for_gloos_threads_but_not_for_ever():
+    ran = subprocess.run([sys.executable, "-c", WORKING], capture_output=True, text=True, timeout=100, check=True)
+    (idle, _), (worked, soon), (endless, long) = [map(float, line.split()) for line in ran.stdout.splitlines()]
+    assert (idle, worked, endless) == (1, 2, 2)
+    assert 0.9 < soon < 4
+    assert 4.9 < long < 15
+
+
+BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+
+
+@pytest.mark.whole
+def test_a_refusal_ends_every_rank_by_exit_code_1(tmp_path):
+    """It was SIGABRT, "terminate called without an active exception", on one rank of four."""
+    (tmp_path / "refused.py").write_text(REFUSED)
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(4)]
+    try:
+        for _ in range(2):
+            ended = run_ranks(6, tmp_path / "refused.py")
+            assert [code for code, _ in ended] == [1] * 6, ended
+            said = "".join(text for _, text in ended)
+            assert "terminate called" not in said
+            assert said.count("size must divide the number of ranks; got size 4 on 6 ranks") == 1
+            assert said.count("Traceback") == 1
+            assert "[rank5]: ConfigError, see rank 0\n" in said
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def run_ranks(world, script):
+    """(exit code, what it printed) of every rank."""
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    return [(process.wait(timeout=200), process.stdout.read()) for process in processes]
+
+
+MODEL = """
+import sys
+import ds_seqpar
+from transformers import LlamaConfig, LlamaForCausalLM
+
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2,
+))
+config = {"sequence_parallel": {"size": 3}, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+more = {"mpu": model} if sys.argv[-1] == "early" else {}
+ds_seqpar.initialize(model=model, config=config, **more)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "sentence", "others"),
+    [
+        ("early", "initialize takes no mpu, whose groups change the gradient scale; leave it out", "ConfigError: {}"),
+        ("late", "sequence_parallel.size must divide the number of ranks; got size 3 on 4 ranks", "see rank 0"),
+    ],
+)
+def test_the_launcher_shows_one_traceback(when, sentence, others, tmp_path):
+    """It was 118 lines. early: before ranks can talk, so that others say the sentence in a line."""
+    (tmp_path / "train.py").write_text(MODEL)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", str(free_port())]
+    ran = subprocess.run(
+        [*command, "train.py", when], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("[rank") or "Error" in line]
+    assert ran.returncode == 1
+    assert ran.stderr.count("Traceback (most recent call last)") == 1, ran.stderr
+    assert sum(f"errors.ConfigError: {sentence}" in line for line in lines) == 1, lines
+    shorter = [line for line in lines if "Traceback" not in line and others.format(sentence) in line]
+    assert len(shorter) >= 3, lines
+    assert len(lines) <= 36, lines

@@ -1,0 +1,116 @@
+"""mean_loss: one sentence on all ranks for what is no loss, and a tensor to call backward on where it is asked for."""
+
+import copy
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, everywhere, make, only_one, try_all
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+WANTED = "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
+
+
+def loss(rank=0):
+    return torch.tensor(float(rank))
+
+
+BAD = {
+    "none": (lambda sp, rank: sp.mean_loss([]), everywhere("InputError", f"{WANTED}; got none")),
+    "a number": (lambda sp, rank: sp.mean_loss([3]), everywhere("InputError", f"{WANTED}; got int")),
+    "nothing": (lambda sp, rank: sp.mean_loss(None), everywhere("InputError", f"{WANTED}; got NoneType")),
+    "one of many": (
+        lambda sp, rank: sp.mean_loss([loss(), torch.zeros(3, 2)]),
+        everywhere("InputError", f"{WANTED}; got torch.float32 (3, 2)"),
+    ),
+    "whole numbers": (
+        lambda sp, rank: sp.mean_loss(torch.tensor(3)),
+        everywhere("InputError", f"{WANTED}; got torch.int64 ()"),
+    ),
+    "one rank's": (
+        lambda sp, rank: sp.mean_loss("loss" if rank == WRONG else loss()),
+        only_one("InputError", f"{WANTED}; got str"),
+    ),
+    "as many on all ranks": (
+        lambda sp, rank: sp.mean_loss([loss()] * (2 if rank == WRONG else 3)),
+        everywhere(
+            "DisagreementError",
+            "all ranks must be given the same losses; got rank 0: number of losses 3; rank 1: number of losses 2",
+        ),
+    ),
+}
+
+
+def refused():
+    sp = make()
+    means = sp.mean_loss(loss(dist.get_rank())), sp.mean_loss([loss(), torch.ones(1)]), sp.mean_loss(torch.arange(4.0))
+    return means, try_all(BAD, sp)
+
+
+def test_what_is_no_loss_is_told_to_all_ranks():
+    means, results = zip(*on_ranks(2, refused, timeout=SECONDS), strict=True)
+    assert means == ((0.5, 0.5, 1.5), (0.5, 0.5, 1.5))
+    assert_all_refused(BAD, results)
+
+
+def own_losses(model):
+    """Two micro-steps' losses of this rank."""
+    torch.manual_seed(dist.get_rank())
+    return [model(torch.randn(3, 4)).square().mean() for _ in range(2)]
+
+
+def under_ddp(sp, model, differentiable):
+    """Gradients of a step, as DDP averages them."""
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    with ddp.no_sync():
+        first = own_losses(ddp)[0]
+    second = own_losses(ddp)[1]
+    (sp.mean_loss([first, second], differentiable=True) if differentiable else (first + second) / 2).backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def under_deepspeed(sp, model, differentiable):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine, *_ = deepspeed.initialize(model=copy.deepcopy(model), config=config)
+    own = own_losses(engine)[1]
+    engine.backward(sp.mean_loss(own, differentiable=True) if differentiable else own)
+    return [deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()]
+
+
+def differentiated():
+    sp = make()
+    torch.manual_seed(5)
+    model = nn.Linear(4, 2)
+    losses = own_losses(model)
+    mean, plain = sp.mean_loss(losses, differentiable=True), sp.mean_loss(losses)
+    about = mean.shape, mean.dtype, mean.item() == pytest.approx(plain, rel=1e-6)
+    half = sp.mean_loss([x.bfloat16() for x in losses], differentiable=True).dtype
+    without = sp.mean_loss([x.detach() for x in losses], differentiable=True).requires_grad
+    gradients = {
+        run.__name__: [[g.clone() for g in run(sp, model, asked)] for asked in (False, True)]
+        for run in (under_ddp, under_deepspeed)
+    }
+    return about, half, without, {name: [[g.numpy() for g in gs] for gs in both] for name, both in gradients.items()}
+
+
+def test_backward_on_the_mean_gives_the_gradients_of_backward_on_ones_own_loss():
+    results = on_ranks(2, differentiated)
+    for about, half, without, gradients in results:
+        assert about == ((), torch.float32, True)
+        assert half == torch.bfloat16
+        assert not without
+        for plain, asked in gradients.values():
+            assert any(abs(g).max() > 0.01 for g in plain)
+            for expected, found in zip(plain, asked, strict=True):
+                assert abs(expected - found).max() < 1e-6
