@@ -67,8 +67,9 @@ class Truth:
         limit = max(LIMITS.get(dtype, 1e-5), 32 * torch.finfo(lse.dtype).eps * scores)
         if config.travel_dtype == "bf16":  # rounded once a hop
             limit += 2**-7 * config.size
-        # torch's kernel for CPUs takes rows of fewer than 16 keys of which no score is a number for masked: out and lse 0
-        narrow = kernel.name == "cpu_flash" and q.shape[1] < 32 * 16
+        # of up to 15 keys, and drawn blocks are small, torch's kernel takes a row without a score that is a number for
+        # one that is masked whole: out and lse 0
+        narrow = kernel.name == "cpu_flash"
         rows, columns = _touched([torch.zeros_like(q), torch.zeros_like(k), v, do] if narrow else whole, causal)
         exact = [*oracle.dense(*whole, causal, factor), _lse(q, k, causal, factor)]
         return cls(
