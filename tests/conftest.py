@@ -20,3 +20,10 @@ def compiled():
     with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
         cpu_op.prepare()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests recorded of themselves, also where workers ran them."""
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid}, {name}: {value}")

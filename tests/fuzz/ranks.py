@@ -74,7 +74,7 @@ def attend(sp, call):
         found |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True) if x.requires_grad}
     truth = judge.Truth.of(whole, causal, scale, sp.config, bf16=call["mode"] == "autocast")
     faults = truth.faults({name: x.detach() for name, x in found.items()}, lambda x: sp.shard(x, 1))
-    if found["out"].dtype != truth.dtype:
+    if found["out"].dtype != truth.dtypes[0]:
         faults["dtype"] = found["out"].dtype
     return faults
 

@@ -29,8 +29,8 @@ class Pools:
             pool.close()
 
 
-def fuzz(strategy, count, try_one):
-    """Tries `count` drawn cases, of which try_one tells (what it came to, None or a fault); prints the counts."""
+def fuzz(strategy, count, try_one, record_property):
+    """Tries `count` drawn cases, of which try_one tells (what it came to, None or a fault); the counts are printed."""
     counts, failures = Counter(), {}
 
     @settings(
@@ -46,6 +46,6 @@ def fuzz(strategy, count, try_one):
                 failures.setdefault(fault.splitlines()[-1], f"{case!r}\n{fault}")
 
     each()
-    print("\n" + "\n".join(f"{number:6} {name}" for name, number in sorted(counts.items())))
+    record_property("cases", "; ".join(f"{number} {name}" for name, number in sorted(counts.items())))
     replay = 'python -m tests.fuzz "{...}" replays one; those that end alike are shown once'
     assert not failures, "\n\n".join([replay, *failures.values()])

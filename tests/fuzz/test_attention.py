@@ -9,6 +9,11 @@ from tests.fuzz.run import Pools, fuzz
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.whole)])
-def test_attention_on_real_ranks(count, capsys):
-    with contextlib.closing(Pools()) as pools, capsys.disabled():
-        fuzz(cases.cases(), count, lambda case: ranks.verdict(case, *pools.call(case["ranks"], ranks.run, case)))
+def test_attention_on_real_ranks(count, record_property):
+    with contextlib.closing(Pools()) as pools:
+        fuzz(
+            cases.cases(),
+            count,
+            lambda case: ranks.verdict(case, *pools.call(case["ranks"], ranks.run, case)),
+            record_property,
+        )

@@ -9,6 +9,11 @@ from tests.fuzz.run import Pools, fuzz
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.whole)])
-def test_windows_on_real_ranks(count, capsys):
-    with contextlib.closing(Pools()) as pools, capsys.disabled():
-        fuzz(batches.cases(), count, lambda case: ranks.verdict(case, *pools.call(case["ranks"], batches.run, case)))
+def test_windows_on_real_ranks(count, record_property):
+    with contextlib.closing(Pools()) as pools:
+        fuzz(
+            batches.cases(),
+            count,
+            lambda case: ranks.verdict(case, *pools.call(case["ranks"], batches.run, case)),
+            record_property,
+        )

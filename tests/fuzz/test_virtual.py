@@ -48,6 +48,5 @@ def try_one(case):
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.whole)])
-def test_attention_on_virtual_ranks(count, capsys):
-    with capsys.disabled():
-        fuzz(cases.cases(virtual=True), count, try_one)
+def test_attention_on_virtual_ranks(count, record_property):
+    fuzz(cases.cases(virtual=True), count, try_one, record_property)

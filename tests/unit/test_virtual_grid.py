@@ -105,8 +105,8 @@ def test_virtual_ranks_refuse_what_real_ones_do():
         "one dtype": lambda: attention(two, q, k.float(), v),
         "like q": lambda: attention(two, q, k, v, do.float()),
         "takes int64": lambda: attention(two, q.long(), k.long(), v.long()),
-        "balances causal work": lambda: attention(
-            SequenceParallelConfig(size=2, schedule="distflash"), q, k, v, causal=False
+        "needs causal attention": lambda: attention(
+            SequenceParallelConfig(size=2, ulysses=1, schedule="distflash"), q, k, v, causal=False
         ),
         "a size that is a number": lambda: attention(SequenceParallelConfig(), q, k, v),
     }
