@@ -1,15 +1,20 @@
-"""Replays one drawn case: python -m tests.fuzz "{'ranks': 2, ...}", as a failed test printed it."""
+"""Replays a case as a failed test printed it: python -m tests.fuzz attention|virtual|batches "{...}"."""
 
 import ast
+import contextlib
 import sys
 
-from tests.fuzz import ranks
+from tests.fuzz import batches, ranks, test_virtual
 from tests.fuzz.run import Pools
 
 if __name__ == "__main__":
-    case, pools = ast.literal_eval(sys.argv[1]), Pools()
-    results, errors = pools.call(case["ranks"], ranks.run, case)
-    for rank, outcome in sorted({**results, **errors}.items()):
-        print(f"rank {rank}: {outcome}")
-    print(*ranks.verdict(case, results, errors), sep=": ")
-    pools.close()
+    name, case = sys.argv[1], ast.literal_eval(sys.argv[2])
+    if name == "virtual":
+        print(*test_virtual.try_one(case), sep=": ")
+    else:
+        run = {"attention": ranks.run, "batches": batches.run}[name]
+        with contextlib.closing(Pools()) as pools:
+            results, errors = pools.call(case["ranks"], run, case)
+            for rank, outcome in sorted({**results, **errors}.items()):
+                print(f"rank {rank}: {outcome}")
+            print(*ranks.verdict(case, results, errors), sep=": ")
