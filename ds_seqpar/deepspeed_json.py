@@ -84,7 +84,7 @@ def check_settings(content: Mapping[str, Any]) -> None:
     if "gradient_clipping" not in content:
         warnings.warn(
             'the DeepSpeed JSON does not set "gradient_clipping", and DeepSpeed then clips at 1.0; set it (0 for none)',
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

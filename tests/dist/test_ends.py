@@ -110,10 +110,13 @@ ds_seqpar.initialize(model=model, config=config, **more)
 @pytest.mark.parametrize(
     ("when", "sentence", "others"),
     [
-        ("early", "initialize takes no mpu, whose groups change the gradient scale; leave it out", "ConfigError: {}"),
+        pytest.param(
+            "early", "initialize takes no mpu, whose groups change the gradient scale; leave it out", "ConfigError: {}",
+            marks=pytest.mark.whole,
+        ),
         ("late", "sequence_parallel.size must divide the number of ranks; got size 3 on 4 ranks", "see rank 0"),
     ],
-)
+)  # fmt: skip
 def test_the_launcher_shows_one_traceback(when, sentence, others, tmp_path):
     """It was 118 lines. early: before ranks can talk, so that others say the sentence in a line."""
     (tmp_path / "train.py").write_text(MODEL)

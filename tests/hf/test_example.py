@@ -39,6 +39,15 @@ def config_with(folder, **section):
 
 
 @pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """The folder of a run on four ranks: Ulysses 2 x ring 2."""
+    folder = tmp_path_factory.mktemp("shared")
+    ran = launch(4, config_with(folder, size=4, ulysses=2), folder)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The run of one process: the numbers that all others must show."""
     folder = tmp_path_factory.mktemp("alone")
@@ -47,7 +56,7 @@ def alone(tmp_path_factory):
     return log_of(folder)
 
 
-WHOLE = [
+MORE = [
     {"ulysses": 4},
     {"ulysses": 1},
     {"ulysses": 1, "schedule": "double_ring", "window": 2},
@@ -59,37 +68,37 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "section",
-    [{"ulysses": 2}, *(pytest.param(section, marks=pytest.mark.whole) for section in WHOLE)],
-    ids=lambda section: "-".join(map(str, section.values())),
-)
-def test_losses_and_gradient_norms_are_those_of_one_process(section, alone, tmp_path):
-    ran = launch(4, config_with(tmp_path, size=4, **section), tmp_path)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = log_of(tmp_path)
-    assert len(found) == len(alone) == 10
-    for ours, theirs in zip(found, alone, strict=True):
+def assert_same(found, expected):
+    assert len(found) == len(expected) == 10
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["grad_norm"] > 0
 
 
-def test_writes_a_model_for_from_pretrained_and_takes_one(tmp_path):
-    first = launch(4, ROOT / "ds_configs" / "zero3_u2r2_fp32.json", tmp_path, steps=3)
-    assert first.returncode == 0, first.stderr[-3000:]
-    model = tmp_path / "out" / "model"
+def test_losses_and_gradient_norms_are_those_of_one_process(shared, alone):
+    assert_same(log_of(shared), alone)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("section", MORE, ids=lambda section: "-".join(map(str, section.values())))
+def test_losses_and_gradient_norms_of_every_schedule(section, alone, tmp_path):
+    ran = launch(4, config_with(tmp_path, size=4, **section), tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert_same(log_of(tmp_path), alone)
+
+
+def test_writes_a_model_for_from_pretrained_and_takes_one(shared, tmp_path):
+    model = shared / "out" / "model"
     assert AutoTokenizer.from_pretrained(model).decode(AutoTokenizer.from_pretrained(model)("def f").input_ids[:5])
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert loaded.config.num_key_value_heads < loaded.config.num_attention_heads
-    assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
+    assert (shared / "out" / "loss.png").stat().st_size > 1000
     (tmp_path / "text.txt").write_text("All the world is a stage. " * 400)
-    again = tmp_path / "again"
-    again.mkdir()
     arguments = ("--model", str(model), "--data", str(tmp_path / "text.txt"), "--gradient-checkpointing")
-    second = launch(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", again, *arguments, steps=3)
-    assert second.returncode == 0, second.stderr[-3000:]
-    assert log_of(again)[0]["loss"] < log_of(tmp_path)[0]["loss"]  # it went on from the trained weights
+    ran = launch(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", tmp_path, *arguments, steps=3)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert log_of(tmp_path)[0]["loss"] < log_of(shared)[0]["loss"]  # it went on from the trained weights
 
 
 @pytest.mark.whole
@@ -111,13 +120,13 @@ def test_every_ready_configuration_is_complete(config):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"size": 3}, "size must divide the number of ranks; got size 3 on 4 ranks"),
+        ({"size": 3}, "size must divide the number of ranks; got size 3 on 2 ranks"),
         pytest.param({"size": 4, "schedul": "ring"}, "did you mean 'schedule'?", marks=pytest.mark.whole),
         pytest.param({"size": 4, "layout": "zigzig"}, "did you mean 'zigzag'?", marks=pytest.mark.whole),
     ],
 )
 def test_bad_settings_end_the_launch_with_a_sentence(section, words, tmp_path):
-    ran = launch(4, config_with(tmp_path, **section), tmp_path)
+    ran = launch(2, config_with(tmp_path, **section), tmp_path)
     assert ran.returncode != 0
     assert words in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr

@@ -1,16 +1,20 @@
 """Every snippet of the README runs as it stands there."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
-from tests.launch import free_port
+from tests.launch import free_port, on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -29,13 +33,39 @@ def command_of(snippet):
     return name, [sys.executable, *program, *port, *words[1:]]
 
 
-@pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.split(":")[0].removeprefix("# "))
-def test_python_snippet_runs(snippet, tmp_path):
-    name, command = command_of(snippet)
-    (tmp_path / name).write_text(snippet, encoding="utf-8")
+def written(snippet, folder):
+    """The file that a snippet makes, beside the README's JSONs."""
+    name, _ = command_of(snippet)
+    (folder / name).write_text(snippet, encoding="utf-8")
     for file, content in zip(("ds_config.json", "ds_trainer.json"), JSON, strict=True):
-        (tmp_path / file).write_text(content, encoding="utf-8")
+        (folder / file).write_text(content, encoding="utf-8")
+    return folder / name
+
+
+def as_script(path):
+    """Runs it as a launcher's process would; returns what it printed."""
+    dist.destroy_process_group()  # it makes its own
+    with contextlib.chdir(path.parent), contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
+
+
+SNIPPETS = pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.split(":")[0].removeprefix("# "))
+
+
+@SNIPPETS
+def test_python_snippet_runs(snippet, tmp_path):
+    printed = on_ranks(4, as_script, written(snippet, tmp_path))
+    if "print(" in snippet:
+        assert re.search(r"loss \d+\.\d{4}", printed[0]), printed
+
+
+@pytest.mark.whole
+@SNIPPETS
+def test_python_snippet_runs_by_its_command(snippet, tmp_path):
+    written(snippet, tmp_path)
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = command_of(snippet)[1]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=threads)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     if "print(" in snippet:
