@@ -105,12 +105,18 @@ def test_contiguous_causal_skips_moves_that_nobody_needs(size):
 
 def arrived():
     """Bytes that this process's sockets have received: TCP_INFO counts them for each, whatever other programs send."""
-    total = 0
+    by_socket = {}  # one may have several descriptors, and a number may be another's by the time it is looked at
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as opened:  # OSError: no TCP socket
-            (count,) = struct.unpack_from("Q", opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128)
-            total += count
-    return total
+        with contextlib.suppress(OSError):  # no TCP socket, or closed
+            duplicate = os.dup(int(name))
+            try:
+                inode, opened = os.fstat(duplicate).st_ino, socket.socket(fileno=os.dup(duplicate))
+            finally:
+                os.close(duplicate)
+            with opened:
+                (count,) = struct.unpack_from("Q", opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128)
+            by_socket[inode] = count
+    return sum(by_socket.values())
 
 
 def on_the_wire(config, dtype):
@@ -124,6 +130,7 @@ def on_the_wire(config, dtype):
         out = step()
         dist.barrier()
         moments.append((sp.comm.received_bytes, arrived()))
+    dist.barrier()  # a rank that returns frees its groups, which closes the others' sockets
     return [[after - before for before, after in itertools.pairwise(counter)] for counter in zip(*moments, strict=True)]
 
 

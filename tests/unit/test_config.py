@@ -155,7 +155,7 @@ def test_ulysses_fits_the_heads_or_the_legal_degrees_are_listed():
     assert "query heads must be a multiple of key/value heads; got 6 and 4" in _message(
         Config(size=2).resolve, 2, (6, 4)
     )
-    assert "got 6 and 0" in _message(Config(size=2, ulysses=2).resolve, 2, (6, 0))
+    assert "query and key/value heads; got (6, 0)" in _message(Config(size=2, ulysses=2).resolve, 2, (6, 0))
 
 
 def test_legal_degrees_are_those_that_share_heads_equally():
