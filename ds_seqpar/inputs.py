@@ -24,12 +24,13 @@ def traceable(q: object, k: object, v: object, causal: object, scale: object) ->
     return tensors and isinstance(causal, bool) and (scale is None or isinstance(scale, int | float))
 
 
-@torch.compiler.disable
 def agree_on_inputs(
     runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object, backward: bool, lse: bool
 ) -> None:
     """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
     was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
+    if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
+        return torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, causal, scale, backward, lse)
     error = attention_error(runtime, q, k, v, causal, scale)
     given = {}
     if error is None:  # else nothing of it may be fit to be shown
@@ -37,6 +38,7 @@ def agree_on_inputs(
         given |= {"causal": causal, "scale": scale, "backward": backward, "return_lse": lse}
     with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
         agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
+    return None
 
 
 def attention_error(

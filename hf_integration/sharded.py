@@ -50,13 +50,9 @@ def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bo
     positions, mask, wrong = given.get("position_ids"), given.get("attention_mask"), _misuse(given, unshifted)
     if torch.compiler.is_compiling() and isinstance(tokens, Tensor) and isinstance(positions, Tensor):
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward)
-    _ask(agreement, tokens, positions, mask, wrong, backward)
+    ask = torch.compiler.disable(agreement.ask) if torch.compiler.is_compiling() else agreement.ask
+    ask(tokens, positions, mask, wrong, backward)
     return positions
-
-
-@torch.compiler.disable
-def _ask(agreement: Agreement, *given: Any) -> None:
-    agreement.ask(*given)
 
 
 @torch.library.custom_op("ds_seqpar::agree_on_shard", mutates_args=())

@@ -36,7 +36,7 @@ def compiled_gradients(degree, checkpointing):
 
 
 @pytest.mark.parametrize(
-    ("degree", "checkpointing"), [(1, False), pytest.param(2, False, marks=pytest.mark.whole), (2, True)]
+    ("degree", "checkpointing"), [*(pytest.param(n, False, marks=pytest.mark.whole) for n in (1, 2)), (2, True)]
 )
 def test_a_compiled_patched_model_is_one_graph(degree, checkpointing):
     for gradients, loss, breaks in on_ranks(2, compiled_gradients, degree, checkpointing, timeout=300):
@@ -107,7 +107,7 @@ def engine_compiled(stage, how):
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
-    ("stage", "how"), [("2", "model"), pytest.param("2", "engine", marks=pytest.mark.whole), ("3", "engine")]
+    ("stage", "how"), [("2", "model"), *(pytest.param(stage, "engine", marks=pytest.mark.whole) for stage in "23")]
 )
 def test_zero_engines_with_compiled_models(stage, how):
     expected, loss = one_process(llama(), window())
@@ -128,7 +128,8 @@ def trainer_compiled(folder, stage):
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_takes_torch_compile(stage, tmp_path):
     for eager, compiled in on_ranks(2, trainer_compiled, str(tmp_path), stage, timeout=500):
         assert compiled.keys() == eager.keys()

@@ -39,8 +39,8 @@ def test_the_run_learns_and_is_clipped(alone):
 
 
 @pytest.mark.parametrize(("mode", "layout"), [
-    ("u4", "zigzag"),
-    ("r4", "zigzag"),
+    pytest.param("u4", "zigzag", marks=pytest.mark.whole),
+    pytest.param("r4", "zigzag", marks=pytest.mark.whole),
     ("u2r2", "zigzag"),
     pytest.param("r2", "zigzag", marks=pytest.mark.whole),
     pytest.param("r4", "striped", marks=pytest.mark.whole),

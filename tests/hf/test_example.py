@@ -88,14 +88,24 @@ def test_losses_and_gradient_norms_of_every_schedule(section, alone, tmp_path):
     assert_same(log_of(tmp_path), alone)
 
 
-def test_writes_a_model_for_from_pretrained_and_takes_one(shared, tmp_path):
+def test_writes_a_model_for_from_pretrained(shared):
     model = shared / "out" / "model"
     assert AutoTokenizer.from_pretrained(model).decode(AutoTokenizer.from_pretrained(model)("def f").input_ids[:5])
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert loaded.config.num_key_value_heads < loaded.config.num_attention_heads
     assert (shared / "out" / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.whole
+def test_takes_a_model_and_a_text(shared, tmp_path):
     (tmp_path / "text.txt").write_text("All the world is a stage. " * 400)
-    arguments = ("--model", str(model), "--data", str(tmp_path / "text.txt"), "--gradient-checkpointing")
+    arguments = (
+        "--model",
+        str(shared / "out" / "model"),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--gradient-checkpointing",
+    )
     ran = launch(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", tmp_path, *arguments, steps=3)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert log_of(tmp_path)[0]["loss"] < log_of(shared)[0]["loss"]  # it went on from the trained weights
@@ -117,12 +127,13 @@ def test_every_ready_configuration_is_complete(config):
     assert SequenceParallelConfig.from_deepspeed(config).resolve(4, heads=(8, 2)).size in (2, 4)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("section", "words"),
     [
         ({"size": 3}, "size must divide the number of ranks; got size 3 on 2 ranks"),
-        pytest.param({"size": 4, "schedul": "ring"}, "did you mean 'schedule'?", marks=pytest.mark.whole),
-        pytest.param({"size": 4, "layout": "zigzig"}, "did you mean 'zigzag'?", marks=pytest.mark.whole),
+        ({"size": 4, "schedul": "ring"}, "did you mean 'schedule'?"),
+        ({"size": 4, "layout": "zigzig"}, "did you mean 'zigzag'?"),
     ],
 )
 def test_bad_settings_end_the_launch_with_a_sentence(section, words, tmp_path):

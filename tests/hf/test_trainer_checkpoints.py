@@ -33,7 +33,7 @@ def interrupted(folder, stage):
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(stage, tmp_path):
     for found in on_ranks(4, interrupted, tmp_path, stage, timeout=200):
         whole = found["whole"]
@@ -138,6 +138,7 @@ def adapters(folder, size):
     return run, rest, {name: x for name, x in weights(again.model).items() if "lora" in name}
 
 
+@pytest.mark.whole
 def test_adapters_checkpointing_bf16_accumulation_evaluation_and_saving_together(tmp_path):
     import peft
 

@@ -81,7 +81,7 @@ def evaluated(folder, size):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.whole), 4])
 def test_a_prediction_step_of_ones_own_gives_the_mean_token_loss(size, tmp_path):
     """NaN where a rank has no label; else its own mean, averaged as if ranks had as many labels."""
     expected = mean_of_steps(llama(pad_token_id=0).eval(), documents(7, seed=9), 4)
@@ -104,7 +104,9 @@ def tried(folder, size):
     return said, meant.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.whole), pytest.param(2, marks=pytest.mark.whole), 4]
+)
 def test_an_evaluation_that_would_be_wrong_is_refused_before_the_first_step(size, tmp_path):
     for said, meant in on_ranks(4, tried, tmp_path, size):
         assert len(said) == 6

@@ -39,7 +39,7 @@ def runs(folder, sizes, changes):
 FULL = {"include_num_input_tokens_seen": "non_padding"}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
 def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, tmp_path):
     """transformers#46775, #48167; deepspeed#5248, #6841; verl#2857: scales wrong by the SP size. Ragged labels and
     lengths, padding, two micro-steps, AdamW, clipping."""
@@ -55,6 +55,7 @@ def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, tmp_pa
             assert shared.counts == plain.counts, size
 
 
+@pytest.mark.whole
 def test_bf16_runs_agree_to_its_rounding(tmp_path):
     for found in on_ranks(4, runs, tmp_path, (None, 2, 4), {"bf16": True}):
         for size in (2, 4):
@@ -262,7 +263,7 @@ def drawn(folder, data, **changes):
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.whole)])
 def test_ranks_of_a_sequence_draw_the_same_numbers(workers, tmp_path):
     """axolotl#3920: workers were seeded by rank, and peers got different batches. Groups have workers of their own."""
     ranks = on_ranks(4, functools.partial(drawn, dataloader_num_workers=workers, max_steps=1), tmp_path, Augmented())

@@ -93,7 +93,13 @@ def launch(launcher, ranks, config, folder, *more):
     ("launcher", "ranks", "config", "more"),
     [
         ("deepspeed", 4, "trainer_zero3_sp4", ["--model"]),
-        ("accelerate", 2, "trainer_zero2_sp2dp", ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"]),
+        pytest.param(
+            "accelerate",
+            2,
+            "trainer_zero2_sp2dp",
+            ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"],
+            marks=pytest.mark.whole,
+        ),
         pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
@@ -121,6 +127,7 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.whole
 def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(tmp_path), "--documents", "1"]
