@@ -100,3 +100,18 @@ def test_models_that_deepspeed_or_ddp_makes_alike_are_taken():
             assert gap(result["gradients"], gradients) < 1e-5
             assert result["loss"] == pytest.approx(loss, rel=1e-5)
         assert gap(on_ddp, gradients) < 1e-5
+
+
+def given_on_one_rank():
+    """What ranks are told where one gives `initialize` a model that cannot be trained, before any group is made."""
+    wrong = dist.get_rank() == 1
+    model = torch.nn.Linear(2, 2) if wrong else llama()
+    return refusal(ds_seqpar.initialize, model=model, config=settings({"size": 2}, "2", 1, 2))
+
+
+def test_one_ranks_wrong_model_is_told_to_all():
+    """The others used to wait in the constructor of groups that one rank never came to make."""
+    (first, told), (second, cause) = on_ranks(2, given_on_one_rank)
+    assert (first, second) == ("DisagreementError", "ConfigError")
+    assert "rank 1 cannot go on: initialize needs a transformers model" in told
+    assert "got Linear alone" in cause
