@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.kernels import KERNELS
-from ds_seqpar.layout import LAYOUTS
-from ds_seqpar.plan import Key, Plan
-from ds_seqpar.simulate import Costs, communication, computation, simulate
-from ds_seqpar.walk import walk
-from ds_seqpar.work import Forward, Problem, bytes_per_token
+from ds_seqpar.planning.layout import LAYOUTS
+from ds_seqpar.planning.plan import Key, Plan
+from ds_seqpar.planning.simulate import Costs, communication, computation, simulate
+from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.running.walk import walk
+from ds_seqpar.running.work import Forward, Problem, bytes_per_token
 
 SETTINGS = [
     {"schedule": "ring"},

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.layout import LAYOUTS, multiple, visible
-from ds_seqpar.plan import Plan
-from ds_seqpar.schedules import build
-from ds_seqpar.simulate import Costs, communication, computation, simulate
-from ds_seqpar.topology import Topology
-from ds_seqpar.work import bytes_per_token, travel_dtype
+from ds_seqpar.planning.layout import LAYOUTS, multiple, visible
+from ds_seqpar.planning.plan import Plan
+from ds_seqpar.planning.schedules import build
+from ds_seqpar.planning.simulate import Costs, communication, computation, simulate
+from ds_seqpar.planning.topology import Topology
+from ds_seqpar.running.work import bytes_per_token, travel_dtype
 
 HEAD_DIM = 128
 SHAPES = {"MHA (32/32 heads)": (32, 32), "GQA 8:1 (64/8 heads)": (64, 8)}

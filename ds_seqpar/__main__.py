@@ -12,14 +12,14 @@ import torch
 
 from . import cpu_op
 from .config import LAYOUTS, PLACEMENTS, SCHEDULES, SHAPE_FIELDS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig
-from .draw import draw
 from .errors import SeqParError
-from .layout import LAYOUTS as RUNS
-from .layout import Runs, multiple, visible
-from .schedules import build
-from .simulate import Costs, communication, computation, simulate
-from .topology import Topology
-from .work import bytes_per_token, travel_dtype
+from .planning.draw import draw
+from .planning.layout import LAYOUTS as RUNS
+from .planning.layout import Runs, multiple, visible
+from .planning.schedules import build
+from .planning.simulate import Costs, communication, computation, simulate
+from .planning.topology import Topology
+from .running.work import bytes_per_token, travel_dtype
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import agree
 from .errors import InputError, as_error
+from .running.agreement import agree
 
 if TYPE_CHECKING:
     from .parallel import SequenceParallel

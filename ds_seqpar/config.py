@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import shapes
 from .deepspeed_json import SECTION, read_deepspeed, section_of
 from .errors import ConfigError, choose, nearest
-from .shapes import Axes, divisors
+from .planning import shapes
+from .planning.shapes import Axes, divisors
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 SCHEDULES = ("attention2d", "distflash", "double_ring", "mesh", "ring", "wallfacer")

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import cpu_op, groups
-from .agreement import agree
+from . import cpu_op
 from .config import SequenceParallelConfig
 from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
 from .errors import ConfigError, SeqParError, nearest
-from .leaving import wait_at_exit
 from .parallel import SequenceParallel
-from .telling import told_once
+from .running import groups
+from .running.agreement import agree
+from .running.leaving import wait_at_exit
+from .running.telling import told_once
 
 if TYPE_CHECKING:
     import argparse

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import batches, groups, inputs, ops, runtime
-from .agreement import agree
-from .comm import TorchComm, failing
+from . import batches
 from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError, SeqParError
-from .layout import multiple, positions
-from .telling import told_once
-from .topology import Topology
+from .planning.layout import multiple, positions
+from .planning.topology import Topology
+from .running import groups, inputs, ops, runtime
+from .running.agreement import agree
+from .running.comm import TorchComm, failing
+from .running.telling import told_once
 
 
 class SequenceParallel:

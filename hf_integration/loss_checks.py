@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.running.agreement import agree
 
 from .families import unwrapped
 

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from ds_seqpar import SequenceParallel
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
-from ds_seqpar.telling import told_once
+from ds_seqpar.running.telling import told_once
 
 from . import sharded
 from .families import check_adapters, check_model, heads, unwrapped

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig, cpu_op
-from ds_seqpar.agreement import agree
 from ds_seqpar.batches import IGNORE
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.telling import told_once
+from ds_seqpar.running.agreement import agree
+from ds_seqpar.running.telling import told_once
 
 from . import randomness
 from . import trainer_checks as checks

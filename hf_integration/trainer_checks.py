@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.data.data_collator import DataCollatorWithFlattening
 from transformers.trainer_utils import has_length
 
-from ds_seqpar.agreement import agree
 from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.running.agreement import agree
 
 from .collator import refuse_packed
 from .families import check_adapters, unwrapped

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from ds_seqpar import virtual
-from ds_seqpar.kernels import KERNELS
+from ds_seqpar.running import virtual
+from ds_seqpar.running.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make, refusal
 from tests.grids import grouped

@@ -25,7 +25,7 @@ SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
 import os, threading, time
-from ds_seqpar.leaving import wait_until_idle
+from ds_seqpar.running.leaving import wait_until_idle
 
 done = []
 def work(seconds):

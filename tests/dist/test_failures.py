@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.kernels import KERNELS
+from ds_seqpar.running.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import SECONDS, attend, make
 from tests.launch import on_ranks

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ds_seqpar.kernels import KERNELS
+from ds_seqpar.running.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import leaves, make
 from tests.launch import on_ranks

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
-from ds_seqpar import virtual
+from ds_seqpar.running import virtual
 from tests import oracle
 from tests.dist.ranks import WRONG, assert_all_refused, attend, everywhere, leaves, make, only_one, refusal, try_all
 from tests.launch import on_ranks

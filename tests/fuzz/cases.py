@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
 from ds_seqpar.config import KERNELS, LAYOUTS, PLACEMENTS, SCHEDULES, TRAVEL_DTYPES, TRAVELS
-from ds_seqpar.layout import multiple
-from ds_seqpar.shapes import divisors
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.shapes import divisors
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
 
 FLOATING = ("fp64", "fp32", "bf16", "fp16")

@@ -5,7 +5,8 @@ import traceback
 import pytest
 from hypothesis import assume
 
-from ds_seqpar import SeqParError, SequenceParallelConfig, virtual
+from ds_seqpar import SeqParError, SequenceParallelConfig
+from ds_seqpar.running import virtual
 from tests.dist.ranks import is_one_sentence
 from tests.fuzz import cases, judge
 from tests.fuzz.run import fuzz

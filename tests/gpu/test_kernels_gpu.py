@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_seqpar.kernels import KERNELS
+from ds_seqpar.running.kernels import KERNELS
 from tests.kernel_suite import KernelSuite, cases
 
 pytestmark = [

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_seqpar.layout import multiple, positions
+from ds_seqpar.planning.layout import multiple, positions
 
 IGNORE = -100
 SEQ = 48

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from ds_seqpar import schedules
+from ds_seqpar.planning import schedules
 
 settings.register_profile(
     "unit", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

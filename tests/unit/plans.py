@@ -6,10 +6,10 @@ import random
 
 from hypothesis import strategies as st
 
-from ds_seqpar import shapes
-from ds_seqpar.schedules import SCHEDULES
-from ds_seqpar.shapes import divisors
-from ds_seqpar.topology import Topology
+from ds_seqpar.planning import shapes
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shapes import divisors
+from ds_seqpar.planning.topology import Topology
 
 DIRECTIONS = ("forward", "backward")
 # (schedule, direction, what travels); both sides travel in distflash by themselves

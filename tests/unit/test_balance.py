@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig
-from ds_seqpar.layout import LAYOUTS, join, visible
-from ds_seqpar.schedules import build as build_validated
-from ds_seqpar.topology import Topology
+from ds_seqpar.planning.layout import LAYOUTS, join, visible
+from ds_seqpar.planning.schedules import build as build_validated
+from ds_seqpar.planning.topology import Topology
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, mesh, ranks, ring
 
 

@@ -11,9 +11,9 @@ import torch
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.config import SCHEDULES, SequenceParallelConfig
-from ds_seqpar.draw import COLORS
-from ds_seqpar.runtime import Runtime
-from ds_seqpar.topology import Topology
+from ds_seqpar.planning.draw import COLORS
+from ds_seqpar.planning.topology import Topology
+from ds_seqpar.running.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 

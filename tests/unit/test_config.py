@@ -8,9 +8,9 @@ import pytest
 
 from ds_seqpar.config import KERNELS, LAYOUTS, SCHEDULES, SequenceParallelConfig, legal_ulysses
 from ds_seqpar.errors import ConfigError, SeqParError
-from ds_seqpar.kernels import KERNELS as KERNEL_OBJECTS
-from ds_seqpar.layout import LAYOUTS as LAYOUT_FUNCTIONS
-from ds_seqpar.schedules import SCHEDULES as BUILDERS
+from ds_seqpar.planning.layout import LAYOUTS as LAYOUT_FUNCTIONS
+from ds_seqpar.planning.schedules import SCHEDULES as BUILDERS
+from ds_seqpar.running.kernels import KERNELS as KERNEL_OBJECTS
 
 Config = SequenceParallelConfig
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_seqpar.errors import KernelError
-from ds_seqpar.kernels import KERNELS, BlockSpec, select
+from ds_seqpar.running.kernels import KERNELS, BlockSpec, select
 from tests.kernel_suite import KernelSuite, LowerRight, cases
 
 CPU = BlockSpec("cpu", torch.float32, 8, 2, 64)

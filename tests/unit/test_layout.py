@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.layout import LAYOUTS, Run, join, multiple, positions, visible
+from ds_seqpar.planning.layout import LAYOUTS, Run, join, multiple, positions, visible
 
 RANKS = range(1, 17)
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_seqpar.errors import PlanError
-from ds_seqpar.overlap import overlapped
-from ds_seqpar.plan import Compute, Gather, Move, Plan, ReduceScatter, Step, validate
-from ds_seqpar.simulate import Costs, Event, communication, computation, simulate
-from ds_seqpar.work import bytes_per_token
+from ds_seqpar.planning.overlap import overlapped
+from ds_seqpar.planning.plan import Compute, Gather, Move, Plan, ReduceScatter, Step, validate
+from ds_seqpar.planning.simulate import Costs, Event, communication, computation, simulate
+from ds_seqpar.running.work import bytes_per_token
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -185,7 +185,7 @@ def test_a_plan_without_transfers_is_left_as_it_is():
 SCRIPT = """
 import sys
 from tests.unit.plans import build, mesh
-from ds_seqpar.overlap import overlapped
+from ds_seqpar.planning.overlap import overlapped
 sizes = {"q": 3, "kv": 5, "out": 7, "dq": 11, "dkv": 13}
 for direction in ("forward", "backward"):
     plan = build("mesh", mesh(2, 2, 2), direction)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_seqpar import schedules
 from ds_seqpar.errors import ConfigError, PlanError
-from ds_seqpar.overlap import overlapped
-from ds_seqpar.plan import Collective, Compute, Gather, Move, Plan, ReduceScatter, Step, last_uses, validate
-from ds_seqpar.schedules import SCHEDULES
+from ds_seqpar.planning import schedules
+from ds_seqpar.planning.overlap import overlapped
+from ds_seqpar.planning.plan import Collective, Compute, Gather, Move, Plan, ReduceScatter, Step, last_uses, validate
+from ds_seqpar.planning.schedules import SCHEDULES
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_seqpar import schedules
-from ds_seqpar.overlap import overlapped
-from ds_seqpar.work import bytes_per_token
+from ds_seqpar.planning import schedules
+from ds_seqpar.planning.overlap import overlapped
+from ds_seqpar.running.work import bytes_per_token
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,

@@ -9,14 +9,14 @@ import functools
 import pytest
 import torch
 
-from ds_seqpar import work
 from ds_seqpar.config import LAYOUTS, SCHEDULES, SequenceParallelConfig
-from ds_seqpar.kernels import KERNELS
-from ds_seqpar.layout import multiple
-from ds_seqpar.schedules import build
-from ds_seqpar.topology import Topology
-from ds_seqpar.virtual import attention
-from ds_seqpar.work import project
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.schedules import build
+from ds_seqpar.planning.topology import Topology
+from ds_seqpar.running import work
+from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.running.virtual import attention
+from ds_seqpar.running.work import project
 from tests.grids import grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
 

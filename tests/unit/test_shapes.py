@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from ds_seqpar import shapes
 from ds_seqpar.config import PLACEMENTS, SCHEDULES, SequenceParallelConfig, legal_ulysses
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.shapes import divisors
-from ds_seqpar.topology import Topology
-from ds_seqpar.virtual import attention
+from ds_seqpar.planning import shapes
+from ds_seqpar.planning.shapes import divisors
+from ds_seqpar.planning.topology import Topology
+from ds_seqpar.running.virtual import attention
 from tests.oracle import tensors
 from tests.unit.plans import build, mesh
 

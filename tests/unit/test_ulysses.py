@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_seqpar.ulysses import pack_in, pack_out, unpack_in, unpack_out
+from ds_seqpar.running.ulysses import pack_in, pack_out, unpack_in, unpack_out
 
 BATCH, TOKENS, DIM = 2, 3, 4  # tokens: of one member, before
 # members, query heads, kv heads: more kv heads than members, as many, fewer, one

@@ -8,12 +8,12 @@ import torch
 
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
-from ds_seqpar.kernels import KERNELS
-from ds_seqpar.layout import multiple
-from ds_seqpar.schedules import build
-from ds_seqpar.topology import Topology
-from ds_seqpar.virtual import attention
-from ds_seqpar.work import Work
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.schedules import build
+from ds_seqpar.planning.topology import Topology
+from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.running.virtual import attention
+from ds_seqpar.running.work import Work
 from tests.grids import cover, grouped
 from tests.oracle import dense, error, errors, tensors
 

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from ds_seqpar import runtime
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
-from ds_seqpar.overlap import overlapped
-from ds_seqpar.plan import Collective, Compute, Move, Plan, Step
-from ds_seqpar.schedules import SCHEDULES
-from ds_seqpar.virtual import attention
+from ds_seqpar.planning.overlap import overlapped
+from ds_seqpar.planning.plan import Collective, Compute, Move, Plan, Step
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.running import runtime
+from ds_seqpar.running.virtual import attention
 from tests.kernel_suite import LowerRight
 from tests.oracle import dense, errors, tensors
 from tests.unit.plans import added, changed, places, replaced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .plan import Plan
 from .simulate import Costs, communication, computation, simulate
 

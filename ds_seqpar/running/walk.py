@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..planning.plan import Gather, Key, Move, Program, ReduceScatter, Unit, last_uses
 from .comm import Comm, Handle, Message, Together
-from .plan import Gather, Key, Move, Program, ReduceScatter, Unit, last_uses
 from .work import Tensors, Work
 
 KINDS = ("q", "kv", "out", "dq", "dkv")

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..config import SequenceParallelConfig
+from ..errors import ConfigError, InputError
+from ..planning.layout import positions
+from ..planning.topology import Topology
 from . import inputs, ulysses
 from .comm import Handle, Message
-from .config import SequenceParallelConfig
-from .errors import ConfigError, InputError
-from .layout import positions
 from .runtime import Runtime
-from .topology import Topology
 from .work import Tensors
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from .errors import SeqParError
+from ..errors import SeqParError
 
 Function = TypeVar("Function", bound=Callable)
 PATIENCE = timedelta(seconds=5)  # for the rank that prints to have printed: a launcher ends all ranks after the first

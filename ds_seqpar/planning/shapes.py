@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 Axes = tuple[tuple[str, int], ...]
 

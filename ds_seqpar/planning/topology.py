@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 
-from .config import SequenceParallelConfig
+from ..config import SequenceParallelConfig
 from .shapes import place
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from ..errors import DisagreementError, SeqParError
 from .comm import failing
-from .errors import DisagreementError, SeqParError
 from .telling import told_by
 
 Fields = dict[str, str]

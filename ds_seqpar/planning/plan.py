@@ -16,7 +16,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .errors import PlanError
+from ..errors import PlanError
 
 Key = tuple[int, ...]
 Unit = tuple[str, Key]

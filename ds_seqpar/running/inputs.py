@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
+from ..config import SequenceParallelConfig, check_heads
+from ..errors import InputError, SeqParError, as_error
+from ..planning.layout import multiple
 from .agreement import agree
-from .config import SequenceParallelConfig, check_heads
-from .errors import InputError, SeqParError, as_error
 from .kernels import BlockSpec, select
-from .layout import multiple
 from .runtime import Runtime
 from .ulysses import heads_of_member
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from . import ulysses
-from .errors import InputError
 from .handles import of_handle
 from .inputs import agree_on_inputs
 from .runtime import Runtime

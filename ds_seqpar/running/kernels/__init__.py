@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from ..errors import KernelError
+from ...errors import KernelError
 from .base import BlockSpec, Kernel
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash, FlashAttn

@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from ..planning.topology import Topology
 from .leaving import PATIENCE, wait_at_exit
-from .topology import Topology
 
 Group = dist.ProcessGroup
 

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..planning.layout import Runs, Tile, join, visible
+from ..planning.plan import Key, Unit
 from .kernels import Kernel
-from .layout import Runs, Tile, join, visible
 from .merge import merge_
-from .plan import Key, Unit
 
 Tensors = tuple[Tensor, ...]
 

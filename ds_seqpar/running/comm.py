@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CommunicationError, SeqParError
+from ..errors import CommunicationError, SeqParError
 from .groups import Groups, timeout
 
 

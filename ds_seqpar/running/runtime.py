@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..config import SequenceParallelConfig
+from ..errors import CommunicationError
+from ..planning.layout import LAYOUTS
+from ..planning.plan import Plan
+from ..planning.schedules import build
+from ..planning.topology import Topology
 from .comm import Comm
-from .config import SequenceParallelConfig
-from .errors import CommunicationError
 from .handles import handle_of
 from .kernels import BlockSpec, select
-from .layout import LAYOUTS
-from .plan import Plan
-from .schedules import build
-from .topology import Topology
 from .walk import walk
 from .work import Backward, Forward, Problem, Tensors, Work, bytes_per_token, travel_dtype
 

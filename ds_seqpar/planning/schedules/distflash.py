@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 from ..plan import Compute, Move, Needed, Plan, Step
 from ..topology import Topology
 

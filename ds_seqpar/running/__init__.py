@@ -1,0 +1,1 @@
+"""What runs a plan: kernels, transfers, process groups and the ops around them."""
