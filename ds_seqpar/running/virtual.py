@@ -16,7 +16,6 @@ from torch import Tensor
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError, InputError
 from ..planning.layout import positions
-from ..planning.topology import Topology
 from . import inputs, ulysses
 from .comm import Handle, Message
 from .runtime import Runtime
@@ -111,7 +110,7 @@ class _Ranks:
     def __init__(self, config: SequenceParallelConfig) -> None:
         self.config = config
         self.members = config.ulysses
-        topology = Topology.of(config, config.size)
+        topology = config.topology(config.size)
         inner = config.size // config.ulysses
         self.mailboxes = [_Mailbox() for _ in range(self.members)]
         self.comms = [_VirtualComm(i // self.members, self.mailboxes[i % self.members]) for i in range(config.size)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...errors import ConfigError
 from ..plan import Compute, Move, Needed, Plan, Step
-from ..topology import Topology
+from ..topology import Axes, Topology
+from .base import Own, Schedule
 
 
 def distflash(topology: Topology, needed: Needed, direction: str, travels: str = "kv") -> Plan:
@@ -57,3 +60,36 @@ def _results(compute: Compute, direction: str) -> list[Move]:
     if q != rank:
         return [Move(src=rank, dst=q, kind="out" if direction == "forward" else "dq", key=(q,))]
     return [Move(src=rank, dst=kv, kind="dkv", key=(kv,))] if direction == "backward" else []
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("ring", ranks),)
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """Not the same on all ranks: early ones are sent late ones' queries, late ones what was computed for them."""
+    ((_, size),) = axes
+    return [_received_by(rank, size, direction, units) for rank in range(size)]
+
+
+def _received_by(rank: int, size: int, direction: str, units: Mapping[str, float]) -> float:
+    half = size // 2
+    keys, visitors, back = min(rank, half), max(0, size - half - 1 - rank), max(0, rank - half)
+    operands = keys * units["kv"] + visitors * units["q"]
+    if direction == "forward":
+        return operands + back * units["out"]
+    return operands + back * units["dq"] + min(half, size - 1 - rank) * units["dkv"]
+
+
+SCHEDULE = Schedule(
+    name="distflash",
+    summary="DistFlashAttn's: ranks without work left help late ones; causal attention only",
+    build=distflash,
+    axes=axes,
+    received=received,
+    layouts=("contiguous",),
+    default_layout="contiguous",
+    travellers=("kv",),
+    takes=lambda q, kv: kv <= q,
+    ring_axes=("ring",),
+)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ...errors import SECTION, ConfigError
 from ..plan import Needed, Plan
-from ..topology import Topology
+from ..topology import Axes, Topology, divisors
+from .base import Heads, Own, Schedule, blocks_received, count
 from .rotation import rotation
 
 
@@ -20,3 +24,43 @@ def double_ring(topology: Topology, needed: Needed, direction: str, travels: str
     size = window * windows
     paths = [[at(rank, t) for t in range(size)] for rank in range(size)]
     return rotation("double_ring", direction, travels, [((r,), (r,)) for r in range(size)], paths, needed)
+
+
+def shapes(ranks: int) -> list[Own]:
+    return [{"window": window} for window in divisors(ranks)]
+
+
+def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
+    """A window that is not given: the divisor of `ranks` nearest to its square root."""
+    fitting = divisors(ranks)
+    window = given.get("window") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
+    if window not in fitting:
+        raise ConfigError(
+            f"{SECTION}.window must divide the {ranks} ranks of the double ring; got {window}, use one of {fitting}"
+        )
+    return {"window": window}
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("window", own["window"]), ("windows", ranks // own["window"]))
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """A - 1 foreign blocks of what travels, whatever the window."""
+    (_, window), (_, windows) = axes
+    foreign = window * windows - 1
+    queries, keys = (0, foreign) if travels == "kv" else (foreign, 0)
+    return blocks_received(foreign + 1, queries, keys, direction, units)
+
+
+SCHEDULE = Schedule(
+    name="double_ring",
+    summary="BurstAttention's: most hops of a ring stay inside a window of ranks, a node",
+    build=double_ring,
+    axes=axes,
+    received=received,
+    settings=(count("window", "ranks of the inner ring, a node's"),),
+    shapes=shapes,
+    resolve=resolve,
+    ring_axes=("window",),
+)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..plan import Needed, Plan
-from ..topology import Topology
+from ..topology import Axes, Topology
+from .base import Own, Schedule, blocks_received
 from .rotation import rotation
 
 
@@ -16,3 +19,24 @@ def ring(topology: Topology, needed: Needed, direction: str, travels: str = "kv"
     size = topology.size("ring")
     paths = [[(rank + t) % size for t in range(size)] for rank in range(size)]
     return rotation("ring", direction, travels, [((r,), (r,)) for r in range(size)], paths, needed)
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("ring", ranks),)
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """A - 1 foreign blocks of what travels."""
+    ((_, size),) = axes
+    queries, keys = (0, size - 1) if travels == "kv" else (size - 1, 0)
+    return blocks_received(size, queries, keys, direction, units)
+
+
+SCHEDULE = Schedule(
+    name="ring",
+    summary="Ring Attention; with travelling q, BurstAttention's backward",
+    build=ring,
+    axes=axes,
+    received=received,
+    ring_axes=("ring",),
+)
