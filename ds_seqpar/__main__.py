@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable
 
 import torch
 
 from . import cpu_op
-from .config import LAYOUTS, PLACEMENTS, SCHEDULES, SHAPE_FIELDS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig
+from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import SeqParError
 from .planning.draw import draw
 from .planning.layout import LAYOUTS as RUNS
 from .planning.layout import Runs, multiple, visible
-from .planning.schedules import build
+from .planning.schedules import SCHEDULES, build, settings
 from .planning.simulate import Costs, communication, computation, simulate
-from .planning.topology import Topology
 from .running.work import bytes_per_token, travel_dtype
 
 
@@ -26,14 +24,19 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for settings that do not fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="print a plan as a table of ranks and steps; nothing is run")
+    show = commands.add_parser(
+        "show",
+        help="print a plan as a table of ranks and steps; nothing is run",
+        epilog="\n".join(["schedules:", *(f"  {name:14}{its.summary}" for name, its in SCHEDULES.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
     show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(SCHEDULES)}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
-    for field in sorted(set(SHAPE_FIELDS) - {"mesh"}):
-        show.add_argument(f"--{field}", type=int, help=f"for {SHAPE_FIELDS[field]}")
-    show.add_argument("--mesh", type=int, nargs=3, metavar=("A", "B", "R"), help="for mesh")
+    for name, (setting, schedule) in settings().items():
+        help = f"for schedule {schedule.name}: {setting.help}"
+        show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)
     for direction in ("forward", "backward"):
         show.add_argument(f"--{direction}", default="auto", help=f"what travels: one of {', '.join(TRAVELS)}")
     show.add_argument("--overlap", action="store_true", help="order products as operands arrive")
@@ -54,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(args: argparse.Namespace) -> None:
-    fields = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(SequenceParallelConfig)}
-    chosen = {name: value for name, value in fields.items() if value is not None}
+    given = {name: getattr(args, name, None) for name in setting_names()}
+    chosen = {name: value for name, value in given.items() if value is not None}
     if len(args.placement) == 1:
         chosen["placement"] = args.placement[0]
     config = SequenceParallelConfig(**chosen).resolve(args.size, heads=tuple(args.heads))
-    topology = Topology.of(config, args.size)
+    topology = config.topology(args.size)
     heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses)  # of a Ulysses member
     seq = 4 * multiple(config.layout, config.size, config.ulysses)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)

@@ -17,7 +17,6 @@ from .errors import ConfigError, InputError, SeqParError
 from .planning.layout import multiple, positions
 from .planning.masks import CAUSAL, FULL, Mask
 from .planning.shards import UnevenShards
-from .planning.topology import Topology
 from .running import groups, inputs, ops, runtime
 from .running.agreement import agree
 from .running.comm import TorchComm, failing
@@ -49,7 +48,7 @@ class SequenceParallel:
         try:
             config = _config(config)
             self.config = config.resolve(dist.get_world_size(), heads)
-            given = {**vars(config), "heads": heads}
+            given = {**config.settings(), "heads": heads}
         except ConfigError as reason:
             error = reason
         try:
@@ -57,7 +56,7 @@ class SequenceParallel:
         except SeqParError:
             groups.free([world] if world is not dist.group.WORLD else [])
             raise
-        self.topology = Topology.of(self.config, dist.get_world_size())
+        self.topology = self.config.topology(dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")

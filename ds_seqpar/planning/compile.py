@@ -50,7 +50,7 @@ class Recipe:
         if chosen != "auto" or len(self.schedule.travellers) == 1:
             return self.schedule.travellers[0] if chosen == "auto" else chosen
         axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
-        return min(self.schedule.travellers, key=lambda way: self.schedule.received(axes, direction, way, sizes))
+        return min(self.schedule.travellers, key=lambda way: max(self.schedule.received(axes, direction, way, sizes)))
 
     def plan(self, direction: str, pattern: Pattern, shape: Shape, weight: overlap.Weight | None = None) -> Plan:
         """The whole plan, of all ranks. Raises ConfigError where the schedule has none for what is visible."""

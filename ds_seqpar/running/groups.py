@@ -102,8 +102,8 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
     groups = {axes: _mine(topology, rank, axes) for axes in (sp_axes, inner, ("ulysses",))}
     control = groups[sp_axes] if dist.get_backend() == "gloo" else _mine(topology, rank, sp_axes, "gloo")
     members = {}
-    for axis in ("x", "y"):  # what meshes gather along
-        if axis in inner and topology.size(axis) > 1:
+    for axis in topology.collective_axes:
+        if topology.size(axis) > 1:
             groups[axis,] = _mine(topology, rank, (axis,))
             ranks = topology.group(rank, axis)
             order = tuple(topology.index(r, *inner) for r in sorted(ranks))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...errors import ConfigError
 from ..actions import Compute, Move, Step, Steps
 from ..plan import Pattern, StepsOf
-from ..topology import Topology
+from ..topology import Axes, Topology
+from .base import Own, Schedule
 
 
 def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
@@ -72,3 +75,36 @@ def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
     """Those of a rank, in one order on all."""
     mine = {move for move in moves if rank in move.ranks}
     return tuple(sorted(mine, key=lambda move: (move.kind, move.key, move.dst)))
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("ring", ranks),)
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """Not the same on all ranks: early ones are sent late ones' queries, late ones what was computed for them."""
+    ((_, size),) = axes
+    return [_received_by(rank, size, direction, units) for rank in range(size)]
+
+
+def _received_by(rank: int, size: int, direction: str, units: Mapping[str, float]) -> float:
+    half = size // 2
+    keys, visitors, back = min(rank, half), max(0, size - half - 1 - rank), max(0, rank - half)
+    operands = keys * units["kv"] + visitors * units["q"]
+    if direction == "forward":
+        return operands + back * units["out"]
+    return operands + back * units["dq"] + min(half, size - 1 - rank) * units["dkv"]
+
+
+SCHEDULE = Schedule(
+    name="distflash",
+    summary="DistFlashAttn's: ranks without work left help late ones; causal attention only",
+    build=distflash,
+    axes=axes,
+    received=received,
+    layouts=("contiguous",),
+    default_layout="contiguous",
+    travellers=("kv",),
+    takes=lambda q, kv: kv <= q,
+    ring_axes=("ring",),
+)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ...errors import SECTION, ConfigError
 from ..plan import Pattern, StepsOf
-from ..topology import Topology
+from ..topology import Axes, Topology, divisors
+from .base import Heads, Own, Schedule, blocks_received, count
 from .rotation import Round, rotation
 
 
@@ -25,3 +29,43 @@ def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: s
         keys=lambda rank: ((rank,), (rank,)),
     )
     return rotation(way, window * windows, direction, travels, pattern)
+
+
+def shapes(ranks: int) -> list[Own]:
+    return [{"window": window} for window in divisors(ranks)]
+
+
+def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
+    """A window that is not given: the divisor of `ranks` nearest to its square root."""
+    fitting = divisors(ranks)
+    window = given.get("window") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
+    if window not in fitting:
+        raise ConfigError(
+            f"{SECTION}.window must divide the {ranks} ranks of the double ring; got {window}, use one of {fitting}"
+        )
+    return {"window": window}
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("window", own["window"]), ("windows", ranks // own["window"]))
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """A - 1 foreign blocks of what travels, whatever the window."""
+    (_, window), (_, windows) = axes
+    foreign = window * windows - 1
+    queries, keys = (0, foreign) if travels == "kv" else (foreign, 0)
+    return blocks_received(foreign + 1, queries, keys, direction, units)
+
+
+SCHEDULE = Schedule(
+    name="double_ring",
+    summary="BurstAttention's: most hops of a ring stay inside a window of ranks, a node",
+    build=double_ring,
+    axes=axes,
+    received=received,
+    settings=(count("window", "ranks of the inner ring, a node's"),),
+    shapes=shapes,
+    resolve=resolve,
+    ring_axes=("window",),
+)

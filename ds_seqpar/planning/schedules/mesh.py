@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ...errors import SECTION, ConfigError
 from ..actions import Collective, Gather, Key, ReduceScatter
 from ..plan import Pattern, StepsOf
-from ..topology import Topology
+from ..topology import Axes, Topology, divisors
+from .base import Heads, Own, Schedule, blocks_received, three_counts
 from .direct import Pairs, direct
 from .rotation import Round, rotation
 
@@ -88,3 +90,52 @@ def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) ->
 
 def _join(keys: Iterable[Key]) -> Key:
     return tuple(sorted({block for key in keys for block in key}))
+
+
+def sides(ranks: int, heads: Heads | None) -> tuple[int, int]:
+    """(a, b R) that receive the fewest elements for these heads, forward and backward together: (a - 1) 5 Hq and
+    (b R - 1) 6 Hkv for every token and D."""
+    q_heads, kv_heads = heads or (1, 1)
+    a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
+    return a, ranks // a
+
+
+def mesh_axes(a: int, b: int, turns: int) -> Axes:
+    return (("x", a), ("y", b), ("z", turns))
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """What is gathered, and along z what travels, group by group."""
+    (_, a), (_, b), (_, turns) = axes
+    queries, keys = (a, b * turns) if travels == "kv" else (a * turns, b)
+    return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
+
+
+def shapes(ranks: int) -> list[Own]:
+    return [{"mesh": (a, b, ranks // (a * b))} for a in divisors(ranks) for b in divisors(ranks // a)]
+
+
+def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
+    """Where no shape is given, as attention2d, but k/v in a ring, not gathered: the same elements, less memory."""
+    a, rest = sides(ranks, heads)
+    shape = a, b, turns = given.get("mesh") or (a, 1, rest)
+    if a * b * turns != ranks:
+        raise ConfigError(
+            f"{SECTION}.mesh [a, b, R] must multiply to the {ranks} inner ranks; "
+            f"got {list(shape)} = {a * b * turns}, use for example {[1, 1, ranks]}"
+        )
+    return {"mesh": shape}
+
+
+SCHEDULE = Schedule(
+    name="mesh",
+    summary="a ranks gather q, b ranks k/v, R go round: holds the rings, attention2d and wallfacer",
+    build=mesh,
+    axes=lambda ranks, own: mesh_axes(*own["mesh"]),
+    received=received,
+    settings=(three_counts("mesh", ("a", "b", "R"), "q is gathered over a ranks, k/v over b, R go round"),),
+    shapes=shapes,
+    resolve=resolve,
+    collective_axes=("x", "y"),
+    ring_axes=("z",),
+)

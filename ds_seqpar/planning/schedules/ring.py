@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..plan import Pattern, StepsOf
-from ..topology import Topology
+from ..topology import Axes, Topology
+from .base import Own, Schedule, blocks_received
 from .rotation import Round, rotation
 
 
@@ -21,3 +24,24 @@ def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         keys=lambda rank: ((rank,), (rank,)),
     )
     return rotation(way, size, direction, travels, pattern)
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("ring", ranks),)
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """A - 1 foreign blocks of what travels."""
+    ((_, size),) = axes
+    queries, keys = (0, size - 1) if travels == "kv" else (size - 1, 0)
+    return blocks_received(size, queries, keys, direction, units)
+
+
+SCHEDULE = Schedule(
+    name="ring",
+    summary="Ring Attention; with travelling q, BurstAttention's backward",
+    build=ring,
+    axes=axes,
+    received=received,
+    ring_axes=("ring",),
+)
