@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-
-import torch
 
 from . import cpu_op
 from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import SeqParError
+from .planning.compile import pattern_of, weight
 from .planning.draw import draw
-from .planning.layout import LAYOUTS as RUNS
-from .planning.layout import Runs, multiple, visible
-from .planning.schedules import SCHEDULES, build, settings
-from .planning.simulate import Costs, communication, computation, simulate
-from .running.work import bytes_per_token, travel_dtype
+from .planning.layout import multiple
+from .planning.masks import CAUSAL, FULL
+from .planning.schedules import SCHEDULES, settings
+from .planning.shards import EvenShards
+from .planning.simulate import Costs, communication, computation, programs_of, simulate
+from .planning.validate import validate
+from .running.runtime import recipe_of, shape_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,22 +62,23 @@ def _show(args: argparse.Namespace) -> None:
     if len(args.placement) == 1:
         chosen["placement"] = args.placement[0]
     config = SequenceParallelConfig(**chosen).resolve(args.size, heads=tuple(args.heads))
-    topology = config.topology(args.size)
-    heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses)  # of a Ulysses member
+    recipe = recipe_of(config, config.topology(args.size))
+    heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses), 128  # of a Ulysses member
+    shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses)
+    shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
-        sizes = _sizes(direction, *heads, args.travel_dtype)
-        settings = config.schedule, topology, config.layout, seq, not args.full, direction
-        travels = config.forward if direction == "forward" else config.backward
-        plan = build(*settings, travels=travels, overlap=config.overlap, sizes=tuple(sizes.items()))
-        blocks = [RUNS[config.layout](seq, plan.size, rank) for rank in range(plan.size)]
-        costs = Costs(transfer=sizes, product=1.0, weight=_weight(blocks, not args.full))
+        pattern = pattern_of(mask, shards)
+        plan = recipe.plan(direction, pattern, shape)
+        validate(plan, pattern.pairs())
+        costs = Costs(transfer=shape.bytes_per_token(direction), product=1.0, weight=weight(mask, shards))
         if communication(plan, costs):
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        print(f"critical path {simulate(plan, costs).seconds / bound:.2f} x max(compute, links), the two being equal\n")
+        ratio = simulate(programs_of(plan), costs).seconds / bound
+        print(f"critical path {ratio:.2f} x max(compute, links), the two being equal\n")
         if args.png and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")
@@ -85,23 +86,6 @@ def _show(args: argparse.Namespace) -> None:
 
 def _prepare() -> None:
     print("DeepSpeed's CPU op is compiled" if cpu_op.prepare() else "DeepSpeed compiles nothing on this machine")
-
-
-def _sizes(direction: str, q_heads: int, kv_heads: int, travel: str, head_dim: int = 128) -> dict[str, int]:
-    """Bytes a token of bf16 attention."""
-    q = torch.empty(1, 1, q_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(1, 1, 2, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    return bytes_per_token(direction, q, kv, travel_dtype(travel, q.dtype))
-
-
-def _weight(blocks: list[Runs], causal: bool) -> Callable[[int, int], float]:
-    """The share of a product of two blocks that the mask leaves."""
-
-    def weight(q: int, kv: int) -> float:
-        whole = sum(run.length for run in blocks[q]) * sum(run.length for run in blocks[kv])
-        return sum(tile.products for tile in visible(blocks[q], blocks[kv], causal)) / whole
-
-    return weight
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Recipe:
         axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
         return min(self.schedule.travellers, key=lambda way: max(self.schedule.received(axes, direction, way, sizes)))
 
-    def plan(self, direction: str, pattern: Pattern, shape: Shape, weight: overlap.Weight | None = None) -> Plan:
+    def plan(self, direction: str, pattern: Pattern, shape: Shape) -> Plan:
         """The whole plan, of all ranks. Raises ConfigError where the schedule has none for what is visible."""
         sizes = shape.bytes_per_token(direction)
         steps = self.schedule.build(self.topology, pattern, direction, self.travels(direction, sizes))
@@ -153,6 +153,17 @@ def pattern_of(mask: Mask, shards: Shards) -> Pattern:
     """Which blocks meet."""
     q, kv = ([shards.runs(side, (block,)) for block in range(shards.size)] for side in ("q", "kv"))
     return Pattern(visibility(q, kv, mask), even=shards.even)
+
+
+def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
+    """The share of the product of a q block and a kv block that the mask leaves."""
+
+    def share(q: int, kv: int) -> float:
+        whole = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
+        seen = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        return seen / whole if whole else 0.0
+
+    return share
 
 
 def _stand_in(mask: Mask, shards: Shards) -> Shards:

@@ -82,9 +82,6 @@ class Mask:
         return tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
 
 
-CAUSAL, FULL = Mask(), Mask(causal=False)
-
-
 def _check_documents(documents: tuple[int, ...]) -> None:
     if type(documents) is not tuple or any(type(start) is not int for start in documents):
         raise InputError(f"documents must be a tuple of whole numbers, their first positions; got {documents!r:.80}")
@@ -93,6 +90,9 @@ def _check_documents(documents: tuple[int, ...]) -> None:
     for before, after in itertools.pairwise(documents):
         if after <= before:
             raise InputError(f"first positions of documents must ascend; got {after} after {before}")
+
+
+CAUSAL, FULL = Mask(), Mask(causal=False)
 
 
 def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:

@@ -135,9 +135,7 @@ class Finish(NamedTuple):
     SLOTS: ClassVar = ()
 
 
-Instruction = (
-    Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
-)
+Instruction = Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
 
 
 def slots_of(instruction: Instruction) -> list[int]:
@@ -201,5 +199,3 @@ def _peers(instruction: Instruction) -> tuple[int, ...]:
     if isinstance(instruction, GatherStart | ScatterStart):
         return instruction.collective.ranks
     return ()
-
-

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ..errors import PlanError
 from .actions import ACCUMULATORS, OPERANDS, Action, Compute, Key, Move, ReduceScatter, Step, Unit, name_of
 from .plan import Plan
-from ..errors import PlanError
 
 
 def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:

@@ -65,7 +65,9 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
         given = {name: f"{tuple(x.shape[::2])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
     mask = asked.mask
-    given["causal" if mask.scale_free else "mask"] = mask.causal if mask.scale_free else f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
+    given["causal" if mask.scale_free else "mask"] = (
+        mask.causal if mask.scale_free else f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
+    )
     return given | {"scale": asked.scale, "backward": asked.backward, "return_lse": asked.lse}
 
 
@@ -79,9 +81,7 @@ def attention_error(runtime: Runtime, q: object, k: object, v: object, asked: As
     return None
 
 
-def check_arguments(
-    q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False
-) -> None:
+def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:
     """Raises InputError for what attention cannot take on any number of ranks. lengths_differ: k and v may have another
     length than q."""
     try:

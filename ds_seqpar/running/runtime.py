@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
+from ..handles import handle_of
 from ..planning.compile import Bound, Compiler, Recipe
 from ..planning.masks import Mask
 from ..planning.schedules import schedule
@@ -14,7 +15,6 @@ from ..planning.shards import EvenShards, Shards
 from ..planning.topology import Topology
 from .buffers import Tensors
 from .comm import Comm
-from ..handles import handle_of
 from .kernels import BlockSpec, Kernel, select
 from .walk import Walk
 from .work import Backward, Forward

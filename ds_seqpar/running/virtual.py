@@ -59,7 +59,9 @@ class _VirtualComm:
 
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> _Waiting:
         sizes = [sent.buffer.numel()] * len(ranks)
-        return self._together(ranks, sent.kind, sent.elements * (len(ranks) - 1), [sent.buffer] * len(ranks), received.split(sizes))
+        return self._together(
+            ranks, sent.kind, sent.elements * (len(ranks) - 1), [sent.buffer] * len(ranks), received.split(sizes)
+        )
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes

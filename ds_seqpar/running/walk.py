@@ -108,31 +108,31 @@ class Walk:
         return self.results[unit]
 
     def merge(self, one: Merge) -> None:
-        """What arrived in the wide dtype takes the place of the running result, which is merged into it."""
-        before = self.results.pop(one.unit, None) if one.into == one.arrived else None
-        now = self.running(one.unit, one.into)
-        now.absorb(self.buffers.tensors(one.arrived, one.unit))
-        if before is not None:
-            now.absorb_running(before)
+        arrived, running = self.buffers.tensors(one.arrived, one.unit), self.running(one.unit, one.into)
+        if one.into == one.arrived:
+            running.absorb(*arrived)
+        else:
+            running.merge(*arrived)
 
     def export(self, one: Export) -> None:
-        running = self.results.pop(one.unit)
+        running = self.running(one.unit, one.own)
+        del self.results[one.unit]
         if one.into == one.own:
-            running.widen()
+            running.placed()
         else:
             running.copy_into(self.buffers.tensors(one.into, one.unit))
 
     def start_scatter(self, one: ScatterStart) -> None:
         """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
         reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
-        whole, mine = self.results.pop((kind, reduce.whole)).widen(), reduce.part(rank)
+        whole, mine = self.results.pop((kind, reduce.whole)).placed(), reduce.part(rank)
         order = [reduce.part(peer) for peer in self.comm.order(reduce.ranks)]
         others = [part for part in order if part != mine]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
             for target, tensor in zip(part, whole, strict=True):
                 _take(target, tensor, self.rows(kind, reduce.whole, key))
         own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
-        self.running((kind, mine), one.kept).absorb(tuple(torch.cat([x[:, r] for r in own], 1) for x in whole))
+        self.running((kind, mine), one.kept).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
         going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
         coming = [0 if part == mine else self.bound.unit_bytes(one.received, kind, mine) for part in order]
         self.tickets[one.ticket] = self.comm.all_to_all(
@@ -148,7 +148,7 @@ class Walk:
         kind, key = one.unit
         running = self.running(one.unit, one.own)
         for part in self.buffers.parts(one.received, kind, [key] * one.parts):
-            running.absorb(part)
+            running.merge(*part)
 
     def finish(self, one: Finish) -> None:
         self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])

@@ -56,7 +56,7 @@ class Forward:
     def forget(self, slot: int) -> None: ...
 
     def finish(self, results: list[Running]) -> Tensors:
-        return results[0].finish(self.dtype)
+        return results[0].finish(self.dtype, None)
 
 
 class Backward:
@@ -92,7 +92,8 @@ class Backward:
         self.outs.pop(slot, None)
 
     def finish(self, results: list[Running]) -> Tensors:
-        return tuple(tensor for result in results for tensor in result.finish(self.dtype))
+        dq, dkv = results
+        return *dq.finish(self.dtype), *dkv.finish(self.dtype, self.dtype)
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
