@@ -23,8 +23,8 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
     total = torch.logaddexp(lse, new_lse)
     finite = torch.where(total.isneginf(), 0.0, total)  # exp(-inf - 0) = 0, where -inf - -inf would be NaN
-    out.mul_(torch.exp(lse - finite)[..., None])
-    out.addcmul_(new_out.to(out.dtype), torch.exp(new_lse - finite)[..., None])
+    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
+    out.addcmul_(new_out.to(out.dtype), torch.exp(new_lse - finite).unsqueeze(-1))
     lse.copy_(total)
 
 

@@ -7,7 +7,7 @@ a second result is added to it. Every tensor has its tokens on dim 1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,8 @@ class Rows(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """A view: (B, n, ...) -> (B, size, ...), or (B, count, size, ...) for several groups."""
         if self.count == 1:
-            return x[:, self.start : self.start + self.size]
-        held = x[:, self.start : self.start + self.step * (self.count - 1) + self.size]
+            return x.narrow(1, self.start, self.size)
+        held = x.narrow(1, self.start, self.step * (self.count - 1) + self.size)
         return held.unfold(1, self.size, self.step).movedim(-1, 2)
 
     def all_of(self, tokens: int) -> bool:
@@ -77,8 +77,9 @@ class _Running:
         self._held = self._make()
         for index, (x, part) in enumerate(zip(self._held, new, strict=True)):
             if rows.count == 1:
-                x[:, : rows.start] = self._blank(index)
-                x[:, rows.start + rows.size :] = self._blank(index)
+                end = rows.start + rows.size
+                x.narrow(1, 0, rows.start).fill_(self._blank(index))
+                x.narrow(1, end, of - end).fill_(self._blank(index))
             else:
                 x.fill_(self._blank(index))
             rows.of(x).copy_(part)
@@ -100,13 +101,13 @@ class _Running:
             self._widen()
             self._combine(self._held, new)
 
-    def _finish(self, dtypes: Iterable[torch.dtype | None]) -> Tensors:
+    def _finish(self, dtypes: Iterator[torch.dtype | None]) -> Tensors:
         if self._held is None:
             self._held = self._make()
             for index, x in enumerate(self._held):
                 x.fill_(self._blank(index))
-        held, self._held = self._held, None
-        return tuple(_contiguous(x, dtype) for x, dtype in zip(held, dtypes))  # noqa: B905
+        held, self._held = list(self._held), None
+        return tuple(_contiguous(held.pop(0), next(dtypes)) for _ in range(len(held)))  # each freed before the next
 
 
 class Softmax(_Running):
@@ -129,7 +130,7 @@ class Softmax(_Running):
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out in that dtype, lse), both contiguous, and lets go of them. A row that nothing has touched is 0, -inf."""
-        out, lse = self._finish((dtype, None))
+        out, lse = self._finish(iter((dtype, None)))
         return out, lse
 
     def _combine(self, into: Tensors, new: Tensors) -> None:
