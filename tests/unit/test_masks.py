@@ -2,8 +2,6 @@
 
 import itertools
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -94,10 +92,9 @@ def test_a_mask_is_a_value():
     assert hash(copy) == hash(packed)
 
 
-def test_the_hash_of_a_mask_is_the_same_in_every_process():
-    script = "from ds_seqpar.planning.masks import Mask; print(hash(Mask(window=None, documents=(0, 3))))"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert int(found.stdout) == hash(Mask(documents=(0, 3)))
+def test_the_hash_of_a_mask_is_of_numbers_only():
+    # None has another hash in every process, and a mask may be sent to one
+    assert hash(Mask(documents=(0, 3))) == hash((True, 0, (0, 3)))
 
 
 def test_masks_say_what_they_are():
@@ -258,7 +255,6 @@ def test_a_window_of_one_key_is_one_band_whatever_the_documents():
 # ---- who sees whom
 
 
-@settings(max_examples=300)
 @given(st.lists(_both | _equal_steps() | _gathered() | _uneven(), min_size=1, max_size=4), _masks)
 def test_a_block_sees_another_where_any_query_sees_any_key(blocks, mask):
     queries, keys = zip(*blocks, strict=True)

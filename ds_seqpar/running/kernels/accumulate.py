@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...planning.tiles import Tile
+from ..merge import in_pieces, merge_
 from .base import Kernel
 
 Tensors = tuple[Tensor, ...]
@@ -30,8 +31,8 @@ class Rows(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """A view: (B, n, ...) -> (B, size, ...), or (B, count, size, ...) for several groups."""
         if self.count == 1:
-            return x[:, self.start : self.start + self.size]
-        held = x[:, self.start : self.start + self.step * (self.count - 1) + self.size]
+            return x.narrow(1, self.start, self.size)
+        held = x.narrow(1, self.start, self.step * (self.count - 1) + self.size)
         return held.unfold(1, self.size, self.step).movedim(-1, 2)
 
     def all_of(self, tokens: int) -> bool:
@@ -98,9 +99,9 @@ class Running:
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
         """The tensors in those dtypes (None: as they are), contiguous, in memory of their own; blank where nothing was
         added. Nothing is cast or copied that is a kernel's own result and in that dtype."""
-        held = self._held if self._held is not None and self._rows is None else self._settled()
+        held = list(self._held if self._held is not None and self._rows is None else self._settled())
         self._held = None
-        return tuple(_own(x, dtype, self._placed) for x, dtype in zip(held, dtypes, strict=True))
+        return tuple(_own(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
         """All rows, wide."""
@@ -117,8 +118,9 @@ class Running:
             elif rows is None:
                 x.copy_(held[index])
             else:
-                x[:, : rows.start] = self.blank[index]
-                x[:, rows.start + rows.size :] = self.blank[index]
+                end = rows.start + rows.size
+                x.narrow(1, 0, rows.start).fill_(self.blank[index])
+                x.narrow(1, end, x.shape[1] - end).fill_(self.blank[index])
                 rows.of(x).copy_(held[index])
         self._held, self._rows, self._placed = made, None, True
 
@@ -143,47 +145,12 @@ class Sum(Running):
 
     def _combine(self, into: Tensors, new: Tensors) -> None:
         for x, part in zip(into, new, strict=True):
-            _in_pieces(torch.Tensor.add_, x, part)
+            in_pieces(torch.Tensor.add_, x, part)
 
 
 def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
     """copy: an op's results must share no memory, and those in one message do."""
     return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy) if copy or dtype else x.contiguous()
-
-
-def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merges (new_out, new_lse) into (out, lse), in place and piece by piece.
-
-    out (..., D) and lse (...): wide; new_out in any dtype. A row that neither has touched (lse -inf on both sides)
-    stays as it is; the usual sigmoid form gives NaN there.
-    """
-    _in_pieces(_merge_, out, new_out, lse, new_lse)
-
-
-def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
-    total = torch.logaddexp(lse, new_lse)
-    finite = torch.where(total.isneginf(), 0.0, total)  # exp(-inf - 0) = 0, where -inf - -inf would be NaN
-    out.mul_(torch.exp(lse - finite)[..., None])
-    out.addcmul_(new_out.to(out.dtype), torch.exp(new_lse - finite)[..., None])
-    lse.copy_(total)
-
-
-PIECE = 1 << 18  # elements: below this temporaries do not matter
-
-
-def _in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
-    """Applies an elementwise function to pieces of the tensors, of which the first is the largest: its temporaries,
-    and torch's own where dtypes differ, are then no more than a 16th of that. Never more than some 32 pieces, for the
-    sake of devices where a call costs more than its elements. Never cut along the first tensor's last dimension."""
-    x = tensors[0]
-    limit = limit or max(PIECE, x.numel() // 16)
-    dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
-    if x.numel() <= limit or x.shape[dim] == 1:
-        function(*tensors)
-        return
-    half = x.shape[dim] // 2
-    _in_pieces(function, *(y.narrow(dim, 0, half) for y in tensors), limit=limit)
-    _in_pieces(function, *(y.narrow(dim, half, y.shape[dim] - half) for y in tensors), limit=limit)
 
 
 # ---- tiles as calls of a kernel that knows full and causal blocks
@@ -197,10 +164,14 @@ class _Call(NamedTuple):
     kind: str
 
 
-def _calls(tile: Tile) -> Iterator[_Call]:
+def _calls(tile: Tile, square: bool) -> Iterator[_Call]:
+    """square: a causal call must be; rows that see all of its columns are then a call of their own."""
     q0, q1, k0, k1, kind, width = tile
     if kind != "band":
-        yield _Call(Rows(q0, q1 - q0), Rows(k0, k1 - k0), kind)
+        end = min(q1, q0 + k1 - k0) if square and kind == "causal" else q1
+        yield _Call(Rows(q0, end - q0), Rows(k0, k1 - k0), kind)
+        if end < q1:
+            yield _Call(Rows(end, q1 - end), Rows(k0, k1 - k0), "full")
         return
     count, rest = divmod(q1 - q0, width)
     if count:
@@ -248,7 +219,7 @@ def forward(
         kernel.forward_tiles(q, k, v, tiles, scale, into)
         return
     for tile in tiles:
-        for call in _calls(tile):
+        for call in _calls(tile, kernel.square):
             into.add(_attend(kernel, q, k, v, call, scale), call.rows, q.shape[1])
 
 
@@ -270,7 +241,7 @@ def backward(
         kernel.backward_tiles(do, q, k, v, out, lse, tiles, scale, dq, dkv)
         return
     for tile in tiles:
-        for call in _calls(tile):
+        for call in _calls(tile, kernel.square):
             _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
 
 
