@@ -16,6 +16,8 @@ from torch import Tensor
 from ..errors import CommunicationError, SeqParError
 from .groups import Groups, timeout
 
+Sizes = tuple[Sequence[int], Sequence[int]]  # elements that go to every member of a group, and that come from each
+
 
 @dataclasses.dataclass(frozen=True)
 class Message:
@@ -48,8 +50,9 @@ class Comm(Protocol):
         """sent[i] goes to inner rank ranks[i]; received[i] comes from it, the own one too."""
         ...
 
-    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
-        """buffer (members, n): row i goes to Ulysses member i; row i of the result comes from member i."""
+    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
+        """sent, contiguous: its first sizes[0][0] elements go to Ulysses member 0, and so on. The result has one
+        dimension: sizes[1][0] elements from member 0, and so on."""
         ...
 
 
@@ -164,9 +167,12 @@ class TorchComm:
         self._count_others(ranks, kind, received)
         return _Works("an all-to-all", members.group, [work], [buffer, result], unpack)
 
-    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
-        result = torch.empty_like(buffer)
-        with failing("the Ulysses all-to-all", self.groups.ulysses):
-            dist.all_to_all_single(result, buffer.contiguous(), group=self.groups.ulysses)
-        self._count(kind, [result[1:]])
+    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
+        group, (outgoing, incoming) = self.groups.ulysses, sizes
+        result = sent.new_empty(sum(incoming))
+        with failing("the Ulysses all-to-all", group):
+            dist.all_to_all_single(result, sent.flatten(), list(incoming), list(outgoing), group=group)
+        others = sum(incoming) - incoming[dist.get_rank(group)]
+        self.received[kind] += others
+        self.received_bytes += others * result.element_size()
         return result

@@ -30,18 +30,20 @@ def attention(
     handle, members = runtime.handle, runtime.config.ulysses
     if members == 1:
         return _attention(q, k, v, handle, causal, scale, after)
-    heads = q.shape[2]
-    q, k, v = _scatter_heads([q, k, v], handle, "qkv", after)
+    tokens, heads, counts = q.shape[1], q.shape[2], [q.shape[1]] * members
+    mine = [ulysses.heads_of_member(x.shape[2], members) for x in (q, k, v)]
+    q, k, v = ulysses.split_in(_scatter_heads([q, k, v], counts, handle, "qkv", after), mine)
     out, lse = _attention(q, k, v, handle, causal, scale, None)
-    return _gather_heads([out], [heads], handle, "out_heads")[0], lse
+    return _gather_heads(ulysses.join_out([out]), [heads], counts, tokens, handle, "out_heads")[0], lse
 
 
 def gather_lse(runtime: Runtime, lse: Tensor) -> Tensor:
     """The lse (B, s, Hq) of this rank's own tokens, from what `attention` returns."""
     if (members := runtime.config.ulysses) == 1:
         return lse
-    heads = lse.shape[2] * members
-    return _gather_heads([lse.unsqueeze(-1)], [heads], runtime.handle, "lse_heads")[0].squeeze(-1)
+    heads, tokens = lse.shape[2] * members, lse.shape[1] // members
+    joined = ulysses.join_out([lse.unsqueeze(-1)])
+    return _gather_heads(joined, [heads], [tokens] * members, tokens, runtime.handle, "lse_heads")[0].squeeze(-1)
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
@@ -125,61 +127,60 @@ _attention_backward.register_autograd(_refuse_second_derivative)
 
 
 @torch.library.custom_op("ds_seqpar::scatter_heads", mutates_args=())
-def _scatter_heads(tensors: Sequence[Tensor], handle: int, kind: str, after: Tensor | None) -> list[Tensor]:
-    """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens."""
-    runtime = of_handle(handle)
-    members = runtime.config.ulysses
-    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_in(tensors, members))
-    heads = [ulysses.heads_of_member(x.shape[2], members) for x in tensors]
-    return ulysses.unpack_in(buffer, tensors[0].shape[0], heads, tensors[0].shape[3])
+def _scatter_heads(
+    tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, after: Tensor | None
+) -> Tensor:
+    """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens,
+    (T, B, h of all, D). counts: the tokens of every member."""
+    buffer = ulysses.pack_in(tensors, len(counts))
+    shape = sum(counts), *buffer.shape[2:]
+    return of_handle(handle).comm.exchange_heads(kind, buffer, ulysses.sizes_in(buffer, counts)).view(shape)
 
 
 @_scatter_heads.register_fake
-def _(tensors: Sequence[Tensor], handle: int, kind: str, after: Tensor | None) -> list[Tensor]:
-    members = of_handle(handle).config.ulysses
-    return [
-        x.new_empty(x.shape[0], members * x.shape[1], ulysses.heads_of_member(x.shape[2], members), x.shape[3])
-        for x in tensors
-    ]
+def _(tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, after: Tensor | None) -> Tensor:
+    heads = sum(ulysses.heads_of_member(x.shape[2], len(counts)) for x in tensors)
+    return tensors[0].new_empty(sum(counts), tensors[0].shape[0], heads, tensors[0].shape[3])
 
 
-def _save_scatter(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
-    tensors, ctx.handle, ctx.kind, _ = inputs
-    ctx.runtime, ctx.heads = of_handle(ctx.handle), [x.shape[2] for x in tensors]
+def _save_scatter(ctx: object, inputs: tuple, output: Tensor) -> None:
+    tensors, ctx.counts, ctx.handle, ctx.kind, _ = inputs
+    ctx.runtime, ctx.heads, ctx.tokens = of_handle(ctx.handle), [x.shape[2] for x in tensors], tensors[0].shape[1]
 
 
-def _differentiate_scatter(ctx: object, grads: list[Tensor]) -> tuple:
-    return _gather_heads(grads, ctx.heads, ctx.handle, DERIVATIVE.get(ctx.kind, ctx.kind)), None, None, None
+def _differentiate_scatter(ctx: object, grad: Tensor) -> tuple:
+    kind = DERIVATIVE.get(ctx.kind, ctx.kind)
+    return _gather_heads(grad, ctx.heads, ctx.counts, ctx.tokens, ctx.handle, kind), None, None, None, None
 
 
 _scatter_heads.register_autograd(_differentiate_scatter, setup_context=_save_scatter)
 
 
 @torch.library.custom_op("ds_seqpar::gather_heads", mutates_args=())
-def _gather_heads(tensors: Sequence[Tensor], heads: Sequence[int], handle: int, kind: str) -> list[Tensor]:
-    """The way back, and the derivative: each (B, U s, h, D) -> (B, s, H, D), H in `heads`."""
-    runtime = of_handle(handle)
-    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_out(tensors, runtime.config.ulysses))
-    per_member = [x.shape[2] for x in tensors]
-    return ulysses.unpack_out(buffer, tensors[0].shape[0], list(heads), per_member, tensors[0].shape[3])
+def _gather_heads(
+    joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, handle: int, kind: str
+) -> list[Tensor]:
+    """The way back, and the derivative: (T, B, h of all, D) -> each (B, s, H, D), H in `heads`. tokens: one's own s."""
+    joined = joined.contiguous()
+    received = of_handle(handle).comm.exchange_heads(kind, joined, ulysses.sizes_out(joined, counts, tokens))
+    shape = len(counts), tokens, *joined.shape[1:]
+    del joined  # where it is a copy it must not stand beside the results
+    return ulysses.unpack_out(received.view(shape), heads)
 
 
 @_gather_heads.register_fake
-def _(tensors: Sequence[Tensor], heads: Sequence[int], handle: int, kind: str) -> list[Tensor]:
-    members = of_handle(handle).config.ulysses
-    return [
-        x.new_empty(x.shape[0], x.shape[1] // members, total, x.shape[3])
-        for x, total in zip(tensors, heads, strict=True)
-    ]
+def _(joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, handle: int, kind: str) -> list[Tensor]:
+    return [joined.new_empty(joined.shape[1], tokens, total, joined.shape[3]) for total in heads]
 
 
 def _save_gather(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
-    _, _, ctx.handle, ctx.kind = inputs
+    _, _, ctx.counts, _, ctx.handle, ctx.kind = inputs
     ctx.runtime = of_handle(ctx.handle)
 
 
 def _differentiate_gather(ctx: object, grads: list[Tensor]) -> tuple:
-    return _scatter_heads(grads, ctx.handle, DERIVATIVE.get(ctx.kind, ctx.kind), None), None, None, None
+    kind = DERIVATIVE.get(ctx.kind, ctx.kind)
+    return _scatter_heads(grads, ctx.counts, ctx.handle, kind, None), None, None, None, None, None
 
 
 _gather_heads.register_autograd(_differentiate_gather, setup_context=_save_gather)

@@ -18,7 +18,7 @@ from ..errors import ConfigError, InputError
 from ..planning.layout import positions
 from ..planning.topology import Topology
 from . import inputs, ulysses
-from .comm import Handle, Message
+from .comm import Handle, Message, Sizes
 from .runtime import Runtime
 from .work import Tensors
 
@@ -64,7 +64,7 @@ class _VirtualComm:
         self.received[kind] -= received[ranks.index(self.rank)].numel()  # the own part did not travel
         return handle
 
-    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
+    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
         raise AssertionError("the virtual runner exchanges heads for all members at once")
 
 
@@ -124,7 +124,8 @@ class _Ranks:
         inward = self.inward("qkv", [list(tensors) for tensors in sharded])
         operands = [(x[0], torch.stack(x[1:], dim=2)) for x in inward]
         results = self.together([r.forward(*x, causal, scale) for r, x in zip(self.runtimes, operands, strict=True)])
-        outs = self.outward("out_heads", [[out] for out, _ in results], [heads])
+        tokens = [seq // self.config.size] * self.config.size
+        outs = self.outward("out_heads", [[out] for out, _ in results], [heads], tokens)
         out = self.unshard([x[0] for x in outs], seq)
         if do is None:
             return Result(out, None, None, None, [comm.received for comm in self.comms])
@@ -136,7 +137,7 @@ class _Ranks:
             ]
         )
         split = [[dq, *dkv.unbind(2)] for dq, dkv in grads]
-        local = self.outward("dqkv", split, [heads, kv_heads, kv_heads])
+        local = self.outward("dqkv", split, [heads, kv_heads, kv_heads], tokens)
         dq, dk, dv = (self.unshard([x[i] for x in local], seq) for i in range(3))
         return Result(out, dq, dk, dv, [comm.received for comm in self.comms])
 
@@ -164,23 +165,37 @@ class _Ranks:
             whole[:, self._index(seq, rank)] = part
         return whole
 
-    def all_to_all(self, kind: str, buffers: list[Tensor]) -> list[Tensor]:
-        size = self.members
+    def all_to_all(self, kind: str, buffers: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
+        """`exchange_heads` of all ranks."""
+        parts = [x.flatten().split(list(outgoing)) for x, (outgoing, _) in zip(buffers, sizes, strict=True)]
         swapped = []
-        for rank, buffer in enumerate(buffers):
-            first = rank - rank % size
-            swapped.append(torch.stack([buffers[first + peer][rank % size] for peer in range(size)]))
-            self.comms[rank].received[kind] += buffer.numel() - buffer[0].numel()
+        for rank, (_, incoming) in enumerate(sizes):
+            first, member = rank - rank % self.members, rank % self.members
+            swapped.append(torch.cat([parts[first + peer][member] for peer in range(self.members)]))
+            assert swapped[rank].numel() == sum(incoming)
+            self.comms[rank].received[kind] += sum(incoming) - incoming[member]
         return swapped
 
     def inward(self, kind: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        buffers = self.all_to_all(kind, [ulysses.pack_in(x, self.members) for x in tensors])
-        heads = [max(1, x.shape[2] // self.members) for x in tensors[0]]
-        batch, head_dim = tensors[0][0].shape[0], tensors[0][0].shape[3]
-        return [ulysses.unpack_in(buffer, batch, heads, head_dim) for buffer in buffers]
+        buffers = [ulysses.pack_in(x, self.members) for x in tensors]
+        counts = [self.counts(rank, [x[0].shape[1] for x in tensors]) for rank in range(len(tensors))]
+        found = self.all_to_all(kind, buffers, [ulysses.sizes_in(*x) for x in zip(buffers, counts, strict=True)])
+        heads = [ulysses.heads_of_member(x.shape[2], self.members) for x in tensors[0]]
+        return [ulysses.split_in(x.view(-1, *buffers[0].shape[2:]), heads) for x in found]
 
-    def outward(self, kind: str, tensors: list[list[Tensor]], heads: list[int]) -> list[list[Tensor]]:
-        buffers = self.all_to_all(kind, [ulysses.pack_out(x, self.members) for x in tensors])
-        per_member = [x.shape[2] for x in tensors[0]]
-        batch, head_dim = tensors[0][0].shape[0], tensors[0][0].shape[3]
-        return [ulysses.unpack_out(buffer, batch, heads, per_member, head_dim) for buffer in buffers]
+    def outward(
+        self, kind: str, tensors: list[list[Tensor]], heads: list[int], tokens: list[int]
+    ) -> list[list[Tensor]]:
+        """tokens: of every rank, as it gave them to `inward`."""
+        joined = [ulysses.join_out(x).contiguous() for x in tensors]
+        sizes = [ulysses.sizes_out(x, self.counts(rank, tokens), tokens[rank]) for rank, x in enumerate(joined)]
+        found = self.all_to_all(kind, joined, sizes)
+        return [
+            ulysses.unpack_out(x.view(self.members, own, *joined[0].shape[1:]), heads)
+            for x, own in zip(found, tokens, strict=True)
+        ]
+
+    def counts(self, rank: int, tokens: list[int]) -> list[int]:
+        """The tokens of the members of a rank's inner rank."""
+        first = rank - rank % self.members
+        return tokens[first : first + self.members]
