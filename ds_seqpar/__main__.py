@@ -27,12 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     show = commands.add_parser(
         "show",
         help="print a plan as a table of ranks and steps; nothing is run",
-        epilog="\n".join(["schedules:", *(f"  {name:14}{its.summary}" for name, its in SCHEDULES.items())]),
+        epilog="\n".join(["schedules:", *(f"  {name:14}{its.summary}" for name, its in sorted(SCHEDULES.items()))]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
     show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
-    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(SCHEDULES)}")
+    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"

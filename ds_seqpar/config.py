@@ -61,11 +61,12 @@ class SequenceParallelConfig:
     def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
         """settings: those above and the schedules' own, by name; they win over `own`. Raises ConfigError for a setting
         that does not exist, or whose value cannot be right whatever the others are."""
+        settings = {**dict(own), **settings}
         check_names(settings)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, settings.pop(field.name, field.default))
         known = schedules.settings()
-        given = {name: known[name][0].checked(value) for name, value in {**dict(own), **settings}.items()}
+        given = {name: known[name][0].checked(value) for name, value in settings.items()}
         object.__setattr__(self, "own", tuple(sorted(item for item in given.items() if item[1] != "auto")))
         self._check()
 
@@ -94,10 +95,8 @@ class SequenceParallelConfig:
 
     def __getattr__(self, name: str) -> Value | str:
         """A schedule's own setting."""
-        if name in (own := dict(vars(self).get("own", ()))):
-            return own[name]
-        if not name.startswith("_") and name in schedules.settings():
-            return "auto"
+        if name in schedules.settings():
+            return dict(vars(self).get("own", ())).get(name, "auto")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -105,9 +104,8 @@ class SequenceParallelConfig:
         return f"{type(self).__name__}({words})"
 
     def settings(self) -> dict[str, Any]:
-        """All by name, as the JSON would have them; of the schedules' own those that are not "auto"."""
-        common = {name: value for name, value in vars(self).items() if name != "own"}
-        return {**common, **dict(self.own)}
+        """All by name, as the JSON would have them."""
+        return {name: getattr(self, name) for name in setting_names()}
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:

@@ -12,7 +12,7 @@ from ..plan import Pattern, StepsOf
 from ..topology import Axes, Topology
 
 Value = int | tuple[int, ...]
-Own = Mapping[str, Value]  # a schedule's own settings without "auto"
+Own = Mapping[str, Any]  # name -> Value: a schedule's own settings without "auto"
 Heads = tuple[int, int]  # query heads, key/value heads
 Builder = Callable[[Topology, Pattern, str, str], StepsOf]
 TRAVELLERS = ("kv", "q")
