@@ -25,6 +25,7 @@ from .errors import ConfigError, SeqParError, nearest
 from .parallel import SequenceParallel
 from .running import groups
 from .running.agreement import agree
+from .running.devices import set_device
 from .running.leaving import wait_at_exit
 from .running.telling import told_once
 
@@ -163,6 +164,8 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     import deepspeed
 
     cpu_op.wait()
+    if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
+        set_device()  # the DeepSpeed launcher pins none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not _launched():
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -243,7 +246,7 @@ def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | 
     try:
         agree(world, "models", value, error=error, call="initialize")
     finally:
-        groups.free([world] if world is not dist.group.WORLD else [])
+        groups.free([world] if world is not groups.all_ranks() else [])
 
 
 def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:

@@ -157,7 +157,7 @@ class SequenceParallelMixin:
             window = list(itertools.islice(epoch_iterator, num_batches))
         except Exception as reason:
             error = checks.as_error("loading data failed", reason)
-        if not any(agree(self.sp.control_world, "training data", None, error=error, number=len(window))):
+        if not agree(self.sp.control_world, "training data", None, error=error, number=len(window)):
             return [], None
         shards = self.sp.shard_batches(window)
         for whole, shard in zip(window, shards, strict=True):
