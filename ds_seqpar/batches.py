@@ -160,7 +160,7 @@ def _shard(sp: Sharing, batch: dict[str, Any]) -> dict[str, Any]:
     whole = {**batch, "shift_labels": _shifted(labels)}
     sharded = {name: sp.shard(x, 1) if isinstance(x, Tensor) else x for name, x in whole.items()}
     positions = sp.position_ids(labels.shape[1]).to(labels.device).expand(labels.shape[0], -1)
-    return {**sharded, "position_ids": trusted.remember(positions)}
+    return {**sharded, "position_ids": trusted.remember(positions, sp)}
 
 
 def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class SequenceParallel:
 
     config: with every "auto" resolved. topology: named axes of all ranks. rank: this rank's place among those that
     share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
+    device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
     `shard_batches` is given.
     """
@@ -41,7 +42,7 @@ class SequenceParallel:
                 "SequenceParallel needs torch.distributed up; it is not, "
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
-        devices.bind(groups.all_ranks())
+        self.device = devices.bind(groups.all_ranks()) or torch.device("cpu")
         world = groups.control_world()
         given, error = {}, None
         try:

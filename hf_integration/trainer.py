@@ -27,6 +27,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.running import trusted
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.telling import told_once
 
@@ -170,6 +171,7 @@ class SequenceParallelMixin:
     def _prepare_input(self, data: Any) -> Any:
         moved = super()._prepare_input(data)
         keep_mark(data, moved)
+        trusted.keep(data, moved)
         return moved
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
