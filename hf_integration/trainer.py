@@ -163,7 +163,7 @@ class SequenceParallelMixin:
         shards = self.sp.shard_batches(window)
         for whole, shard in zip(window, shards, strict=True):
             del shard["num_items_in_batch"]  # the Trainer's own, below, is for how it scales the loss
-            add_checked_mask(self, whole, shard)
+            add_checked_mask(self.sp, whole, shard)
             self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
         items = self._get_num_items_in_batch(shards, device)
         return shards, items.clamp(min=1)  # a window without any label has gradient 0, not 0/0
@@ -240,7 +240,7 @@ class SequenceParallelMixin:
         inputs, has_labels = dict(inputs), inputs.get("labels") is not None
         labels = inputs["labels"] if has_labels else torch.full_like(inputs["input_ids"], IGNORE)
         shard = self.sp.shard_batch({**inputs, "labels": self._once(labels)}, training=False)
-        add_checked_mask(self, inputs, shard)
+        add_checked_mask(self.sp, inputs, shard)
         for name in [] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
         loss_only = prediction_loss_only or not self.gather_logits
