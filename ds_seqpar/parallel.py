@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -17,8 +16,8 @@ from .errors import ConfigError, InputError, SeqParError
 from .planning.layout import multiple, positions
 from .planning.masks import CAUSAL, FULL, Mask
 from .planning.shards import UnevenShards
-from .running import groups, inputs, ops, runtime
-from .running.agreement import agree
+from .running import devices, groups, inputs, ops, runtime
+from .running.agreement import agree, sums
 from .running.comm import TorchComm, failing
 from .running.telling import told_once
 
@@ -28,6 +27,7 @@ class SequenceParallel:
 
     config: with every "auto" resolved. topology: named axes of all ranks. rank: this rank's place among those that
     share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
+    device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
     `shard_batches` is given.
     """
@@ -43,6 +43,7 @@ class SequenceParallel:
                 "SequenceParallel needs torch.distributed up; it is not, "
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
+        self.device = devices.bind(groups.all_ranks()) or torch.device("cpu")
         world = groups.control_world()
         given, error = {}, None
         try:
@@ -54,7 +55,7 @@ class SequenceParallel:
         try:
             agree(world, "sequence parallel configuration", given, error=error, call="SequenceParallel")
         except SeqParError:
-            groups.free([world] if world is not dist.group.WORLD else [])
+            groups.free([world] if world is not groups.all_ranks() else [])
             raise
         self.topology = self.config.topology(dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
@@ -175,8 +176,11 @@ class SequenceParallel:
         agree(self.groups.control, "tensor to gather", given, error=self._gather_error(x, dim), call="gather")
         local = x.movedim(dim, 0).contiguous()
         parts = local.new_empty(self.size, *local.shape)
-        with failing("gather", self.groups.sp):
-            dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
+        if (group := self.groups.sp) is None:
+            parts.copy_(local)
+        else:
+            with failing("gather", group):
+                dist.all_gather(list(parts.unbind()), local, group=group)
         parts = parts.flatten(0, 1)
         seq = parts.shape[0]
         settings = self.config.layout, seq, self.size, self.config.ulysses
@@ -203,16 +207,30 @@ class SequenceParallel:
         return None
 
     def shard_batches(
-        self, window: Sequence[Mapping[str, Any]], *, causal: bool = True, training: bool = True
+        self,
+        window: Sequence[Mapping[str, Any]],
+        *,
+        causal: bool = True,
+        training: bool = True,
+        device: torch.device | str | None = None,
     ) -> list[dict[str, Any]]:
         """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
         what goes in and comes out. Without DeepSpeed call `(loss / len(window)).backward()`. training=False: a window
-        of any length, whose `mean_loss` is the evaluation loss."""
-        return batches.shard_window(self, window, causal, self.accumulation_steps if training else None)
+        of any length, whose `mean_loss` is the evaluation loss. device: where to put it (`engine.device`); default:
+        where the window is. Whole sequences are best left on the CPU."""
+        steps = self.accumulation_steps if training else None
+        return batches.shard_window(self, window, causal, steps, device)
 
-    def shard_batch(self, batch: Mapping[str, Any], *, causal: bool = True, training: bool = True) -> dict[str, Any]:
+    def shard_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        causal: bool = True,
+        training: bool = True,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Any]:
         """`shard_batches` for a window of one micro-batch."""
-        return self.shard_batches([batch], causal=causal, training=training)[0]
+        return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         """A copied model shares it: process groups cannot be copied."""
@@ -238,10 +256,8 @@ class SequenceParallel:
         exact = (
             0.0 if own is None else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
         )
-        (bits,) = struct.unpack("q", struct.pack("d", exact))  # a float travels with the agreement
-        given = {"number of losses": len(losses)}
-        everyones = agree(self.control_world, "losses", given, error=error, number=bits, call="mean_loss")
-        mean = sum(struct.unpack("d", struct.pack("q", theirs))[0] for theirs in everyones) / len(everyones)
+        agree(self.control_world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
+        mean = sums(self.control_world, [exact], "mean_loss")[0] / dist.get_world_size()
         return own + (mean - own.detach()) if differentiable else mean
 
 

@@ -102,6 +102,27 @@ def _reason(said: str, group: dist.ProcessGroup) -> str:
     return f"failed: {said.splitlines()[0] if said else 'without a reason'}"
 
 
+AGREEMENT = 0x5EA9  # the tag of what `greatest` sends: in the group of all ranks users may send things of their own
+
+
+def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The greatest of every rank's numbers[i], each of 63 bits, on all ranks of a group that carries CPU tensors.
+
+    In log2(ranks) steps, where gloo's own reductions go round all ranks: in step s a rank tells the one 2^s further
+    what it knows of the 2^s before it. That some are told of twice does not change a greatest number.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    known = torch.tensor(numbers, dtype=torch.int64)
+    for far in (1 << step for step in range((size - 1).bit_length())):
+        theirs = known.clone()
+        receive = dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT)
+        send = dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT)
+        receive.wait()
+        send.wait()
+        known = torch.maximum(known, theirs)
+    return known.tolist()
+
+
 class TorchComm:
     """Over process groups (gloo or NCCL). received_bytes: all that arrived from other ranks."""
 
