@@ -188,8 +188,8 @@ def _tiles(q: Key, kv: Key, mask: Mask, shards: Shards, square: bool) -> tuple[T
 def _growing_tiles(
     q: Key, kv: Key, mask: Mask, layout: str, size: int, runs: int, square: bool
 ) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-    """Tiles for runs of PROBE tokens, and by how much every edge of one grows with a run's length: under a mask of order
-    alone all edges are straight lines of it."""
+    """Tiles for runs of PROBE tokens, and by how much each edge grows with a run's length: under a mask of order alone
+    all edges are straight lines of it."""
     small, large = (
         tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square)
         for shards in (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))

@@ -1,4 +1,4 @@
-"""Whether a plan is right, without a process or a tensor: tests and the command line ask; runs trust what was tested."""
+"""Whether a plan is right, without a process or a tensor. Tests and the command line ask; runs trust what was tested."""
 
 from __future__ import annotations
 
@@ -84,21 +84,24 @@ class _Validator:
         for rank, steps in enumerate(self.plan.ranks):
             if len(steps) != len(self.plan.ranks[0]):
                 self.fail(rank, f"it has {len(steps)} steps, rank 0 has {len(self.plan.ranks[0])}")
-        for self.step, steps in enumerate(zip(*self.plan.ranks, strict=True)):
-            self.own_actions(steps)
-            self.matched(steps)
-        for self.step, steps in enumerate(zip(*self.plan.ranks, strict=True)):
-            for act in (self.gather, self.send_operands, self.compute):
-                for rank, step in enumerate(steps):
-                    act(rank, step)
-            self.finish_results(self.step)
-            for rank, step in enumerate(steps):
-                self.send_results(rank, step)
-            self.reduce(steps)
-            self.receive_operands()
+        every_step = list(zip(*self.plan.ranks, strict=True))
+        for check in (self.own_actions, self.matched, self.walk):
+            for index, steps in enumerate(every_step):
+                self.step = index
+                check(steps)
         for due in sorted(self.results):
             self.finish_results(due)
         self.all_home()
+
+    def walk(self, steps: tuple[Step, ...]) -> None:
+        for act in (self.gather, self.send_operands, self.compute):
+            for rank, step in enumerate(steps):
+                act(rank, step)
+        self.finish_results(self.step)
+        for rank, step in enumerate(steps):
+            self.send_results(rank, step)
+        self.reduce(steps)
+        self.receive_operands()
 
     def own_actions(self, steps: tuple[Step, ...]) -> None:
         for rank, step in enumerate(steps):

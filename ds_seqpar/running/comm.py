@@ -53,7 +53,7 @@ class Comm(Protocol):
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
-        """Bytes (`sizes` of them) for each of the ranks, and from each, in `order`. elements: that arrive from others."""
+        """Bytes (so many) for each of the ranks, and from each, in `order`. elements: that arrive from others."""
         ...
 
     def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:

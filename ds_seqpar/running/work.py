@@ -97,7 +97,7 @@ class Backward:
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """delta (B, n, H): the sum of do * out over head_dim, in `dtype`. A head at a time: it needs no wide copy of both."""
+    """delta (B, n, H): the sum of do * out over head_dim, in `dtype`; a head at a time, without a wide copy of both."""
     heads = [(do[:, :, h].to(dtype) * out[:, :, h]).sum(-1) for h in range(do.shape[2])]
     return torch.stack(heads, dim=2)
 
