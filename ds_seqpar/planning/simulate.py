@@ -95,7 +95,7 @@ class _Simulation:
         self.asleep: set[int] = set()
         # ends of transfers that the other end has not come to yet
         self.posted: dict[tuple[Name, int], deque[tuple[float, Place]]] = defaultdict(deque)
-        self.joined: dict[Name, list[tuple[int, float]]] = defaultdict(list)
+        self.joined: dict[Name, list[tuple[float, int]]] = defaultdict(list)  # when, and at which instruction
         # a heap: (since when, places, ranks, number) and what starts the transfer
         self.ready: list[tuple[tuple, Callable[[], None]]] = []
         self.number = itertools.count()
@@ -179,11 +179,10 @@ class _Simulation:
         collective = instruction.collective
         name = collective.ranks, collective.kind, type(instruction).__name__
         self.due[rank, instruction.ticket] = [self.expected((*name, rank), str(collective))]
-        self.joined[name].append((rank, self.now[rank]))
+        self.joined[name].append((self.now[rank], self.at[rank]))
         if len(self.joined[name]) == len(collective.ranks):
-            since = max(now for _, now in self.joined.pop(name))
-            place = self.at[rank], 0
-            order = since, place, place, collective.ranks, next(self.number)
+            since, at = map(max, zip(*self.joined.pop(name), strict=True))
+            order = since, (at, 0), (at, 0), collective.ranks, next(self.number)
             heapq.heappush(self.ready, (order, lambda: self.together(name, instruction, since)))
 
     def together(self, name: Name, instruction: GatherStart | ScatterStart, since: float) -> None:
