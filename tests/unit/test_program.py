@@ -38,7 +38,7 @@ class Model:
         self.program, self.rank = program, program.rank
         self.slots = {}  # slot -> (what, unit)
         self.tickets = {}  # ticket -> (slots that are read, {slot: what will be in it})
-        self.waited, self.freed, self.products = set(), set(), Counter()
+        self.waited, self.freed, self.added, self.products = set(), set(), set(), Counter()
         self.final = None
 
     def run(self):
@@ -92,6 +92,7 @@ class Model:
             self.write(slot, "running", unit)
         self.read(slot, "running", unit)
         assert slot not in self.reading(), f"{unit} is changed while it is sent"
+        self.added.add(unit)
 
     def forget(self, slot):
         self.slots.pop(slot, None)
@@ -148,6 +149,7 @@ class Model:
     def export(self, one):
         self.read(one.own, "running", one.unit)
         self.forget(one.own)
+        self.added.discard(one.unit)
         self.write(one.into, "message", one.unit)
 
     def start_scatter(self, one):
@@ -166,8 +168,9 @@ class Model:
     def finish(self, one):
         for unit, slot in one.results:
             assert unit[1] == (self.rank,)
-            if slot != OWN:
+            if unit in self.added:
                 self.read(slot, "running", unit)
+            self.running(slot, unit)
         self.final = tuple(unit[0] for unit, _ in one.results)
         left = {held for held in self.slots.values() if held and held[0] == "running"}
         assert left <= {("running", unit) for unit, _ in one.results}, "a result is left over"
