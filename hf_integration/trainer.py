@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,13 @@ from .evaluation import check_evaluation
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .streams import Stream, examples_of, stream_of
 
+if TYPE_CHECKING:
+    Behind = Trainer  # what the mixin goes before
+else:
+    Behind = object
 
-class SequenceParallelMixin:
+
+class SequenceParallelMixin(Behind):
     """Goes before `Trainer`, or a subclass of it, in the bases of a class.
 
     The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
