@@ -14,7 +14,8 @@ from . import batches
 from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError, SeqParError
 from .planning.layout import multiple, positions
-from .planning.topology import Topology
+from .planning.masks import CAUSAL, FULL, Mask
+from .planning.shards import UnevenShards
 from .running import devices, groups, inputs, ops, runtime
 from .running.agreement import agree, sums
 from .running.comm import TorchComm, failing
@@ -48,7 +49,7 @@ class SequenceParallel:
         try:
             config = _config(config)
             self.config = config.resolve(dist.get_world_size(), heads)
-            given = {**vars(config), "heads": heads}
+            given = {**config.settings(), "heads": heads}
         except ConfigError as reason:
             error = reason
         try:
@@ -56,7 +57,7 @@ class SequenceParallel:
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
-        self.topology = Topology.of(self.config, dist.get_world_size())
+        self.topology = self.config.topology(dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")
@@ -65,7 +66,8 @@ class SequenceParallel:
             self.groups = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         self.comm = TorchComm(self.groups)
-        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm)
+        member = self.topology.index(rank, "ulysses")
+        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
 
     @property
@@ -96,37 +98,54 @@ class SequenceParallel:
         causal: bool = True,
         scale: float | None = None,
         *,
+        mask: Mask | None = None,
+        shards: UnevenShards | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
 
         q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype; heads a
         multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). scale: default head_dim ** -0.5.
-        Returns out, as q; with return_lse also the log-sum-exp of each row's scores, (batch, local_seq, heads) in fp32
-        (fp64 for fp64): a gradient that reaches it raises InputError. Collective over the ranks that share the
-        sequence, backward too: raises InputError, ConfigError, KernelError or DisagreementError on all of them, before
-        anything is sent, where one was given something that does not fit.
+        mask: in place of `causal`, which keys a query sees by global position (causal, window, documents). shards: in
+        place of the configured layout, the runs of q and of k/v that each inner rank holds; they may differ, and in
+        length from rank to rank. Returns out, as q; a row that sees no key is 0. With return_lse also the log-sum-exp
+        of each row's scores, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it raises
+        InputError. Collective over the ranks that share the sequence, backward too: raises InputError, ConfigError,
+        KernelError or DisagreementError on all of them, before anything is sent, where one was given something that
+        does not fit.
         """
         q, k, v = _autocast(q, k, v)
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
         after, lse_too = None, bool(return_lse)
-        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, causal, scale):
-            after = ops.agree_on(q, k, v, self.runtime.handle, causal, scale, backward, lse_too)
+        meant = inputs.mask_of(causal, mask)
+        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, scale):
+            handles = meant.handle, ops.CONFIGURED if shards is None else shards.handle
+            after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too)
         else:
-            inputs.agree_on_inputs(self.runtime, q, k, v, causal, scale, backward, lse_too)
-        out, lse = self._attention(q, k, v, causal, scale, after)
-        return (out, _Constant.apply(ops.gather_lse(self.runtime, lse))) if lse_too else out
+            inputs.agree_on_inputs(self.runtime, q, k, v, inputs.Asked(meant, shards, scale, backward, lse_too))
+        out, lse = self._attention((q, k, v), meant, shards, scale, after)
+        if not lse_too:
+            return out
+        handle = ops.CONFIGURED if shards is None else shards.handle
+        return out, _Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], handle))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
         inputs.check_derivatives(q, k, v)
-        return self._attention(*_autocast(q, k, v), causal, scale)[0]
+        q, k, v = _autocast(q, k, v)
+        return self._attention((q, k, v), CAUSAL if causal else FULL, None, scale)[0]
 
     def _attention(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, after: Tensor | None = None
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        mask: Mask,
+        shards: UnevenShards | None,
+        scale: float | None,
+        after: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        return ops.attention(self.runtime, q, k, v, causal, scale, after)
+        scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
+        handle = ops.CONFIGURED if shards is None else shards.handle
+        return ops.attention(self.runtime, tensors, mask.handle, handle, scale, after)
 
     @property
     def multiple(self) -> int:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import InputError
+from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.running.agreement import agree
-from ds_seqpar.running.handles import handle_of, of_handle
 from ds_seqpar.running.trusted import is_trusted
 
 from .fingerprint import fingerprint

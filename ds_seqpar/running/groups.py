@@ -121,8 +121,8 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
     inner = maker.own("inner", inner_ranks)
     ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
     members = {}
-    for axis in ("x", "y"):  # what meshes gather along
-        if axis in topology.inner_axes and (group := maker.own(axis, ranks := topology.group(rank, axis))):
+    for axis in topology.collective_axes:
+        if group := maker.own(axis, ranks := topology.group(rank, axis)):
             order = tuple(topology.index(r, *topology.inner_axes) for r in sorted(ranks))
             members[tuple(topology.index(r, *topology.inner_axes) for r in ranks)] = Members(group, order)
     sp = maker.own_or_all("sp", sp_ranks)
