@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,7 @@ from .evaluation import check_evaluation
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .streams import Stream, examples_of, stream_of
 
-if TYPE_CHECKING:
-    Behind = Trainer  # what the mixin goes before
-else:
-    Behind = object
+Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
 
 
 class SequenceParallelMixin(Behind):
@@ -62,6 +59,12 @@ class SequenceParallelMixin(Behind):
     """
 
     sp: SequenceParallel
+    # set over methods and attributes of the Trainer
+    compute_loss: Any
+    prediction_step: Any
+    preprocess_logits_for_metrics: Any
+    data_collator: Any
+    _tr_loss: Any
 
     @told_once
     def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
@@ -200,11 +203,11 @@ class SequenceParallelMixin(Behind):
         randomness.share(self.sp.control_world)
         return model, loader
 
-    def _run_epoch(self, **given: Any) -> None:
+    def _run_epoch(self, *args: Any, **given: Any) -> None:
         # its sampler draws from each rank's own state, which data sets may have moved by other amounts
         if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
             randomness.share(self.sp.control_world)
-        super()._run_epoch(**given)
+        super()._run_epoch(*args, **given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the steps since the last log, which the Trainer adds to `train_loss` rank by rank

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from ..errors import SeqParError
 
-Arguments, Returned = ParamSpec("Arguments"), TypeVar("Returned")
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 PATIENCE = timedelta(seconds=5)  # for the rank that prints to have printed: a launcher ends all ranks after the first
 
 
