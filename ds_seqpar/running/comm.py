@@ -65,7 +65,7 @@ class Comm(Protocol):
 class _Works:
     """Owns works and tensors until they are done: a dropped isend loses its message."""
 
-    def __init__(self, what: str, group: dist.ProcessGroup, works: list, tensors: list[Tensor]) -> None:
+    def __init__(self, what: str, group: dist.ProcessGroup | None, works: list, tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
 
     def wait(self) -> None:
@@ -80,7 +80,7 @@ CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remo
 
 
 @contextlib.contextmanager
-def failing(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def failing(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Says in one sentence how communication failed: a rank that ended is another matter than one that did not come.
     What the backend said is the cause of the CommunicationError."""
     try:
@@ -91,7 +91,7 @@ def failing(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         raise CommunicationError(f"{what} {_reason(str(error), group)}") from error
 
 
-def _reason(said: str, group: dist.ProcessGroup) -> str:
+def _reason(said: str, group: dist.ProcessGroup | None) -> str:
     if TIMED_OUT.search(said):
         return (
             f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
@@ -115,10 +115,13 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     known = torch.tensor(numbers, dtype=torch.int64)
     for far in (1 << step for step in range((size - 1).bit_length())):
         theirs = known.clone()
-        receive = dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT)
-        send = dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT)
-        receive.wait()
-        send.wait()
+        works = (
+            dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT),
+            dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT),
+        )
+        for work in works:
+            assert work is not None  # torch has none for ranks outside the group
+            work.wait()
         known = torch.maximum(known, theirs)
     return known.tolist()
 
