@@ -100,7 +100,7 @@ class _Follower:
         elif isinstance(one, ScatterStart):
             self.scatter(one)
         elif isinstance(one, Fold):
-            self.see(self.merging(one.unit, narrow=self.shape.travel != self.shape.wide))
+            self.see(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
         elif isinstance(one, Finish):
             self.finish(one)
 
@@ -111,13 +111,13 @@ class _Follower:
         self.make(slot, more=more)
         result.loose, result.whole, result.wide, result.placed = 0, True, True, True
 
-    def merging(self, unit: Unit, narrow: bool) -> int:
+    def merging(self, tokens: int, narrow: bool) -> int:
         """Bytes for a moment while a result is added to another. Sums take none; a softmax takes some a row, and a
         wide copy of a narrow one, piece by piece."""
         if not self.forward:
             return 0
         shape = self.shape
-        elements = shape.batch * self.bound.tokens(*unit) * shape.q_heads * shape.head_dim
+        elements = shape.batch * tokens * shape.q_heads * shape.head_dim
         piece = min(elements, max(PIECE, elements // 16))
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
@@ -147,8 +147,7 @@ class _Follower:
                 found[index] = 0
             else:
                 self.settle(result, slot, more=rest)
-                share = held / max(1, tokens)
-                self.see(rest + round(self.merging(unit, narrow=self.shape.dtype != self.shape.wide) * min(1, share)))
+                self.see(rest + self.merging(held, narrow=self.shape.dtype != self.shape.wide))
 
     def turned(self, q: int, kv: int, found: list[int]) -> int:
         """Copies of operands in reverse order, or of the results."""
@@ -156,13 +155,13 @@ class _Follower:
         return max(queries * self.rows("q", q) + self.rows("kv", kv), max(found))
 
     def merge(self, one: Merge) -> None:
-        result = self.results.setdefault(one.unit, _Result())
+        result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
         if one.into == one.arrived:
-            self.see(self.merging(one.unit, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
+            self.see(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
             self.results[one.unit] = _Result(whole=True, wide=True, placed=True)
         else:
             self.settle(result, one.into)
-            self.see(self.merging(one.unit, narrow=True))
+            self.see(self.merging(tokens, narrow=True))
 
     def scatter(self, one: ScatterStart) -> None:
         reduce = one.collective

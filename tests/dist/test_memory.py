@@ -10,7 +10,7 @@ from ds_seqpar.running.runtime import shape_of
 from tests import live
 from tests.launch import on_ranks
 
-HEADS, DIM, TOKENS = 8, 64, 256
+HEADS, DIM, TOKENS = 8, 64, 512
 UNIT = TOKENS * HEADS * DIM * torch.bfloat16.itemsize  # one rank's q
 # settings -> the most units at once: forward; backward with its gradients and with what forward kept
 WANTED = {
@@ -24,7 +24,7 @@ OTHERS = {
     "q travels": ({"size": 4, "schedule": "ring", "forward": "q", "backward": "q"}, Mask(), 8),
     "bf16 travels": ({"size": 4, "schedule": "ring", "travel_dtype": "bf16"}, Mask(), 8),
     "grouped heads": ({"size": 4, "schedule": "distflash"}, Mask(), 2),
-    "window": ({"size": 4, "schedule": "double_ring", "layout": "contiguous"}, Mask(window=300), 8),
+    "window": ({"size": 4, "schedule": "double_ring", "layout": "contiguous"}, Mask(window=600), 8),
     "overlap": ({"size": 4, "schedule": "wallfacer", "overlap": True}, Mask(), 8),
     "ulysses around": ({"size": 4, "ulysses": 2, "schedule": "ring"}, Mask(), 4),
 }
