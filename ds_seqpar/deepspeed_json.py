@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import SECTION, ConfigError
 
-SECTION = "sequence_parallel"
 # key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
 REFUSED = {
     "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',

@@ -6,7 +6,10 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from .families import heads
+from ds_seqpar.models import Library, register
+
+from .families import heads, is_known
+from .loss_checks import check_engine, check_function
 from .patch import check_patch, patch_attention, patched_with, unpatch_attention, whole_sequences
 from .versions import check_transformers
 
@@ -19,6 +22,18 @@ TRAINER = {
 
 PreTrainedModel.patch_attention = patch_attention
 PreTrainedModel.unpatch_attention = unpatch_attention
+register(
+    "PreTrainedModel",
+    Library(
+        is_known=is_known,
+        heads=heads,
+        check_patch=check_patch,
+        patch=patch_attention,
+        patched_with=patched_with,
+        check_loss=check_function,
+        check_engine=check_engine,
+    ),
+)
 
 __all__ = [
     "check_patch",

@@ -50,7 +50,7 @@ def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
     except Exception as reason:
         error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
     received = sum(sp.comm.received.values()) - before
-    if not any(agree(sp.control_world, "loss of the model", None, error=error, number=received)) and sp.size > 1:
+    if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
         raise ConfigError(
             "a model that is given with sequence_parallel=sp must call sp.attention; got "
             f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"

@@ -27,6 +27,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.running import trusted
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.telling import told_once
 
@@ -157,12 +158,12 @@ class SequenceParallelMixin:
             window = list(itertools.islice(epoch_iterator, num_batches))
         except Exception as reason:
             error = checks.as_error("loading data failed", reason)
-        if not any(agree(self.sp.control_world, "training data", None, error=error, number=len(window))):
+        if not agree(self.sp.control_world, "training data", None, error=error, number=len(window)):
             return [], None
         shards = self.sp.shard_batches(window)
         for whole, shard in zip(window, shards, strict=True):
             del shard["num_items_in_batch"]  # the Trainer's own, below, is for how it scales the loss
-            add_checked_mask(self, whole, shard)
+            add_checked_mask(self.sp, whole, shard)
             self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
         items = self._get_num_items_in_batch(shards, device)
         return shards, items.clamp(min=1)  # a window without any label has gradient 0, not 0/0
@@ -170,6 +171,7 @@ class SequenceParallelMixin:
     def _prepare_input(self, data: Any) -> Any:
         moved = super()._prepare_input(data)
         keep_mark(data, moved)
+        trusted.keep(data, moved)
         return moved
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -238,7 +240,7 @@ class SequenceParallelMixin:
         inputs, has_labels = dict(inputs), inputs.get("labels") is not None
         labels = inputs["labels"] if has_labels else torch.full_like(inputs["input_ids"], IGNORE)
         shard = self.sp.shard_batch({**inputs, "labels": self._once(labels)}, training=False)
-        add_checked_mask(self, inputs, shard)
+        add_checked_mask(self.sp, inputs, shard)
         for name in [] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
         loss_only = prediction_loss_only or not self.gather_logits

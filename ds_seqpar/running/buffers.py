@@ -1,0 +1,62 @@
+"""The slots of a program as tensors: one buffer of bytes each, seen as the tensors of the unit that it holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..planning.actions import Key, Unit
+from ..planning.compile import Bound
+from ..planning.shape import Field, layout_of
+
+Tensors = tuple[Tensor, ...]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+class Buffers:
+    """Made when they are first used, given up when the program says so."""
+
+    def __init__(self, bound: Bound, device: torch.device) -> None:
+        self.bound, self.device = bound, device
+        self.made: list[Tensor | None] = [None] * len(bound.program.slots)
+
+    def raw(self, slot: int, size: int) -> Tensor:
+        """The first bytes of a slot."""
+        return self._buffer(slot)[:size]
+
+    def message(self, slot: int, unit: Unit) -> Tensor:
+        """The bytes of a unit in its slot."""
+        return self._buffer(slot)[: self.bound.unit_bytes(slot, *unit)]
+
+    def tensors(self, slot: int, unit: Unit) -> Tensors:
+        """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
+        kind, key = unit
+        return views(self._buffer(slot), self.bound.fields(slot), self.bound.shape.batch, self.bound.tokens(kind, key))
+
+    def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
+        """The tensors of several units that stand one after the other in a slot."""
+        fields, batch, at, found = self.bound.fields(slot), self.bound.shape.batch, 0, []
+        for key in keys:
+            size = self.bound.unit_bytes(slot, kind, key)
+            found.append(views(self._buffer(slot)[at : at + size], fields, batch, self.bound.tokens(kind, key)))
+            at += size
+        return found
+
+    def free(self, slot: int) -> None:
+        self.made[slot] = None
+
+    def _buffer(self, slot: int) -> Tensor:
+        made = self.made[slot]
+        if made is None:
+            size = self.bound.slot_bytes(slot)
+            made = self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return made
+
+
+def views(buffer: Tensor, fields: tuple[Field, ...], batch: int, tokens: int) -> Tensors:
+    """The tensors of a unit in a buffer of bytes."""
+    found = []
+    for field, (at, size) in zip(fields, layout_of(fields, batch * tokens), strict=True):
+        shape = (batch, tokens, field.heads, field.width) if field.width else (batch, tokens, field.heads)
+        found.append(buffer[at : at + size].view(DTYPES[field.dtype]).view(shape))
+    return tuple(found)
