@@ -15,8 +15,8 @@ from .layout import LAYOUTS, Run, Runs, join
 
 
 class Shards(Protocol):
-    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks in the one order in which they are
-    kept together, by position."""
+    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, in the order of position in which
+    they are kept together."""
 
     size: int
     even: bool

@@ -1,4 +1,4 @@
-"""Whether a plan is right, without a process or a tensor. Tests and the command line ask; runs trust what was tested."""
+"""Whether a plan is right, without a process or a tensor. Tests and the command line ask; runs trust the tests."""
 
 from __future__ import annotations
 
