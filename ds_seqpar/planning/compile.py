@@ -19,7 +19,7 @@ from .masks import Mask, visibility
 from .plan import Pattern, Plan
 from .program import Program, Slot
 from .schedules import Schedule
-from .shape import Field, Shape, buffer_bytes
+from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards
 from .tiles import Tile, tiles
 from .topology import Topology
@@ -76,6 +76,7 @@ class Bound:
         self._per_token = shape.elements_per_token(program.direction)
         self._fields = tuple(self._fields_of(slot) for slot in program.slots)
         self._bytes: dict[tuple[int, str, Key], int] = {}
+        self._places: dict[tuple[int, str, Key], tuple[Place, ...]] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """The kernel calls of a product."""
@@ -98,6 +99,14 @@ class Bound:
         if found is None:
             found = buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
             self._bytes[slot, kind, key] = found
+        return found
+
+    def places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
+        """Where a unit's tensors stand in its part of a slot."""
+        found = self._places.get((slot, kind, key))
+        if found is None:
+            found = places_of(self.fields(slot), self.shape.batch, self.tokens(kind, key))
+            self._places[slot, kind, key] = found
         return found
 
     def fields(self, slot: int) -> tuple[Field, ...]:
