@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NoReturn
 
