@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..planning.actions import Key, Unit
 from ..planning.compile import Bound
-from ..planning.shape import Field, layout_of
+from ..planning.shape import Field, buffer_bytes, layout_of
 
 Tensors = tuple[Tensor, ...]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -32,6 +32,13 @@ class Buffers:
         """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
         kind, key = unit
         return views(self._buffer(slot), self.bound.fields(slot), self.bound.shape.batch, self.bound.tokens(kind, key))
+
+    def wide(self, unit: Unit) -> Tensors:
+        """Tensors of their own for a result that has no slot: nothing is added to it."""
+        shape, tokens = self.bound.shape, self.bound.tokens(*unit)
+        fields = shape.fields(self.bound.program.direction, unit[0], shape.wide)
+        size = buffer_bytes(fields, shape.batch * tokens)
+        return views(torch.empty(size, dtype=torch.uint8, device=self.device), fields, shape.batch, tokens)
 
     def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
         """The tensors of several units that stand one after the other in a slot."""
