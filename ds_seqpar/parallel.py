@@ -258,14 +258,14 @@ class SequenceParallel:
         )
         agree(self.control_world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
         mean = sums(self.control_world, [exact], "mean_loss")[0] / dist.get_world_size()
-        return own + (mean - own.detach()) if differentiable else mean
+        return own + (mean - own.detach()) if differentiable and own is not None else mean
 
 
 def _losses(given: object) -> tuple[list[Tensor], InputError | None]:
     wanted = (
         "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
     )
-    losses = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
+    losses: list[Any] = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
     if not losses:
         return losses, InputError(f"{wanted}; got none")
     for loss in losses:

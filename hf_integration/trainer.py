@@ -39,8 +39,10 @@ from .evaluation import check_evaluation
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .streams import Stream, examples_of, stream_of
 
+Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
 
-class SequenceParallelMixin:
+
+class SequenceParallelMixin(Behind):
     """Goes before `Trainer`, or a subclass of it, in the bases of a class.
 
     The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
@@ -57,6 +59,12 @@ class SequenceParallelMixin:
     """
 
     sp: SequenceParallel
+    # set over methods and attributes of the Trainer
+    compute_loss: Any
+    prediction_step: Any
+    preprocess_logits_for_metrics: Any
+    data_collator: Any
+    _tr_loss: Any
 
     @told_once
     def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
@@ -195,11 +203,11 @@ class SequenceParallelMixin:
         randomness.share(self.sp.control_world)
         return model, loader
 
-    def _run_epoch(self, **given: Any) -> None:
+    def _run_epoch(self, *args: Any, **given: Any) -> None:
         # its sampler draws from each rank's own state, which data sets may have moved by other amounts
         if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
             randomness.share(self.sp.control_world)
-        super()._run_epoch(**given)
+        super()._run_epoch(*args, **given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the steps since the last log, which the Trainer adds to `train_loss` rank by rank

@@ -17,9 +17,9 @@ from .actions import Key, Steps
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Pattern, Plan
-from .program import Program
+from .program import Program, Slot
 from .schedules import Schedule
-from .shape import Field, Shape, buffer_bytes
+from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards
 from .tiles import Tile, tiles
 from .topology import Topology
@@ -73,6 +73,10 @@ class Bound:
     def __init__(self, program: Program, shape: Shape, shards: Shards, mask: Mask, square: bool) -> None:
         self.program, self.shape, self.shards, self.mask, self.square = program, shape, shards, mask, square
         self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
+        self._per_token = shape.elements_per_token(program.direction)
+        self._fields = tuple(self._fields_of(slot) for slot in program.slots)
+        self._bytes: dict[tuple[int, str, Key], int] = {}
+        self._places: dict[tuple[int, str, Key], tuple[Place, ...]] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """The kernel calls of a product."""
@@ -87,17 +91,31 @@ class Bound:
 
     def elements(self, kind: str, key: Key) -> int:
         """What a unit brings."""
-        return self.tokens(kind, key) * self.shape.elements_per_token(self.program.direction)[kind]
+        return self.tokens(kind, key) * self._per_token[kind]
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """What a unit takes of a slot."""
-        return buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
+        found = self._bytes.get((slot, kind, key))
+        if found is None:
+            found = buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
+            self._bytes[slot, kind, key] = found
+        return found
+
+    def places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
+        """Where a unit's tensors stand in its part of a slot."""
+        found = self._places.get((slot, kind, key))
+        if found is None:
+            found = places_of(self.fields(slot), self.shape.batch, self.tokens(kind, key))
+            self._places[slot, kind, key] = found
+        return found
 
     def fields(self, slot: int) -> tuple[Field, ...]:
         """The tensors of a unit in this slot."""
-        meant = self.program.slots[slot]
-        dtype = self.shape.wide if meant.role == "wide" else None
-        return self.shape.fields(self.program.direction, meant.kind, dtype)
+        return self._fields[slot]
+
+    def _fields_of(self, slot: Slot) -> tuple[Field, ...]:
+        dtype = self.shape.wide if slot.role == "wide" else None
+        return self.shape.fields(self.program.direction, slot.kind, dtype)
 
     def slot_bytes(self, slot: int) -> int:
         """What it must hold: the largest of its units, or one part after the other."""

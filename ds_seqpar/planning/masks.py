@@ -45,6 +45,10 @@ class Mask:
         object.__setattr__(self, "_hash", hash((self.causal, self.window or 0, self.documents)))
         object.__setattr__(self, "handle", handle_of(self))
 
+    def __reduce__(self) -> tuple:
+        """Copied, or sent to another process, it is made again: a handle is good in its own process only."""
+        return functools.partial(Mask, causal=self.causal, window=self.window, documents=self.documents), ()
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -15,8 +15,8 @@ from .layout import LAYOUTS, Run, Runs, join
 
 
 class Shards(Protocol):
-    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, in the order of position in which
-    they are kept together."""
+    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, by position, which is the order
+    that they are kept in together."""
 
     size: int
     even: bool
@@ -67,6 +67,9 @@ class UnevenShards:
 
     def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
         return ("q", self.q), ("kv", self.kv)
+
+    def __reduce__(self) -> tuple:
+        return UnevenShards, (self.q, self.kv)
 
     def __hash__(self) -> int:
         return self._hash

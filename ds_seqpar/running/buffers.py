@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..planning.actions import Key, Unit
 from ..planning.compile import Bound
-from ..planning.shape import Field, buffer_bytes, layout_of
+from ..planning.shape import Place, buffer_bytes, places_of
 
 Tensors = tuple[Tensor, ...]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -30,22 +30,22 @@ class Buffers:
 
     def tensors(self, slot: int, unit: Unit) -> Tensors:
         """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
-        kind, key = unit
-        return views(self._buffer(slot), self.bound.fields(slot), self.bound.shape.batch, self.bound.tokens(kind, key))
+        return views(self._buffer(slot), self.bound.places(slot, *unit))
 
     def wide(self, unit: Unit) -> Tensors:
         """Tensors of their own for a result that has no slot: nothing is added to it."""
         shape, tokens = self.bound.shape, self.bound.tokens(*unit)
         fields = shape.fields(self.bound.program.direction, unit[0], shape.wide)
         size = buffer_bytes(fields, shape.batch * tokens)
-        return views(torch.empty(size, dtype=torch.uint8, device=self.device), fields, shape.batch, tokens)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return views(buffer, places_of(fields, shape.batch, tokens))
 
     def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
         """The tensors of several units that stand one after the other in a slot."""
-        fields, batch, at, found = self.bound.fields(slot), self.bound.shape.batch, 0, []
+        at, found = 0, []
         for key in keys:
             size = self.bound.unit_bytes(slot, kind, key)
-            found.append(views(self._buffer(slot)[at : at + size], fields, batch, self.bound.tokens(kind, key)))
+            found.append(views(self._buffer(slot)[at : at + size], self.bound.places(slot, kind, key)))
             at += size
         return found
 
@@ -60,10 +60,6 @@ class Buffers:
         return made
 
 
-def views(buffer: Tensor, fields: tuple[Field, ...], batch: int, tokens: int) -> Tensors:
-    """The tensors of a unit in a buffer of bytes."""
-    found = []
-    for field, (at, size) in zip(fields, layout_of(fields, batch * tokens), strict=True):
-        shape = (batch, tokens, field.heads, field.width) if field.width else (batch, tokens, field.heads)
-        found.append(buffer[at : at + size].view(DTYPES[field.dtype]).view(shape))
-    return tuple(found)
+def views(buffer: Tensor, places: tuple[Place, ...]) -> Tensors:
+    """The tensors of a unit in its bytes."""
+    return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in places)

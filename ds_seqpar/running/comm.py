@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -65,7 +64,7 @@ class Comm(Protocol):
 class _Works:
     """Owns works and tensors until they are done: a dropped isend loses its message."""
 
-    def __init__(self, what: str, group: dist.ProcessGroup, works: list, tensors: list[Tensor]) -> None:
+    def __init__(self, what: str, group: dist.ProcessGroup | None, works: list, tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
 
     def wait(self) -> None:
@@ -79,19 +78,21 @@ TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
 
 
-@contextlib.contextmanager
-def failing(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+class failing:  # no generator: at every transfer that would be felt
     """Says in one sentence how communication failed: a rank that ended is another matter than one that did not come.
     What the backend said is the cause of the CommunicationError."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, SeqParError):
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(f"{what} {_reason(str(error), group)}") from error
+
+    def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
+        self.what, self.group = what, group
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError | SeqParError):
+            raise CommunicationError(f"{self.what} {_reason(str(error), self.group)}") from error
 
 
-def _reason(said: str, group: dist.ProcessGroup) -> str:
+def _reason(said: str, group: dist.ProcessGroup | None) -> str:
     if TIMED_OUT.search(said):
         return (
             f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
@@ -115,12 +116,30 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     known = torch.tensor(numbers, dtype=torch.int64)
     for far in (1 << step for step in range((size - 1).bit_length())):
         theirs = known.clone()
-        receive = dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT)
-        send = dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT)
-        receive.wait()
-        send.wait()
+        works = (
+            dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT),
+            dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT),
+        )
+        for work in works:
+            assert work is not None  # torch has none for ranks outside the group
+            work.wait()
         known = torch.maximum(known, theirs)
     return known.tolist()
+
+
+def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, peers: tuple) -> list:
+    works = [dist.irecv(m.buffer, group=group, tag=m.tag, group_src=peers[m.peer]) for m in receives]
+    return works + [dist.isend(m.buffer, group=group, tag=m.tag, group_dst=peers[m.peer]) for m in sends]
+
+
+def _batched(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, peers: tuple) -> list:
+    """NCCL starts what is posted together as one, or ranks that both send first would wait for each other."""
+    ops = [
+        dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
+        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for m in messages
+    ]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 class TorchComm:
@@ -136,17 +155,13 @@ class TorchComm:
         self.received_bytes += received
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        inner, peers = self.groups.inner, self.groups.inner_order
-        ops = [
-            dist.P2POp(op, m.buffer, group=inner, tag=m.tag, group_peer=peers[m.peer])
-            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for m in messages
-        ]
         for message in receives:
             self._count(message.kind, message.elements, message.buffer.numel())
+        inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
+        start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with failing("a transfer", inner):
-            works = dist.batch_isend_irecv(ops) if ops else []
-        return _Works("a transfer", inner, works, [m.buffer for m in (*sends, *receives)])
+            works = start(sends, receives, inner, self.groups.inner_order)
+        return _Works("a transfer", inner, works, buffers)
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.members[ranks].order

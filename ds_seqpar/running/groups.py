@@ -182,7 +182,7 @@ class _Maker:
             list(ranks),
             dist.Backend(backend),
             distributed_c10d._get_default_store(),
-            group_name=f"{self.prefix}/{purpose}/{ranks[0]}",
+            group_name=distributed_c10d.GroupName(f"{self.prefix}/{purpose}/{ranks[0]}"),
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",

@@ -228,6 +228,7 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _Call, scale:
     upper = kind == "upper"
     operands = (_take(q, rows, upper), _take(k, columns, upper), _take(v, columns, upper))
     found = kernel.forward(*operands, kind != "full", scale)
+    del operands  # copies, where they are in reverse order
     return tuple(_give(x, rows, upper) for x in found)
 
 
