@@ -28,6 +28,8 @@ PRELOAD = [
     "ds_seqpar.engine",
     "hf_integration.trainer",
     "hypothesis",
+    "matplotlib.pyplot",
+    "pytest",
     "tests.preloaded",
 ]
 
@@ -45,7 +47,8 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
-    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks.
+    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks; None leaves torch.distributed
+    down, for what brings it up itself (a group that one rank has left is no longer there for another to join).
     """
     with Ranks(world, patience) as ranks:
         results, errors = ranks.call(function, *args, timeout=timeout)
@@ -126,9 +129,10 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    outcome = _outcome(
-        dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=patience), world, rank)
-    )
+    outcome = True, None
+    if patience is not None:
+        store = f"file://{folder}/store"
+        outcome = _outcome(dist.init_process_group, ("gloo", store, timedelta(seconds=patience), world, rank))
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:
