@@ -19,18 +19,24 @@ class Buffers:
     def __init__(self, bound: Bound, device: torch.device) -> None:
         self.bound, self.device = bound, device
         self.made: list[Tensor | None] = [None] * len(bound.program.slots)
+        self.seen: dict[int, tuple[tuple[Place, ...], Tensors]] = {}  # by slot: as what it was seen last
 
     def raw(self, slot: int, size: int) -> Tensor:
         """The first bytes of a slot."""
-        return self._buffer(slot)[:size]
+        made = self._buffer(slot)
+        return made if made.numel() == size else made[:size]
 
     def message(self, slot: int, unit: Unit) -> Tensor:
         """The bytes of a unit in its slot."""
-        return self._buffer(slot)[: self.bound.unit_bytes(slot, *unit)]
+        return self.raw(slot, self.bound.unit_bytes(slot, *unit))
 
     def tensors(self, slot: int, unit: Unit) -> Tensors:
         """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
-        return views(self._buffer(slot), self.bound.places(slot, *unit))
+        places = self.bound.places(slot, *unit)
+        seen = self.seen.get(slot)
+        if seen is None or seen[0] is not places:  # most units in a slot are of one size
+            seen = self.seen[slot] = places, views(self._buffer(slot), places)
+        return seen[1]
 
     def wide(self, unit: Unit) -> Tensors:
         """Tensors of their own for a result that has no slot: nothing is added to it."""
@@ -51,6 +57,7 @@ class Buffers:
 
     def free(self, slot: int) -> None:
         self.made[slot] = None
+        self.seen.pop(slot, None)
 
     def _buffer(self, slot: int) -> Tensor:
         made = self.made[slot]

@@ -11,20 +11,19 @@ def carousel(topology, pattern, direction, travels="kv"):
     """Rank p = seat + seats * car. k/v is gathered over the seats of a car, and what travels goes from car to car, the
     other way round than in a ring: in step t rank p holds what car + t brought."""
     seats, cars = topology.size("seat"), topology.size("car")
-    size = seats * cars
+    ranks = seats * cars
 
-    def group(rank):
+    def car(rank):
         return tuple(range(rank // seats * seats, (rank // seats + 1) * seats))
 
     def together(cls, kind, rank):
-        parts = tuple((seat,) for seat in group(rank))
-        return (cls(ranks=group(rank), kind=kind, parts=parts),) if seats > 1 else ()
+        return (cls(ranks=car(rank), kind=kind, parts=tuple((p,) for p in car(rank))),) if seats > 1 else ()
 
     way = Round(
-        size=size,
-        there=lambda unit, t: (unit - seats * t) % size,
-        here=lambda rank, t: (rank + seats * t) % size,
-        keys=lambda rank: ((rank,), group(rank)),
+        size=ranks,
+        there=lambda unit, t: (unit - seats * t) % ranks,
+        here=lambda rank, t: (rank + seats * t) % ranks,
+        keys=lambda rank: ((rank,), car(rank)),
         gathers=lambda rank: together(Gather, "kv", rank),
         reduces=lambda rank: together(ReduceScatter, "dkv", rank) if direction == "backward" else (),
     )
