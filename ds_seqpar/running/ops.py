@@ -250,3 +250,17 @@ def _differentiate_gather(ctx: Context, grads: list[Tensor]) -> tuple:
 
 
 _gather_heads.register_autograd(_differentiate_gather, setup_context=_save_gather)
+
+
+class Constant(torch.autograd.Function):
+    """The identity; a gradient that reaches it is refused, where one that is lost would go unnoticed."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        raise InputError(
+            "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"
+        )
