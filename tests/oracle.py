@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ds_seqpar.planning.masks import Mask
 
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True, scale: float | None = None, mask: Mask | None = None
 ) -> Tensor:

@@ -8,6 +8,7 @@ number goes by its handle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .work import wide
 
 # what an exchange of heads is counted as -> its derivative
 DERIVATIVE = {"qkv": "dqkv", "out_heads": "do_heads", "lse_heads": "dlse_heads"}
+Context: TypeAlias = Any  # of a backward to come: torch's own type of it has none of the attributes that one gives it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
@@ -128,7 +130,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     runtime = of_handle(handle)
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
-    return _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scale), q.device)
+    out, lse = _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scale), q.device)
+    return out, lse
 
 
 @_attention.register_fake
@@ -138,14 +141,14 @@ def _(
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
-def _save_attention(ctx: object, inputs: tuple, output: tuple) -> None:
+def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
     q, k, v, *ctx.handles, ctx.scale, _ = inputs
     # backward needs them even where the caller has let go of them; a compiler has symbols for numbers that change
     ctx.held = [of_handle(handle) for handle in ctx.handles if type(handle) is int and handle != CONFIGURED]
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _differentiate_attention(ctx: object, do: Tensor, _: Tensor) -> tuple:
+def _differentiate_attention(ctx: Context, do: Tensor, _: Tensor) -> tuple:
     return *_attention_backward(do, *ctx.saved_tensors, *ctx.handles, ctx.scale), None, None, None, None, None
 
 
@@ -167,7 +170,8 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     runtime = of_handle(handle)
     walk = runtime.backward((do, q, k, v, out, lse), of_handle(mask), _shards(runtime, shards, q), scale)
-    return _finish(walk, q.device)
+    dq, dk, dv = _finish(walk, q.device)
+    return dq, dk, dv
 
 
 @_attention_backward.register_fake
@@ -186,7 +190,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _refuse_second_derivative(ctx: object, *grads: Tensor) -> tuple:
+def _refuse_second_derivative(ctx: Context, *grads: Tensor) -> tuple:
     raise InputError(
         "sequence parallel attention has no second derivative; got a gradient of its gradient (create_graph=True), "
         "use torch's own attention where you need one"
@@ -213,12 +217,12 @@ def _(tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, 
     return tensors[0].new_empty(sum(counts), tensors[0].shape[0], heads, tensors[0].shape[3])
 
 
-def _save_scatter(ctx: object, inputs: tuple, output: Tensor) -> None:
+def _save_scatter(ctx: Context, inputs: tuple, output: Tensor) -> None:
     tensors, ctx.counts, ctx.handle, ctx.kind, _ = inputs
     ctx.runtime, ctx.heads, ctx.tokens = of_handle(ctx.handle), [x.shape[2] for x in tensors], tensors[0].shape[1]
 
 
-def _differentiate_scatter(ctx: object, grad: Tensor) -> tuple:
+def _differentiate_scatter(ctx: Context, grad: Tensor) -> tuple:
     kind = DERIVATIVE.get(ctx.kind, ctx.kind)
     return _gather_heads(grad, ctx.heads, ctx.counts, ctx.tokens, ctx.handle, kind), None, None, None, None
 
@@ -243,14 +247,28 @@ def _(joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, 
     return [joined.new_empty(joined.shape[1], tokens, total, joined.shape[3]) for total in heads]
 
 
-def _save_gather(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
+def _save_gather(ctx: Context, inputs: tuple, output: list[Tensor]) -> None:
     _, _, ctx.counts, _, ctx.handle, ctx.kind = inputs
     ctx.runtime = of_handle(ctx.handle)
 
 
-def _differentiate_gather(ctx: object, grads: list[Tensor]) -> tuple:
+def _differentiate_gather(ctx: Context, grads: list[Tensor]) -> tuple:
     kind = DERIVATIVE.get(ctx.kind, ctx.kind)
     return _scatter_heads(grads, ctx.counts, ctx.handle, kind, None), None, None, None, None, None
 
 
 _gather_heads.register_autograd(_differentiate_gather, setup_context=_save_gather)
+
+
+class Constant(torch.autograd.Function):
+    """The identity; a gradient that reaches it is refused, where one that is lost would go unnoticed."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        raise InputError(
+            "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"
+        )

@@ -173,7 +173,7 @@ def uneven(cases, shards_of_ranks):
 
 def backwards_only(shards, lengths, mask):
     """Whether no rank's queries see keys of a later rank: what distflash can do."""
-    seen, ranks = oracle.visible(mask, *lengths), range(shards.size)
+    seen, ranks = oracle.seen(mask, *map(range, lengths)), range(shards.size)
     at = {side: [torch.tensor([p for p in places(shards, side, r)]).long() for r in ranks] for side in ("q", "kv")}
     return not any(seen[at["q"][i]][:, at["kv"][j]].any() for i in ranks for j in ranks if j > i)
 
@@ -213,7 +213,7 @@ def lse_of_shards():
             (_, lse), _, (at, _) = attend_shards(sp, shards, (q, k, v, do), mask, return_lse=True)
             keys = k.repeat_interleave(HEADS[0] // HEADS[1], dim=2)
             scores = torch.einsum("bqhd,bkhd->bqhk", q, keys) * q.shape[3] ** -0.5
-            scores = scores.masked_fill(~oracle.visible(mask, *lengths)[:, None], float("-inf"))
+            scores = scores.masked_fill(~oracle.seen(mask, *map(range, lengths))[:, None], float("-inf"))
             expected = scores.logsumexp(-1).index_select(1, at)
             assert lse.shape == expected.shape
             assert torch.equal(lse.isneginf(), expected.isneginf())
