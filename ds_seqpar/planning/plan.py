@@ -70,7 +70,7 @@ class Plan:
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
         for index in range(len(self.ranks[0])):
             rows.append([str(index), *(steps[index].words(rank) for rank, steps in enumerate(self.ranks))])
-        return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *_columns(rows)])
+        return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
 
 
 def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
@@ -87,6 +87,6 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
     return sum(units[kind] * blocks for kind, blocks in total.items())
 
 
-def _columns(rows: list[list[str]]) -> list[str]:
+def columns(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
