@@ -51,12 +51,11 @@ def _words(one: Instruction) -> str:
             return f"post #{one.ticket}: {', '.join([*_sent(one.sends), *_received(one.receives)])}"
         case Wait(ticket=ticket):
             return f"wait #{ticket}"
-        case GatherStart() | ScatterStart():
-            return f"start #{one.ticket}: {one.collective}, {_slot(one.sent)} out, {_slot(one.received)} in"
-        case Assemble():
-            return f"assemble {one.collective.kind}{name_of(one.collective.whole)} from {_slot(one.received)}, " + (
-                f"into {_slot(one.into)}"
-            )
+        case GatherStart(collective=gather):
+            whole = _unit((gather.kind, gather.whole))
+            return f"gather #{one.ticket}: {whole}, {_slot(one.sent)} -> {_slot(one.received)}"
+        case Assemble(collective=gather):
+            return f"assemble {_unit((gather.kind, gather.whole))}, {_slot(one.received)} -> {_slot(one.into)}"
         case _:
             return _of_results(one)
 
@@ -67,11 +66,15 @@ def _of_results(one: Instruction) -> str:
             operands = f"q{name_of(one.q)} {_slot(one.q_slot)} * kv{name_of(one.kv)} {_slot(one.kv_slot)}"
             return f"product {operands} -> {_results(one.results)}"
         case Merge():
-            return f"merge {_unit(one.unit)} {_slot(one.arrived)} and the running one -> {_slot(one.into)}"
+            running = "none" if one.own == OWN else _slot(one.own)
+            return f"merge {_unit(one.unit)} {_slot(one.arrived)} and {running} -> {_slot(one.into)}"
         case Export():
-            return f"export {_unit(one.unit)} -> {_slot(one.into)}"
+            return f"export {_unit(one.unit)} {_slot(one.own)} -> {_slot(one.into)}"
+        case ScatterStart(collective=reduce):
+            parts = f"own part -> {_slot(one.kept)}, others {_slot(one.sent)} -> {_slot(one.received)}"
+            return f"scatter #{one.ticket}: {_unit((reduce.kind, reduce.whole))} {_slot(one.own)}, {parts}"
         case Fold():
-            return f"fold {one.parts} parts of {_unit(one.unit)} in {_slot(one.received)} -> {_slot(one.own)}"
+            return f"fold {one.parts} of {_unit(one.unit)} {_slot(one.received)} -> {_slot(one.own)}"
         case Finish():
             return f"finish {_results(one.results)}"
     raise AssertionError(f"an instruction without words: {one}")
