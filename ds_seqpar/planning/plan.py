@@ -68,8 +68,9 @@ class Plan:
     def table(self) -> str:
         """The plan as text: a row a step, a column a rank; see `Step.words`."""
         rows = [["step", *(f"rank {rank}" for rank in range(self.size))]]
-        for index in range(len(self.ranks[0])):
-            rows.append([str(index), *(steps[index].words(rank) for rank, steps in enumerate(self.ranks))])
+        for index in range(max(map(len, self.ranks))):
+            here = (steps[index : index + 1] for steps in self.ranks)  # a plan that is being rejected may end unevenly
+            rows.append([str(index), *("".join(s.words(rank) for s in step) for rank, step in enumerate(here))])
         return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
 
 

@@ -46,7 +46,7 @@ class _Validator:
         self.held: list[dict[Unit, int]] = [{} for _ in range(plan.size)]  # accumulator -> the products in it
         self.results: dict[int, list[tuple[Move, int]]] = defaultdict(list)  # due in step -> on their way
         self.arrivals: dict[int, list[Move]] = defaultdict(list)
-        self.frees = [last_uses(steps, rank) for rank, steps in enumerate(plan.ranks)]
+        self.frees: list[list[set[Unit]]] = []
         self.done = 0
         self.step = 0
 
@@ -84,9 +84,8 @@ class _Validator:
         for rank, steps in enumerate(self.plan.ranks):
             if len(steps) != len(self.plan.ranks[0]):
                 self.fail(rank, f"it has {len(steps)} steps, rank 0 has {len(self.plan.ranks[0])}")
-        every_step = list(zip(*self.plan.ranks, strict=True))
         for check in (self.own_actions, self.matched, self.walk):
-            for index, steps in enumerate(every_step):
+            for index, steps in enumerate(zip(*self.plan.ranks, strict=True)):
                 self.step = index
                 check(steps)
         for due in sorted(self.results):
@@ -94,6 +93,7 @@ class _Validator:
         self.all_home()
 
     def walk(self, steps: tuple[Step, ...]) -> None:
+        self.frees = self.frees or [last_uses(mine, rank) for rank, mine in enumerate(self.plan.ranks)]
         for act in (self.gather, self.send_operands, self.compute):
             for rank, step in enumerate(steps):
                 act(rank, step)

@@ -74,6 +74,7 @@ class _Works:
         self.works, self.tensors = [], []
 
 
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
 
@@ -169,7 +170,7 @@ class TorchComm:
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
         group = self.groups.members[ranks].group
         with failing("an all-gather", group):
-            work = dist.all_gather_into_tensor(received, sent.buffer, group=group, async_op=True)
+            work = ALL_GATHER(received, sent.buffer, group=group, async_op=True)
         others = len(ranks) - 1
         self._count(sent.kind, others * sent.elements, others * sent.buffer.numel())
         return _Works("an all-gather", group, [work], [sent.buffer, received])

@@ -50,9 +50,10 @@ def agree_on_inputs(runtime: Runtime, q: object, k: object, v: object, asked: As
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
         return torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
     error = attention_error(runtime, q, k, v, asked)
-    given = {}
-    if error is None:  # else nothing of it may be fit to be shown
-        given = _given(runtime, q, k, v, asked)
+    if error is None and runtime.comm.groups.control is None:
+        return None  # nobody to compare with
+    # where there is an error nothing of it may be fit to be shown
+    given = _given(runtime, q, k, v, asked) if error is None else {}
     with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
         agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
     return None

@@ -109,6 +109,8 @@ def _shards(runtime: Runtime, shards: int, q: Tensor) -> Shards:
 
 
 def _finish(walk: Walk, device: torch.device) -> Tensors:
+    if not torch.is_autocast_enabled(device.type):
+        return run(walk)
     with torch.autocast(device.type, enabled=False):  # dtypes are chosen already, and sums stay wide
         return run(walk)
 

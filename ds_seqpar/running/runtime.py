@@ -30,15 +30,23 @@ class Runtime:
         self.member, self.checked = member, None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(recipe_of(config, topology), rank)
+        self.size = self.compiler.recipe.size
+        self.last: dict[str, tuple[tuple, tuple[Bound, Kernel]]] = {}  # by direction: what was asked for last
         self.handle = handle_of(self)
 
     def shards(self, tokens: int) -> Shards:
         """The configured layout of a sequence of which every inner rank holds `tokens`."""
-        size = self.compiler.recipe.size
-        return EvenShards(self.config.layout, tokens * size, size)
+        return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
         """The program for inner tensors q (B, n, Hq, D), k (B, m, Hkv, D), and the kernel that it calls."""
+        key = q.shape, k.shape, q.dtype, q.device, mask, shards
+        last = self.last.get(direction)
+        if last is None or last[0] != key:
+            last = self.last[direction] = key, self._bound(direction, q, k, mask, shards)
+        return last[1]
+
+    def _bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
         dtype, heads = str(q.dtype).removeprefix("torch."), (q.shape[2], k.shape[2], q.shape[3])
         kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads))
         shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)

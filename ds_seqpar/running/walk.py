@@ -104,7 +104,10 @@ class Walk:
     def running(self, unit: Unit, slot: int) -> Running:
         """The running result of a unit, which goes into the slot once it must be wide."""
         if unit not in self.results:
-            self.results[unit] = self.work.running(unit[0], lambda: self.buffers.tensors(slot, unit))
+            buffers = self.buffers
+            self.results[unit] = self.work.running(
+                unit[0], lambda: buffers.wide(unit) if slot == OWN else buffers.tensors(slot, unit)
+            )
         return self.results[unit]
 
     def merge(self, one: Merge) -> None:

@@ -1,4 +1,4 @@
-"""Plans for tests: every shape of every schedule, relations of needed products, and plans with one action changed."""
+"""Plans for tests: every shape of every schedule, which blocks meet, and plans with one action changed."""
 
 import dataclasses
 import itertools
@@ -6,6 +6,8 @@ import random
 
 from hypothesis import strategies as st
 
+from ds_seqpar.planning.actions import Step
+from ds_seqpar.planning.plan import Pattern, Plan
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.topology import Topology
 
@@ -57,11 +59,30 @@ def causal_contiguous(size):
     return frozenset((i, j) for i, j in everything(size) if j <= i)
 
 
-def build(schedule, topology, direction, travels="kv", pairs=None):
+def pattern(size, pairs, even=True):
+    """Blocks of which these (q, kv) pairs meet."""
+    rows = [0] * size
+    for i, j in pairs:
+        rows[i] |= 1 << j
+    return Pattern(tuple(rows), even=even)
+
+
+def takes(schedule, size):
+    """All products that a schedule can compute."""
+    return frozenset(pair for pair in everything(size) if SCHEDULES[schedule].takes(*pair))
+
+
+def build(schedule, topology, direction, travels="kv", pairs=None, even=True):
     """The schedule's plan for these pairs; default: all that it can take."""
-    if pairs is None:
-        pairs = {pair for pair in everything(ranks(topology)) if SCHEDULES[schedule].takes(*pair)}
-    return SCHEDULES[schedule].build(topology, lambda i, j: (i, j) in pairs, direction, travels)
+    size = ranks(topology)
+    meet = pattern(size, takes(schedule, size) if pairs is None else pairs, even)
+    return built(schedule, topology, direction, travels, meet)
+
+
+def built(schedule, topology, direction, travels, meet):
+    """The schedule's plan for a Pattern."""
+    steps = SCHEDULES[schedule].build(topology, meet, direction, travels)
+    return Plan.of(schedule, direction, ranks(topology), steps)
 
 
 @st.composite
@@ -70,22 +91,54 @@ def problems(draw, schedule, most):
     query sees its own key."""
     size = draw(st.integers(1, most))
     shape = draw(st.sampled_from(topologies(schedule, size)))
-    kind = draw(st.sampled_from(["random", "random", "all", "causal contiguous", "diagonal"]))
-    if schedule == "distflash" or kind == "causal contiguous":
-        return shape, causal_contiguous(size)
-    if kind == "all":
-        return shape, everything(size)
+    kind = draw(st.sampled_from(["random", "random", "all", "causal contiguous", "window", "diagonal"]))
+    possible = causal_contiguous(size) if kind == "causal contiguous" else takes(schedule, size)
+    if kind in ("all", "causal contiguous"):
+        return shape, possible
+    if kind == "window":
+        far = draw(st.integers(1, size))
+        return shape, frozenset((i, j) for i, j in possible if 0 <= i - j <= far)
     density = draw(st.floats(0, 1)) if kind == "random" else 0
     dice = random.Random(draw(st.integers(0, 2**32)))
-    return shape, frozenset((i, j) for i, j in sorted(everything(size)) if i == j or dice.random() < density)
+    return shape, frozenset((i, j) for i, j in sorted(possible) if i == j or dice.random() < density)
 
 
-def places(plan):
-    """(step, field, index, action) of every action."""
-    for number, step in enumerate(plan.steps):
-        for field in dataclasses.fields(step):
-            for index, action in enumerate(getattr(step, field.name)):
-                yield number, field.name, index, action
+# ---- a plan as steps of all ranks together, each action once
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Step))
+
+
+def joint(plan):
+    """The plan's steps, each with the actions of all ranks: as the first rank that they name has them."""
+    return tuple(
+        Step(**{
+            field: tuple(
+                action for rank, step in enumerate(steps) for action in getattr(step, field) if action.ranks[0] == rank
+            )
+            for field in FIELDS
+        })
+        for steps in zip(*plan.ranks, strict=True)
+    )  # fmt: skip
+
+
+def by_hand(size, *steps, direction="forward", name="hand"):
+    """The plan whose ranks each have those actions of the joint steps that name them."""
+
+    def of(rank):
+        return tuple(
+            Step(**{field: tuple(a for a in getattr(step, field) if rank in a.ranks) for field in FIELDS})
+            for step in steps
+        )
+
+    return Plan.of(name, direction, size, of)
+
+
+def places(steps):
+    """(step, field, index, action) of every action of some steps: joint ones, or a rank's."""
+    for number, step in enumerate(steps):
+        for field in FIELDS:
+            for index, action in enumerate(getattr(step, field)):
+                yield number, field, index, action
 
 
 def replaced(steps, place, *actions):
@@ -102,5 +155,17 @@ def added(steps, number, field, action):
     return (*steps[:number], new, *steps[number + 1 :])
 
 
+def rejoined(plan, steps):
+    """The plan with these joint steps."""
+    return by_hand(plan.size, *steps, direction=plan.direction, name=plan.name)
+
+
 def changed(plan, place, *actions):
-    return dataclasses.replace(plan, steps=replaced(plan.steps, place, *actions))
+    """The plan with the action at a place of its joint steps replaced on every rank that it names."""
+    return rejoined(plan, replaced(joint(plan), place, *actions))
+
+
+def changed_on(plan, rank, change):
+    """The plan with the steps of one rank changed, and of no other."""
+    mine = change(plan.ranks[rank])
+    return dataclasses.replace(plan, ranks=(*plan.ranks[:rank], mine, *plan.ranks[rank + 1 :]))

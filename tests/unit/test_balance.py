@@ -5,10 +5,15 @@ import itertools
 import pytest
 
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig
-from ds_seqpar.planning.layout import LAYOUTS, join, visible
-from ds_seqpar.planning.schedules import build as build_validated
+from ds_seqpar.planning.compile import Recipe, pattern_of
+from ds_seqpar.planning.layout import LAYOUTS, join
+from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shape import Shape
+from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.planning.tiles import tiles
 from ds_seqpar.planning.topology import Topology
-from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, mesh, ranks, ring
+from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring
 
 
 def _blocks(layout, size, tokens):
@@ -19,13 +24,13 @@ def _blocks(layout, size, tokens):
 def _tiles(blocks, compute, square=False):
     """The kernel calls of a product under the causal mask."""
     q, kv = (join(blocks[block] for block in key) for key in (compute.q, compute.kv))
-    return visible(q, kv, True, square)
+    return tiles(q, kv, CAUSAL, square)
 
 
 def _work(plan, blocks):
     """work[step][rank]: visible (query, key) pairs, for the steps that compute."""
     found = []
-    for step in plan.steps:
+    for step in joint(plan):
         if step.computes:
             found.append([0] * plan.size)
             for compute in step.computes:
@@ -84,8 +89,8 @@ def test_stripes_are_nearly_even_on_a_ring():
 def test_a_contiguous_ring_waits_for_its_last_rank_and_idles_almost_half_of_its_slots():
     for size in range(1, 33):
         plan = build("ring", ring(size), "forward", pairs=causal_contiguous(size))
-        assert len(plan.steps) == size
-        products = sum(len(step.computes) for step in plan.steps)
+        assert len(plan.ranks[0]) == size
+        products = sum(len(step.computes) for step in joint(plan))
         assert (size * size - products) * 2 == size * size - size
         work = _work(plan, _blocks("contiguous", size, 4))
         # in every step but the first a rank is idle, and others have whole blocks
@@ -97,7 +102,7 @@ def test_a_contiguous_ring_waits_for_its_last_rank_and_idles_almost_half_of_its_
 
 def _slots(size):
     """distflash's products, a list a step; every rank has at most one in a step."""
-    steps = [step.computes for step in build("distflash", ring(size), "forward").steps]
+    steps = [step.computes for step in joint(build("distflash", ring(size), "forward"))]
     assert len(steps) == size // 2 + 1
     for computes in steps:
         assert len({compute.rank for compute in computes}) == len(computes)
@@ -144,12 +149,15 @@ def test_a_step_of_a_ring_is_one_kernel_call(layout, square):
     plans += [build("double_ring", double_ring(size, window), "forward") for size, window in ((8, 4), (16, 4), (12, 3))]
     for plan, tokens in itertools.product(plans, (2, 6)):
         blocks = _blocks(layout, plan.size, tokens)
-        for step in plan.steps:
+        for step in joint(plan):
             assert {compute.rank for compute in step.computes} == set(range(plan.size))
             assert len(step.computes) == plan.size
             assert {len(_tiles(blocks, compute, square)) for compute in step.computes} == {1}
 
 
+# 16 ranks of 6 tokens
+PATTERN = pattern_of(CAUSAL, EvenShards("zigzag", 96, 16))
+SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
 MESHES = {
     "attention2d": [{"rows": rows} for rows in (1, 2, 4, 8)],
     "wallfacer": [{"team": team} for team in (1, 2, 4)],
@@ -170,14 +178,17 @@ def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(sch
             # tokens are numbered by mesh coordinates, so a placement changes no plan
             plain = Topology(axes=(("ulysses", ulysses), *config.inner_axes, ("data", 1)))
             for direction in DIRECTIONS:
-                plan = build_validated(schedule, topology, "zigzag", 96, True, direction)
-                assert plan == build_validated(schedule, plain, "zigzag", 96, True, direction)
+                plan, same = (
+                    Recipe(schedule=SCHEDULES[schedule], topology=its, layout="zigzag").plan(direction, PATTERN, SHAPE)
+                    for its in (topology, plain)
+                )
+                assert plan == same
                 _assert_few_calls(plan, 6)
 
 
 def _assert_few_calls(plan, tokens):
     blocks = _blocks("zigzag", plan.size, tokens)
-    for step in plan.steps:
+    for step in joint(plan):
         assert len({compute.rank for compute in step.computes}) == len(step.computes)  # one visit a step
         for compute in step.computes:
             assert len(_tiles(blocks, compute)) <= 4
@@ -194,5 +205,5 @@ def test_a_visit_on_a_striped_mesh_is_a_kernel_call_for_each_pair_of_blocks():
     for a, b, r in ((2, 2, 2), (3, 2, 1), (2, 4, 2), (1, 3, 2)):
         plan = build("mesh", mesh(a, b, r), "forward")
         blocks = _blocks("striped", ranks(mesh(a, b, r)), 6)
-        calls = {len(_tiles(blocks, compute)) for step in plan.steps for compute in step.computes}
+        calls = {len(_tiles(blocks, compute)) for step in joint(plan) for compute in step.computes}
         assert calls == {a * b}

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.draw import COLORS
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.running.runtime import Runtime
+from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.running.runtime import recipe_of, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,11 +32,12 @@ def _plans(heads=(8, 8), causal=True, **settings):
     """The plans that ranks would walk for bf16 attention with these heads, forward and backward."""
     size = settings.setdefault("size", 4)
     config = SequenceParallelConfig(**{"ulysses": 1, **settings}).resolve(size, heads)
-    runtime = Runtime(config, config.topology(size), 0, comm=None)
-    members = config.ulysses
-    q = torch.empty(1, 8, heads[0] // members, 128, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(1, 8, 2, max(1, heads[1] // members), 128, dtype=torch.bfloat16, device="meta")
-    return [runtime.plan(q, kv, causal, direction) for direction in ("forward", "backward")]
+    recipe = recipe_of(config, config.topology(size))
+    of_member = heads[0] // config.ulysses, max(1, heads[1] // config.ulysses), 128
+    shape = shape_of(config.travel_dtype, "bfloat16", 1, of_member)
+    shards = EvenShards(config.layout, 2 * multiple(config.layout, size, config.ulysses), recipe.size)
+    pattern = pattern_of(CAUSAL if causal else FULL, shards)
+    return [recipe.plan(direction, pattern, shape) for direction in ("forward", "backward")]
 
 
 def _tables(out):

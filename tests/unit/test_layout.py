@@ -7,7 +7,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.planning.layout import LAYOUTS, Run, join, multiple, positions, visible
+from ds_seqpar.planning.layout import LAYOUTS, Run, join, multiple, positions
+from ds_seqpar.planning.masks import CAUSAL, FULL
+from ds_seqpar.planning.tiles import tiles
 
 RANKS = range(1, 17)
 
@@ -20,6 +22,11 @@ def _held(runs):
     return [position for run in runs for position in run.positions]
 
 
+def visible(q, kv, causal, square=False):
+    """The kernel calls of some queries and keys under a mask of order alone; test_masks.py has the others."""
+    return tiles(q, kv, CAUSAL if causal else FULL, square)
+
+
 def _mask(q, kv, causal):
     q, kv = torch.tensor(_held(q)), torch.tensor(_held(kv))
     return (q[:, None] >= kv[None, :]) if causal else torch.ones(len(q), len(kv), dtype=torch.bool)
@@ -29,17 +36,18 @@ def _assert_exact(q, kv, causal, square=False):
     """Every visible pair lies in exactly one tile and no other pair in any."""
     mask = _mask(q, kv, causal)
     covered = torch.zeros(mask.shape, dtype=torch.int64)
-    tiles = visible(q, kv, causal, square)
-    for tile in tiles:
+    found = visible(q, kv, causal, square)
+    for tile in found:
         assert 0 <= tile.q0 < tile.q1 <= mask.shape[0], tile
         assert 0 <= tile.k0 < tile.k1 <= mask.shape[1], tile
         part = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0, dtype=torch.int64)
-        part = part.tril() if tile.causal else part
+        assert tile.kind in ("full", "causal"), tile
+        part = part.tril() if tile.kind == "causal" else part
         assert tile.products == part.sum(), tile
         covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += part
-        if square and tile.causal:
+        if square and tile.kind == "causal":
             assert tile.q1 - tile.q0 == tile.k1 - tile.k0, tile
-    assert torch.equal(covered, mask.long()), (q, kv, tiles)
+    assert torch.equal(covered, mask.long()), (q, kv, found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,10 +158,10 @@ def _check_zigzag_mesh(shape, per_rank):
     blocks = _blocks("zigzag", shape[0] * shape[1] * shape[2], per_rank)
     work = {}
     for _, step, q, kv in _visits(shape, blocks):
-        tiles = visible(q, kv, True)
-        assert len(tiles) <= 4, (shape, tiles)
+        found = visible(q, kv, True)
+        assert len(found) <= 4, (shape, found)
         assert len(visible(q, kv, True, True)) <= 6, (shape, tiles)
-        work.setdefault(step, set()).add(sum(tile.products for tile in tiles))
+        work.setdefault(step, set()).add(sum(tile.products for tile in found))
     # a step's work is one number: the same for all ranks
     assert all(len(different) == 1 for different in work.values()), (shape, work)
 

@@ -14,12 +14,14 @@ import ds_seqpar
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning import schedules
+from ds_seqpar.planning.actions import Collective
 from ds_seqpar.planning.layout import LAYOUTS
-from ds_seqpar.planning.plan import Collective, validate
+from ds_seqpar.planning.plan import Plan
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.schedules.base import PLACEMENTS, TRAVELLERS, count
+from ds_seqpar.planning.validate import validate
 from tests.unit import toy_schedule
-from tests.unit.plans import DIRECTIONS, everything, topology
+from tests.unit.plans import DIRECTIONS, everything, joint, pattern, topology
 from tests.unit.test_schedule_bytes import UNITS
 
 RANKS = range(1, 17)
@@ -30,6 +32,17 @@ def _forms(schedule):
     """(topology, direction, what travels) of every shape up to 16 ranks."""
     shapes = [topology(*schedule.axes(ranks, own)) for ranks in RANKS for own in schedule.shapes(ranks)]
     return itertools.product(shapes, DIRECTIONS, schedule.travellers)
+
+
+def _taken(schedule, ranks):
+    """All products that it can compute."""
+    return {pair for pair in everything(ranks) if schedule.takes(*pair)}
+
+
+def _plan(schedule, shape, direction, travels):
+    ranks = shape.size(*shape.inner_axes)
+    steps = schedule.build(shape, pattern(ranks, _taken(schedule, ranks)), direction, travels)
+    return Plan.of(schedule.name, direction, ranks, steps)
 
 
 @ALL
@@ -64,7 +77,7 @@ def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule
 def test_the_closed_form_is_what_a_plan_receives(schedule):
     for shape, direction, travels in _forms(schedule):
         axes = tuple((name, shape.size(name)) for name in shape.inner_axes)
-        plan = schedule.build(shape, schedule.takes, direction, travels)
+        plan = _plan(schedule, shape, direction, travels)
         units = UNITS[direction]
         assert schedule.received(axes, direction, travels, units) == plan.received(units), (axes, direction, travels)
 
@@ -74,10 +87,10 @@ def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedul
     met = set()
     for shape, direction, travels in _forms(schedule):
         ranks = shape.size(*shape.inner_axes)
-        plan = schedule.build(shape, schedule.takes, direction, travels)
-        validate(plan, {pair for pair in everything(ranks) if schedule.takes(*pair)})
+        plan = _plan(schedule, shape, direction, travels)
+        validate(plan, _taken(schedule, ranks))
         groups = {ranks: axis for axis in schedule.collective_axes for ranks in shape.groups(axis) if len(ranks) > 1}
-        for action in (action for step in plan.steps for action in step.actions if isinstance(action, Collective)):
+        for action in (action for step in joint(plan) for action in step.actions if isinstance(action, Collective)):
             met.add(groups[action.ranks])
     assert met == set(schedule.collective_axes)
 
@@ -88,7 +101,7 @@ def test_what_it_cannot_compute_is_refused(schedule):
         ranks = shape.size(*shape.inner_axes)
         if not all(itertools.starmap(schedule.takes, everything(ranks))):
             with pytest.raises(ConfigError, match=schedule.name):
-                schedule.build(shape, lambda q, kv: True, direction, travels)
+                schedule.build(shape, pattern(ranks, everything(ranks)), direction, travels)
 
 
 def test_schedules_are_found_by_themselves():

@@ -6,13 +6,13 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_seqpar.planning import schedules
+from ds_seqpar.planning.compile import Recipe
 from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.running.work import bytes_per_token
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shape import Shape
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -20,9 +20,10 @@ from tests.unit.plans import (
     causal_contiguous,
     double_ring,
     everything,
+    joint,
     mesh,
+    pattern,
     problems,
-    ranks,
     ring,
     topologies,
 )
@@ -81,7 +82,7 @@ def test_every_mesh_receives_what_the_table_says(direction, travels):
 def test_attention2d_and_wallfacer_are_meshes(direction):
     for schedule, size in itertools.product(("attention2d", "wallfacer"), (4, 12, 16)):
         for topology in topologies(schedule, size):
-            assert build(schedule, topology, direction) == build("mesh", topology, direction)
+            assert build(schedule, topology, direction).ranks == build("mesh", topology, direction).ranks
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -95,7 +96,7 @@ def test_distflash_moves_one_operand_for_each_foreign_product():
     for size in range(1, 17):
         forward, backward = (build("distflash", ring(size), direction) for direction in DIRECTIONS)
         moved = [
-            Counter(move.kind for step in plan.steps for move in (*step.moves, *step.results))
+            Counter(move.kind for step in joint(plan) for move in (*step.moves, *step.results))
             for plan in (forward, backward)
         ]
         foreign = size * (size - 1) // 2
@@ -105,21 +106,20 @@ def test_distflash_moves_one_operand_for_each_foreign_product():
         assert moved[1]["dq"] + moved[1]["dkv"] == foreign
         # a ring moves as many blocks where it stops at the last rank that needs them, and all of them k/v
         ringed = build("ring", ring(size), "forward", pairs=causal_contiguous(size))
-        assert sum(len(step.moves) for step in ringed.steps) == foreign
+        assert sum(len(step.moves) for step in joint(ringed)) == foreign
 
 
 def _bytes(direction, q_heads, kv_heads, travel, head_dim=128):
     """Bytes a token of bf16 attention."""
-    q = torch.empty(1, 1, q_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(1, 1, 2, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    return bytes_per_token(direction, q, kv, travel)
+    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16", travel=travel)
+    return shape.bytes_per_token(direction)
 
 
 # DistFlashAttn's saving is in k/v that is never sent; queries and their results are sent instead, and with few k/v
 # heads they are the larger
 @pytest.mark.parametrize(("heads", "more"), [((32, 32), False), ((32, 8), True)])
 def test_distflash_receives_more_than_a_ring_on_its_worst_rank_where_kv_heads_are_few(heads, more):
-    units = _bytes("forward", *heads, torch.bfloat16)
+    units = _bytes("forward", *heads, "bfloat16")
     for size in (8, 16, 64):
         received = build("distflash", ring(size), "forward").received(units)
         assert (max(received) > (size - 1) * units["kv"]) == more
@@ -133,7 +133,7 @@ EXAMPLE = {(4, 4, 4): 0.457, (4, 1, 16): 0.457, (8, 8, 1): 0.355, (1, 1, 64): 1.
 @pytest.mark.parametrize("shape", EXAMPLE, ids=str)
 def test_the_example_of_wallfacer(shape):
     tokens = 65536 // 64
-    units = {kind: tokens * size for kind, size in _bytes("forward", 52, 52, torch.bfloat16).items()}
+    units = {kind: tokens * size for kind, size in _bytes("forward", 52, 52, "bfloat16").items()}
     assert units["kv"] == 2 * tokens * 6656 * 2
     units["out"] -= tokens * 52 * 4  # lse apart
     received = build("mesh", mesh(*shape), "forward").received(units)
@@ -146,7 +146,7 @@ def test_the_example_of_wallfacer(shape):
 def _leaving(plan, window, kind):
     """Per receiving rank: how many transfers of this kind come from another window of ranks."""
     found = [0] * plan.size
-    for step in plan.steps:
+    for step in joint(plan):
         for move in (*step.moves, *step.results):
             if move.kind == kind:
                 found[move.dst] += move.src // window != move.dst // window
@@ -178,22 +178,22 @@ def test_all_hops_of_a_ring_into_the_first_rank_of_a_node_leave_another(size, wi
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (32, 32), (32, 8))
 
 
-def _chosen(topology, direction, sizes, schedule="mesh", causal=False):
-    """Which side "auto" lets travel; both where that makes no difference."""
-    size = ranks(topology)
-    settings = schedule, topology, "zigzag", 4 * size, causal, direction
-    auto, *plans = (schedules.build(*settings, side, sizes=tuple(sizes.items())) for side in ("auto", *SIDES))
-    assert max(auto.received(sizes)) == min(max(plan.received(sizes)) for plan in plans)
-    return {side for side, plan in zip(SIDES, plans, strict=True) if plan == auto}
+def _chosen(topology, direction, sizes, schedule="mesh"):
+    """Which side "auto" lets travel."""
+    recipe = Recipe(schedule=SCHEDULES[schedule], topology=topology, layout="zigzag")
+    chosen = recipe.travels(direction, sizes)
+    plans = {side: build(schedule, topology, direction, side) for side in SIDES}
+    assert max(plans[chosen].received(sizes)) == min(max(plan.received(sizes)) for plan in plans.values())
+    return {chosen}
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("q_heads", "kv_heads"), HEADS, ids=str)
 def test_auto_lets_the_side_travel_that_the_inequality_says(q_heads, kv_heads, direction):
     dim = 16
-    q = torch.empty(1, 1, q_heads, dim, dtype=torch.float64, device="meta")
-    kv = torch.empty(1, 1, 2, kv_heads, dim, dtype=torch.float64, device="meta")
-    sizes = bytes_per_token(direction, q, kv, torch.float64)  # all of one dtype, lse too: elements
+    # all of one dtype, lse too: elements
+    shape = Shape(batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype="float64", travel="float64")
+    sizes = shape.bytes_per_token(direction)
     for a, b, r in ((1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 4, 2), (1, 8, 2), (2, 4, 2), (4, 2, 2), (2, 2, 3), (1, 6, 2)):
         if direction == "backward":
             # a(3hq + 2hq/D) < 4 b hk
@@ -208,24 +208,23 @@ def test_auto_lets_the_side_travel_that_the_inequality_says(q_heads, kv_heads, d
 # BurstAttention's backward moves 3 large tensors where a ring moves 4
 def test_on_a_ring_backward_lets_queries_travel_for_mha_only():
     for q_heads, kv_heads in HEADS:
-        sizes = _bytes("backward", q_heads, kv_heads, torch.bfloat16)
+        sizes = _bytes("backward", q_heads, kv_heads, "bfloat16")
         assert _chosen(ring(4), "backward", sizes, "ring") == {"q" if q_heads == kv_heads else "kv"}
-        assert _chosen(ring(4), "forward", _bytes("forward", q_heads, kv_heads, torch.bfloat16), "ring") == {"kv"}
+        assert _chosen(ring(4), "forward", _bytes("forward", q_heads, kv_heads, "bfloat16"), "ring") == {"kv"}
 
 
 def test_auto_weighs_what_partial_results_travel_in():
     # (1, 5, 2), forward, 4 query heads for each of k/v: a(q + o) against b kv, and o is twice as much in fp32
     sides = {
-        travel: _chosen(mesh(1, 5, 2), "forward", _bytes("forward", 8, 2, travel))
-        for travel in (torch.bfloat16, torch.float32)
+        travel: _chosen(mesh(1, 5, 2), "forward", _bytes("forward", 8, 2, travel)) for travel in ("bfloat16", "float32")
     }
-    assert sides == {torch.bfloat16: {"q"}, torch.float32: {"kv"}}
+    assert sides == {"bfloat16": {"q"}, "float32": {"kv"}}
 
 
 # ---- overlap changes the order, not the bytes
 
 
-SIZES = {direction: _bytes(direction, 8, 4, torch.bfloat16) for direction in DIRECTIONS}
+SIZES = {direction: _bytes(direction, 8, 4, "bfloat16") for direction in DIRECTIONS}
 
 
 @pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
@@ -234,7 +233,7 @@ def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, 
         pairs = causal_contiguous(size) if schedule == "distflash" else everything(size)
         for topology in topologies(schedule, size):
             plan = build(schedule, topology, direction, travels, pairs)
-            better = overlapped(plan, lambda i, j, pairs=pairs: (i, j) in pairs, SIZES[direction])
+            better = overlapped(plan, pattern(plan.size, pairs), SIZES[direction])
             assert better.received(UNITS[direction]) == plan.received(UNITS[direction]), topology
 
 
@@ -244,7 +243,7 @@ def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, 
 def test_an_overlapped_plan_never_moves_more(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 12))
     plan = build(schedule, topology, direction, travels, pairs)
-    better = overlapped(plan, lambda i, j: (i, j) in pairs, SIZES[direction])
+    better = overlapped(plan, pattern(plan.size, pairs), SIZES[direction])
     moved = [_blocks(x) for x in (plan, better)]
     assert all(moved[1][kind] <= moved[0][kind] for kind in moved[1])
 

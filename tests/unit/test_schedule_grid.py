@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
+from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.schedules import SCHEDULES, build
+from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shape import Shape as PlanShape
+from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.running import work
 from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.running.runtime import recipe_of
 from ds_seqpar.running.virtual import attention
 from ds_seqpar.running.work import project
 from tests.grids import grouped, whole
@@ -163,12 +168,15 @@ def test_the_grid_has_every_schedule_on_every_number_of_ranks():
 def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, overlap):
     shapes = [shape for shape in GRID["shape"] if not shape.goes_round]
     assert len(shapes) > 10
-    sizes = tuple({"q": 3, "kv": 5, "out": 7, "dq": 11, "dkv": 13}.items())
+    sizes = PlanShape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
     for shape in shapes:
-        topology = shape.config().resolve(shape.size).topology(shape.size)
-        settings = shape.schedule, topology, "zigzag", 4 * shape.size, True, direction
-        kv, q, auto = (build(*settings, travels=side, overlap=overlap, sizes=sizes) for side in ("kv", "q", "auto"))
-        assert kv == q == auto, shape
+        sides = []
+        for side in ("kv", "q", "auto"):
+            config = shape.config(forward=side, backward=side, overlap=overlap).resolve(shape.size)
+            recipe = recipe_of(config, config.topology(shape.size))
+            pattern = pattern_of(CAUSAL, EvenShards("zigzag", 4 * shape.size, recipe.size))
+            sides.append(recipe.plan(direction, pattern, sizes))
+        assert sides[0] == sides[1] == sides[2], shape
 
 
 # ---- in less than fp64

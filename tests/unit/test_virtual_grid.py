@@ -8,11 +8,13 @@ import torch
 
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
+from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.schedules import build
-from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.planning.masks import CAUSAL, FULL
+from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.running.kernels import KERNELS, accumulate
+from ds_seqpar.running.runtime import recipe_of, shape_of
 from ds_seqpar.running.virtual import attention
-from ds_seqpar.running.work import Work
 from tests.grids import cover, grouped
 from tests.oracle import dense, error, errors, tensors
 
@@ -159,13 +161,13 @@ def test_bf16_is_about_as_exact_as_one_kernel_call_over_the_whole_sequence(cases
 
 
 def test_accumulating_in_bf16_would_be_noticed(monkeypatch):
-    start = Work.__init__
+    merge = accumulate.merge_
 
-    def narrow(self, *arguments):
-        start(self, *arguments)
-        self.wide = torch.bfloat16
+    def narrow(out, lse, new_out, new_lse):
+        merge(out, lse, new_out, new_lse)
+        out.copy_(out.bfloat16())
 
-    monkeypatch.setattr(Work, "__init__", narrow)
+    monkeypatch.setattr(accumulate, "merge_", narrow)
     case = {"ranks": (16, 1), "heads": (4, 4), "layout": "zigzag", "causal": False, "head_dim": 64}
     assert max(_bf16_ratios(case)[:2]) > 1.5
 
@@ -181,8 +183,11 @@ def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
     q, kv, lse = (rows * number // ulysses for number in (heads[0] * head_dim, 2 * heads[1] * head_dim, heads[0]))
     # a query block brings q, do, lse and delta in backward
     units = {"kv": kv, "dkv": kv, "q": q, "out": q + lse, "dq": q}, {"kv": kv, "dkv": kv, "q": 2 * (q + lse), "dq": q}
+    recipe = recipe_of(config, config.topology(size))
+    pattern = pattern_of(CAUSAL if causal else FULL, EvenShards(layout, seq, recipe.size))
+    shape = shape_of("fp32", "float64", batch, (heads[0] // ulysses, heads[1] // ulysses, head_dim))
     planned = [
-        build("ring", config.topology(size), layout, seq, causal, direction, travels).received(elements)
+        recipe.plan(direction, pattern, shape).received(elements)
         for direction, elements in zip(("forward", "backward"), units, strict=True)
     ]
     # one fused all-to-all in and one out, each way

@@ -1,20 +1,24 @@
 """The walker executes whatever the validator lets through, exactly: gathered groups, square-only kernels, odd plans."""
 
 import dataclasses
+import functools
 import random
 
 import pytest
 
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
+from ds_seqpar.planning.actions import Collective, Compute, Move, Step
+from ds_seqpar.planning.masks import CAUSAL
 from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.planning.plan import Collective, Compute, Move, Plan, Step
+from ds_seqpar.planning.plan import Plan
 from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.running import runtime
+from ds_seqpar.planning.validate import validate
+from ds_seqpar.running import runtime, virtual
 from ds_seqpar.running.virtual import attention
 from tests.kernel_suite import LowerRight
 from tests.oracle import dense, errors, tensors
-from tests.unit.plans import added, changed, places, replaced
+from tests.unit.plans import added, by_hand, changed, joint, places, rejoined, replaced
 
 
 def _errors(size, causal=True, times=1, heads=(2, 1), **settings):
@@ -63,7 +67,7 @@ def test_a_kernel_that_conceals_its_alignment_is_wrong(monkeypatch):
 def test_a_product_of_which_nothing_is_visible_adds_nothing(replace_schedule):
     """A plan may compute more than is needed, and send it."""
 
-    def helped(topology, needed, direction, travels):
+    def helped(topology, pattern, direction, travels):
         # rank 1 sees rank 0's late keys with rank 0's own early queries: nothing, and sends home what it found
         own = tuple(Compute(rank=rank, q=(rank,), kv=(rank,)) for rank in range(2))
         moves = (Move(src=0, dst=1, kind="q", key=(0,)), Move(src=0, dst=1, kind="kv", key=(0,)))
@@ -71,22 +75,29 @@ def test_a_product_of_which_nothing_is_visible_adds_nothing(replace_schedule):
         kinds = {"forward": [("out", (0,))], "backward": [("dq", (0,)), ("dkv", (0,))]}[direction]
         results = tuple(Move(src=1, dst=0, kind=kind, key=key) for kind, key in kinds)
         steps = (Step(moves=moves, computes=own), Step(computes=(void, late), results=results))
-        return Plan(name="helped", direction=direction, size=2, steps=steps)
+        return by_hand(2, *steps, direction=direction).ranks.__getitem__
 
     replace_schedule("ring", helped)
     assert max(_errors(2, times=2, layout="contiguous", forward="kv", backward="kv")) <= 1e-10
 
 
-def test_an_error_in_a_step_names_the_rank_and_carries_the_table(monkeypatch):
+def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
     class Broken(LowerRight):
         def forward(self, q, k, v, causal, scale):
             raise RuntimeError("no such instruction")
 
     _use(monkeypatch, Broken())
+    config = SequenceParallelConfig(size=2, ulysses=1).resolve(2)
+    q, k, v, _ = tensors(1, 4, (2, 1), 4)
+    rank = runtime.Runtime(config, config.topology(2), 0, virtual._VirtualComm(0, virtual._Mailbox()))
     with pytest.raises(RuntimeError, match="no such instruction") as caught:
-        _errors(2)
+        runtime.run(rank.forward(q, k, v, CAUSAL, rank.shards(4), 1.0))
     (note,) = caught.value.__notes__
-    assert note.startswith("inner rank 0, step 0 of this plan:\nring forward, 2 ranks\n")
+    assert note.splitlines() == [
+        "ring forward, inner rank 0 of 2, step 0, with ranks 1",
+        "-> step 0: q(0)*kv(0) kv(0)>1 kv(1)<1",
+        "   step 1: q(0)*kv(1)",
+    ]
 
 
 # ---- what the validator lets through is right
@@ -94,9 +105,12 @@ def test_an_error_in_a_step_names_the_rank_and_carries_the_table(monkeypatch):
 
 def _mutated(dice, plan):
     """The plan with one action changed at random."""
-    place = dice.choice(list(places(plan)))
+    steps = joint(plan)
+    place = dice.choice(list(places(steps)))
     number, field, _, action = place
-    keys = [getattr(other[3], name) for other in places(plan) for name in ("key", "q", "kv") if hasattr(other[3], name)]
+    keys = [
+        getattr(other[3], name) for other in places(steps) for name in ("key", "q", "kv") if hasattr(other[3], name)
+    ]
     rank = dice.randrange(plan.size)
     options = [(), (action, action)]
     if isinstance(action, Move):
@@ -110,10 +124,9 @@ def _mutated(dice, plan):
         options += [{"parts": action.parts[::-1], "ranks": action.ranks[::-1]}]
     choice = dice.choice([*options, "elsewhere", "elsewhere", "last"])
     if choice == "elsewhere":
-        steps = added(replaced(plan.steps, place), dice.randrange(len(plan.steps)), field, action)
-        return dataclasses.replace(plan, steps=steps)
+        return rejoined(plan, added(replaced(steps, place), dice.randrange(len(steps)), field, action))
     if choice == "last":
-        return dataclasses.replace(plan, steps=added(replaced(plan.steps, place), number, field, action))
+        return rejoined(plan, added(replaced(steps, place), number, field, action))
     return changed(plan, place, *([dataclasses.replace(action, **choice)] if isinstance(choice, dict) else choice))
 
 
@@ -141,13 +154,15 @@ def _check_mutations(replace_schedule, name, seeds):
         causal = "distflash" in name or dice.random() < 0.5
         layout = "contiguous" if "distflash" in name else dice.choice(["zigzag", "contiguous", "striped"])
 
-        def build(topology, needed, way, travels, dice=dice, direction=direction, overlap=overlap):
-            plan = builder(topology, needed, way, travels)
+        @functools.cache  # all ranks walk the same plan
+        def build(topology, pattern, way, travels, dice=dice, direction=direction, overlap=overlap):
+            plan = Plan.of(name, way, size, builder(topology, pattern, way, travels))
             if overlap:
-                plan = overlapped(plan, needed, {"q": 2, "kv": 1, "out": 3, "dq": 2, "dkv": 1})
+                plan = overlapped(plan, pattern, {"q": 2, "kv": 1, "out": 3, "dq": 2, "dkv": 1})
             for _ in range(dice.choice([1, 1, 1, 2, 3]) if way == direction else 0):
                 plan = _mutated(dice, plan)
-            return plan
+            validate(plan, pattern.pairs())
+            return plan.ranks.__getitem__
 
         replace_schedule(settings["schedule"], build)
         choice = {} if "distflash" in name else {"forward": travels, "backward": travels}

@@ -1,32 +1,33 @@
 """A schedule from a file of its own, as a user would write one: all there is to know of it, and nothing elsewhere."""
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.plan import Gather, ReduceScatter
+from ds_seqpar.planning.actions import Gather, ReduceScatter
 from ds_seqpar.planning.schedules.base import Schedule, blocks_received, count
-from ds_seqpar.planning.schedules.rotation import rotation
+from ds_seqpar.planning.schedules.rotation import Round, rotation
 from ds_seqpar.planning.topology import divisors
 
 
-def carousel(topology, needed, direction, travels="kv"):
+def carousel(topology, pattern, direction, travels="kv"):
     """Rank p = seat + seats * car. k/v is gathered over the seats of a car, and what travels goes from car to car, the
     other way round than in a ring: in step t rank p holds what car + t brought."""
     seats, cars = topology.size("seat"), topology.size("car")
-    groups = [tuple(range(car * seats, (car + 1) * seats)) for car in range(cars)]
-    together = groups if seats > 1 else []
-    return rotation(
-        "carousel",
-        direction,
-        travels,
-        [((rank,), groups[rank // seats]) for rank in range(seats * cars)],
-        [[(rank - seats * t) % (seats * cars) for t in range(cars)] for rank in range(seats * cars)],
-        needed,
-        gathers=tuple(_of(Gather, "kv", group) for group in together),
-        reduces=tuple(_of(ReduceScatter, "dkv", group) for group in together if direction == "backward"),
+    ranks = seats * cars
+
+    def car(rank):
+        return tuple(range(rank // seats * seats, (rank // seats + 1) * seats))
+
+    def together(cls, kind, rank):
+        return (cls(ranks=car(rank), kind=kind, parts=tuple((p,) for p in car(rank))),) if seats > 1 else ()
+
+    way = Round(
+        size=ranks,
+        there=lambda unit, t: (unit - seats * t) % ranks,
+        here=lambda rank, t: (rank + seats * t) % ranks,
+        keys=lambda rank: ((rank,), car(rank)),
+        gathers=lambda rank: together(Gather, "kv", rank),
+        reduces=lambda rank: together(ReduceScatter, "dkv", rank) if direction == "backward" else (),
     )
-
-
-def _of(cls, kind, group):
-    return cls(ranks=group, kind=kind, parts=tuple((rank,) for rank in group))
+    return rotation(way, cars, direction, travels, pattern)
 
 
 def shapes(ranks):

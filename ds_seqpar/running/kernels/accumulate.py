@@ -30,6 +30,8 @@ class Rows(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """A view: (B, n, ...) -> (B, size, ...), or (B, count, size, ...) for several groups."""
+        if self.size == x.shape[1]:
+            return x
         if self.count == 1:
             return x.narrow(1, self.start, self.size)
         held = x.narrow(1, self.start, self.step * (self.count - 1) + self.size)
@@ -150,7 +152,9 @@ class Sum(Running):
 
 def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
     """copy: an op's results must share no memory, and those in one message do."""
-    return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy) if copy or dtype else x.contiguous()
+    if copy or dtype not in (None, x.dtype):
+        return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy)
+    return x.contiguous()
 
 
 # ---- tiles as calls of a kernel that knows full and causal blocks

@@ -1,0 +1,328 @@
+"""The validator rejects each way in which a plan can be wrong.
+
+A plan that passes it neither hangs nor computes something else, so it is tested by breaking good plans in every place.
+(ring-flash-attention#39: requests that do not match collectives; pytorch#174288, nccl#1967: batched sends and receives
+that hang.)
+"""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_seqpar.errors import PlanError
+from ds_seqpar.planning.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
+from ds_seqpar.planning.validate import validate
+from tests.unit.plans import (
+    DIRECTIONS,
+    FORMS,
+    added,
+    build,
+    by_hand,
+    causal_contiguous,
+    changed,
+    changed_on,
+    double_ring,
+    everything,
+    joint,
+    mesh,
+    places,
+    problems,
+    rejoined,
+    replaced,
+    ring,
+)
+
+_forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
+
+
+def _rejection(plan, pairs):
+    """The validator's sentence; it always names rank and step, and carries the table."""
+    with pytest.raises(PlanError) as caught:
+        validate(plan, pairs)
+    sentence, _, table = str(caught.value).partition("\n")
+    assert re.match(r"rank -?\d+, step \d+: \S", sentence), sentence
+    assert table == plan.table()
+    return sentence
+
+
+# (schedule, topology, what travels, needed products): what the systematic changes start from
+PLANS = {
+    "ring": ("ring", ring(4), "kv", everything(4)),
+    "ring, q travels": ("ring", ring(3), "q", everything(3)),
+    "double ring": ("double_ring", double_ring(4, 2), "kv", everything(4)),
+    "distflash": ("distflash", ring(5), "kv", causal_contiguous(5)),
+    "mesh 2x2x1": ("mesh", mesh(2, 2, 1), "kv", everything(4)),
+    "mesh 2x2x2": ("mesh", mesh(2, 2, 2), "kv", everything(8)),
+    "mesh 2x1x2, q travels": ("mesh", mesh(2, 1, 2), "q", everything(4)),
+}
+
+
+@pytest.fixture(params=list(itertools.product(PLANS, DIRECTIONS)), ids="-".join)
+def good(request):
+    """(plan, pairs)"""
+    name, direction = request.param
+    schedule, topology, travels, pairs = PLANS[name]
+    plan = build(schedule, topology, direction, travels, pairs)
+    validate(plan, pairs)
+    return plan, pairs
+
+
+def test_a_dropped_action_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        sentence, action = _rejection(changed(plan, place), pairs), place[3]
+        if place[1] == "results":
+            assert re.search("is not home|is left over|which is not there", sentence)
+        elif isinstance(action, ReduceScatter):
+            assert re.search("is not home|is left over", sentence)
+        elif isinstance(action, Compute):
+            # the result that should travel may be missed before the product itself
+            assert re.search("is missing|which is not there", sentence)
+        else:
+            assert "which is not there" in sentence
+
+
+def test_a_doubled_action_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        action = place[3]
+        sentence = _rejection(changed(plan, place, action, action), pairs)
+        if isinstance(action, Compute):
+            assert "a second time" in sentence
+        elif isinstance(action, ReduceScatter) or place[1] == "results":
+            assert "which is not there" in sentence
+        else:
+            assert "brings what is there already" in sentence
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_misdirected_move_is_noticed(direction):
+    plan = build("ring", ring(4), direction)
+    for place in places(joint(plan)):
+        step, field, _, move = place
+        if not isinstance(move, Move):
+            continue
+        for end, rank in itertools.product(("src", "dst"), range(-1, 5)):
+            if rank == getattr(move, end):
+                continue
+            broken = changed(plan, place, dataclasses.replace(move, **{end: rank}))
+            hops = (rank - move.key[0]) % 4  # from the block's owner to this rank, along the ring
+            # a rank that the block has visited may still send it; a gradient may go straight home, or ahead to a rank
+            # that sends it on later
+            by_another = (field, end) == ("moves", "src") and hops <= step
+            ahead = (field, end) == ("results", "dst") and (hops == 0 or hops > step)
+            if rank in range(4) and rank not in move.ranks and (by_another or ahead):
+                validate(broken, everything(4))
+            else:
+                _rejection(broken, everything(4))
+
+
+def test_a_move_to_a_rank_that_does_not_need_it_or_does_not_exist_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        move = place[3]
+        if place[1] != "moves":
+            continue
+        for rank in set(range(-1, plan.size + 1)) - {move.dst}:
+            _rejection(changed(plan, place, dataclasses.replace(move, dst=rank)), pairs)
+
+
+def test_a_product_on_the_wrong_rank_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        if isinstance(place[3], Compute):
+            for rank in set(range(-1, plan.size + 1)) - {place[3].rank}:
+                _rejection(changed(plan, place, dataclasses.replace(place[3], rank=rank)), pairs)
+
+
+def test_another_block_in_an_action_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        for field in ("q", "kv", "key"):
+            old = getattr(place[3], field, None)
+            for block in range(plan.size):
+                if old and (block,) != old:
+                    _rejection(changed(plan, place, dataclasses.replace(place[3], **{field: (block,)})), pairs)
+
+
+def test_another_kind_in_an_action_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        for kind in {"q", "kv", "out", "dq", "dkv"} - {getattr(place[3], "kind", None)}:
+            if isinstance(place[3], Move | Collective):
+                _rejection(changed(plan, place, dataclasses.replace(place[3], kind=kind)), pairs)
+
+
+def test_a_move_that_comes_a_step_late_or_early_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        number, field, _, action = place
+        if not isinstance(action, Move):
+            continue
+        for other in {number - 1, number + 1} & set(range(len(plan.ranks[0]))):
+            # straight from its owner an operand may come early and wait; straight to its owner a result may come late
+            early = field == "moves" and action.key == (action.src,) and other < number
+            late = field == "results" and action.key == (action.dst,) and other > number
+            if not early and not late:
+                steps = added(replaced(joint(plan), place), other, field, action)
+                _rejection(rejoined(plan, steps), pairs)
+
+
+def test_a_move_that_is_due_too_late_or_before_it_was_sent_is_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        number, field, _, action = place
+        if not isinstance(action, Move):
+            continue
+        for within in (-1, 0):
+            sentence = _rejection(changed(plan, place, dataclasses.replace(action, within=within)), pairs)
+            assert f"is due within {within} steps" in sentence
+        broken = changed(plan, place, dataclasses.replace(action, within=len(plan.ranks[0]) - number + 1))
+        if field == "moves":
+            assert "outside the plan" in _rejection(broken, pairs)
+        elif action.dst in action.key and not plan.ranks[0][-1].reduces:
+            validate(broken, pairs)  # a result may be on its way home until the very end
+        else:
+            _rejection(broken, pairs)
+
+
+def test_parts_of_a_collective_in_another_order_or_a_member_less_are_noticed(good):
+    plan, pairs = good
+    for place in places(joint(plan)):
+        action = place[3]
+        if isinstance(action, Collective):
+            turned = dataclasses.replace(action, parts=(*action.parts[1:], action.parts[0]))
+            _rejection(changed(plan, place, turned), pairs)
+            fewer = dataclasses.replace(action, ranks=action.ranks[1:], parts=action.parts[1:])
+            _rejection(changed(plan, place, fewer), pairs)
+
+
+def test_what_only_one_rank_leaves_out_doubles_or_changes_is_noticed(good):
+    plan, pairs = good
+    for rank in range(plan.size):
+        for place in places(plan.ranks[rank]):
+            action = place[3]
+            options = [(), (action, action)]
+            if isinstance(action, Move):
+                options += [(dataclasses.replace(action, src=action.dst, dst=action.src),)]
+                options += [(dataclasses.replace(action, key=((action.key[0] + 1) % plan.size,)),)]
+                options += [(dataclasses.replace(action, within=2),)]
+            for actions in options:
+                broken = changed_on(plan, rank, lambda steps, p=place, a=actions: replaced(steps, p, *a))
+                sentence = _rejection(broken, pairs)
+                if isinstance(action, Move | Collective):
+                    assert re.search("has no counterpart on rank|does not stand in the order of rank", sentence)
+
+
+def test_an_action_among_a_strangers_is_noticed(good):
+    plan, pairs = good
+    for number, field, _, action in places(joint(plan)):
+        for rank in set(range(plan.size)) - set(action.ranks):
+            broken = changed_on(plan, rank, lambda steps, n=number, f=field, a=action: added(steps, n, f, a))
+            assert f"{action} is not its own" in _rejection(broken, pairs)
+
+
+def test_a_rank_with_more_or_fewer_steps_is_noticed(good):
+    plan, pairs = good
+    for rank, change in itertools.product(range(plan.size), (lambda steps: steps[:-1], lambda steps: (*steps, Step()))):
+        broken = changed_on(plan, rank, change)
+        with pytest.raises(PlanError) as caught:
+            validate(broken, pairs)
+        # rank 0's are the measure
+        lengths = [len(steps) for steps in broken.ranks]
+        wrong = next(r for r, length in enumerate(lengths) if length != lengths[0])
+        words = f"rank {wrong}, step 0: it has {lengths[wrong]} steps, rank 0 has {lengths[0]}"
+        assert str(caught.value).partition("\n")[0] == words
+
+
+def test_a_result_that_stays_with_a_visitor_is_left_over_there():
+    plan = build("ring", ring(4), "backward")
+    last = [place for place in places(joint(plan)) if place[1] == "results" and place[0] == 3]
+    (from_rank_0,) = [place for place in last if place[3].src == 0]
+    sentence = _rejection(changed(plan, from_rank_0), everything(4))
+    assert sentence == f"rank 0, step 3: dkv({from_rank_0[3].dst}) is left over and never sent home"
+    (from_rank_3,) = [place for place in last if place[3].src == 3]
+    sentence = _rejection(changed(plan, from_rank_3), everything(4))
+    assert sentence.startswith("rank 0, step 3: dkv(0) is not home: products q(1)*kv(0)")
+
+
+def _own_products(size):
+    return tuple(Compute(rank=rank, q=(rank,), kv=(rank,)) for rank in range(size))
+
+
+def test_an_accumulator_that_nobody_sends_home_is_noticed():
+    first = Step(moves=(Move(src=0, dst=1, kind="q", key=(0,)),), computes=_own_products(2))
+    helped = Compute(rank=1, q=(0,), kv=(1,))
+    plan = by_hand(2, first, Step(computes=(helped,)))
+    assert "rank 0, step 1: out(0) is not home: products q(0)*kv(1) are not in it" in _rejection(plan, {(0, 1)})
+    sent = Step(computes=(helped,), results=(Move(src=1, dst=0, kind="out", key=(0,)),))
+    validate(by_hand(2, first, sent), {(0, 1)})
+    # under the key of a group it is nobody's own
+    gathered = Step(
+        gathers=(Gather(ranks=(0, 1), kind="q", parts=((0,), (1,))),),
+        computes=(Compute(rank=0, q=(0, 1), kv=(0,)), Compute(rank=1, q=(1,), kv=(1,))),
+    )
+    assert "out(0) is not home" in _rejection(by_hand(2, gathered), {(0, 0), (1, 1)})
+
+
+def test_an_operand_that_is_absent_is_named():
+    plan = by_hand(2, Step(computes=(Compute(rank=0, q=(0,), kv=(1,)),)))
+    assert _rejection(plan, {(0, 1)}) == "rank 0, step 0: q(0)*kv(1) needs kv(1), which is not there"
+
+
+def test_an_operand_moves_among_the_moves_and_a_result_among_the_results():
+    operand, result = Move(src=0, dst=1, kind="kv", key=(0,)), Move(src=0, dst=1, kind="out", key=(0,))
+    assert "moves no operand" in _rejection(by_hand(2, Step(moves=(result,))), ())
+    assert "moves no forward result" in _rejection(by_hand(2, Step(results=(operand,))), ())
+    assert "moves no backward result" in _rejection(by_hand(2, Step(results=(result,)), direction="backward"), ())
+
+
+def test_a_rank_twice_in_one_action_is_noticed():
+    within = Move(src=0, dst=0, kind="kv", key=(0,))
+    assert f"{within} names a rank twice" in _rejection(by_hand(2, Step(moves=(within,))), ())
+    gather = Gather(ranks=(0, 0), kind="kv", parts=((0,), (0,)))
+    assert f"{gather} names a rank twice" in _rejection(by_hand(2, Step(gathers=(gather,))), ())
+
+
+def test_a_message_without_a_receiver_is_noticed():
+    plan = build("ring", ring(2), "forward")
+    deaf = changed_on(plan, 1, lambda steps: (dataclasses.replace(steps[0], moves=()), *steps[1:]))
+    sentence = _rejection(deaf, everything(2))
+    assert sentence == "rank 0, step 0: kv(0):0>1 has no counterpart on rank 1"
+
+
+def test_collectives_of_a_group_out_of_order_are_noticed():
+    gathers = tuple(Gather(ranks=(0, 1), kind=kind, parts=((0,), (1,))) for kind in ("q", "kv"))
+    computes = tuple(Compute(rank=rank, q=(rank,), kv=(0, 1)) for rank in range(2))
+    plan = by_hand(2, Step(gathers=gathers, computes=computes))
+    validate(plan, everything(2))
+    swapped = lambda steps: (dataclasses.replace(steps[0], gathers=steps[0].gathers[::-1]),)  # noqa: E731
+    for rank in range(2):
+        sentence = _rejection(changed_on(plan, rank, swapped), everything(2))
+        assert "does not stand in the order of rank" in sentence
+        assert "Gather(q(0,1))" in sentence
+
+
+def test_messages_between_two_ranks_out_of_order_are_noticed():
+    moves = tuple(Move(src=0, dst=1, kind=kind, key=(0,)) for kind in ("q", "kv"))
+    plan = by_hand(2, Step(moves=moves, computes=_own_products(2)))
+    validate(plan, {(0, 0), (1, 1)})
+    swapped = lambda steps: (dataclasses.replace(steps[0], moves=steps[0].moves[::-1]),)  # noqa: E731
+    for rank in range(2):
+        sentence = _rejection(changed_on(plan, rank, swapped), {(0, 0), (1, 1)})
+        assert "does not stand in the order of rank" in sentence
+
+
+@_forms
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_action_of_any_plan_can_be_dropped_or_doubled(schedule, direction, travels, data):
+    topology, pairs = data.draw(problems(schedule, 10))
+    plan = build(schedule, topology, direction, travels, pairs)
+    place = data.draw(st.sampled_from(list(places(joint(plan)))))
+    _rejection(changed(plan, place), pairs)
+    _rejection(changed(plan, place, place[3], place[3]), pairs)
