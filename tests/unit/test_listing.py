@@ -9,11 +9,11 @@ from ds_seqpar.__main__ import main
 from ds_seqpar.planning import memory
 from ds_seqpar.planning.compile import Compiler, Recipe
 from ds_seqpar.planning.listing import listing
-from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.planning.masks import CAUSAL, Mask
 from ds_seqpar.planning.program import slots_of
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.planning.shards import EvenShards, UnevenShards
 from tests.unit.plans import DIRECTIONS, shaped
 
 HOW_IT_WORKS = Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md"
@@ -39,6 +39,18 @@ def test_each_instruction_is_a_line_with_its_step_and_slots(schedule, direction,
         assert line.startswith(f"[{number}] ")
         assert line.endswith(f" {bound.slot_bytes(number)}")
     assert int(re.findall(r"\d+", most)[0]) == memory.peak(bound)
+
+
+# its queries are alone in a document of which nobody has keys: blank results, out (64 bytes) and lse (16) beside wide
+# ones (128 and 16)
+def test_a_rank_that_computes_nothing_has_a_program_and_a_figure():
+    recipe = Recipe(schedule=SCHEDULES["ring"], topology=shaped("ring", 2), layout="contiguous")
+    shards = UnevenShards([[(0, 1, 4)], [(4, 1, 4)]], [[(0, 1, 4)], []])
+    shape = Shape(batch=1, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", travel="float32")
+    bound = Compiler(recipe, 1).bound("forward", Mask(documents=(0, 4)), shards, shape, False)
+    assert bound.program.slots == ()
+    assert "finish out(1) own" in listing(bound)
+    assert memory.peak(bound) == 64 + 16 + 128 + 16
 
 
 def test_show_prints_a_rank_that_exists(capsys):
