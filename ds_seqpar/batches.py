@@ -61,7 +61,8 @@ def shard_window(
     G times the gradient is in it, which `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`,
     and average gradients over the world, as DDP does.
     """
-    sharded, count, value, error = [], 0, None, None
+    sharded: list[dict[str, Any]] = []
+    count, value, error = 0, None, None
     try:
         window = list(window) if isinstance(window, Iterable) else [window]
         sharded, count, value = _prepare(sp, window, causal, steps, device)
@@ -188,7 +189,7 @@ def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, x in sorted(batch.items()):
         if isinstance(x, Tensor):
-            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             found[name] = f"{_describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
     return found
 

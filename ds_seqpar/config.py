@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .deepspeed_json import read_deepspeed, section_of
 from .errors import SECTION, ConfigError, choose, in_words, nearest
@@ -13,6 +13,8 @@ from .planning import schedules
 from .planning.layout import LAYOUTS as RUNS
 from .planning.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
 from .planning.topology import Axes, Topology, divisors, place
+
+Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
 LAYOUTS = tuple(RUNS)
 TRAVELS = ("auto", *TRAVELLERS)
@@ -46,8 +48,8 @@ class SequenceParallelConfig:
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
-    size: int | str = "auto"
-    ulysses: int | str = "auto"
+    size: Count = "auto"
+    ulysses: Count = "auto"
     schedule: str = "auto"
     layout: str = "auto"
     forward: str = "auto"
@@ -191,11 +193,12 @@ class SequenceParallelConfig:
                     f"it{f', or use schedule {in_words(others)}' if others else ''}"
                 )
 
-    def _shape(self, heads: tuple[int, int] | None) -> Mapping[str, Value]:
+    def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
         """The schedule's own settings without "auto"."""
         if heads:  # those of a Ulysses member; where members are more than key/value heads, each has one of these
             heads = heads[0] // self.ulysses, max(1, heads[1] // self.ulysses)
-        return schedules.schedule(self.schedule).resolve(self.size // self.ulysses, dict(self.own), heads)
+        chosen = schedules.schedule(self.schedule)
+        return tuple(chosen.resolve(self.size // self.ulysses, dict(self.own), heads).items())
 
     @property
     def inner_axes(self) -> Axes:

@@ -84,10 +84,10 @@ def initialize(
         library.check_loss(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     own_args = copy.copy(args)
-    if getattr(own_args, "deepspeed_config", None):
+    if own_args is not None and getattr(own_args, "deepspeed_config", None):
         own_args.deepspeed_config = None
     returned = deepspeed.initialize(args=own_args, model=model, config=deepspeed_config(content, sp), **passed)
-    if hasattr(args, "local_rank"):
+    if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
     engine = returned[0]
     engine.sequence_parallel = sp

@@ -26,11 +26,11 @@ class Library:
     every rank unless its loss is right, before and after DeepSpeed has the model.
     """
 
-    is_known: Callable[[nn.Module], bool]
-    heads: Callable[[nn.Module], tuple[int, int]]
-    check_patch: Callable[[nn.Module, SequenceParallel | None], None]
-    patch: Callable[[nn.Module, SequenceParallel], Any]
-    patched_with: Callable[[nn.Module], SequenceParallel | None]
+    is_known: Callable[[Any], bool]
+    heads: Callable[[Any], tuple[int, int]]
+    check_patch: Callable[[Any, SequenceParallel | None], None]
+    patch: Callable[[Any, SequenceParallel], Any]
+    patched_with: Callable[[Any], SequenceParallel | None]
     check_loss: Callable[[nn.Module, SequenceParallel], None]
     check_engine: Callable[[nn.Module, SequenceParallel], None]
 
@@ -72,8 +72,9 @@ def own_library(model: nn.Module) -> Library:
 def unwrapped(model: nn.Module) -> Any:
     """The model inside a peft model, torch.compile, DDP or an engine; any other model as it is."""
     names = {base.__name__ for base in type(model).__mro__}
+    inside: Any = model
     if "OptimizedModule" in names:
-        return unwrapped(model._orig_mod)
+        return unwrapped(inside._orig_mod)
     if names & {"DeepSpeedEngine", "DistributedDataParallel"}:
-        return unwrapped(model.module)
-    return unwrapped(model.get_base_model()) if "PeftModel" in names else model
+        return unwrapped(inside.module)
+    return unwrapped(inside.get_base_model()) if "PeftModel" in names else model

@@ -20,8 +20,8 @@ TRAINER = {
     "SequenceParallelTrainer": "trainer",
 }
 
-PreTrainedModel.patch_attention = patch_attention
-PreTrainedModel.unpatch_attention = unpatch_attention
+for method in (patch_attention, unpatch_attention):
+    setattr(PreTrainedModel, method.__name__, method)
 register(
     "PreTrainedModel",
     Library(

@@ -44,7 +44,7 @@ class Agreement:
         later = self.later if self.compared else None
         error = InputError(wrong) if wrong else self.later.error()
         error = error or shard_error(self.sp, tokens, positions, mask, later)
-        value = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
+        value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         model = None if self.compared else self.model()
         value |= fingerprint(model) if model is not None else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
@@ -105,7 +105,8 @@ def shard_error(
     if positions is None or not _are_for(positions, tokens):
         return InputError(WRONG_POSITIONS.format("none" if positions is None else "those of other tokens"))
     if later is not None and positions.device.type != "cpu":
-        return later.look(sp, seq, positions, mask)
+        later.look(sp, seq, positions, mask)
+        return None
     if mask is not None and not bool((mask != 0).all()):
         return InputError(WRONG_MASK)
     wrong = bool((positions.cpu() != sp.position_ids(seq)).any())

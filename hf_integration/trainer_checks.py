@@ -190,6 +190,7 @@ def check_loss(trainer: ShardingTrainer, model: nn.Module) -> None:
     """Raises ConfigError on every rank unless `compute_loss`, with the prepared model, gives the sum of token losses on
     shift_labels over num_items_in_batch. One forward of the shortest sequence. Collective over the world."""
     sp, device = trainer.sp, trainer.args.device
+    error: SeqParError | None = None
     given = probe(sp, unwrapped(trainer.model).config.vocab_size, device)
     items = torch.tensor(ITEMS, device=device)
     try:

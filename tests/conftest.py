@@ -1,6 +1,7 @@
 """What DeepSpeed compiles when it first starts lies with this environment and is compiled before any test needs it."""
 
 import fcntl
+import gc
 import os
 import sys
 
@@ -10,6 +11,16 @@ from ds_seqpar import cpu_op
 
 # not the user's cache, which other environments share and rebuild with their own paths, each at its turn
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """No collector looks through all that tests import: not while they do, and not afterwards."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 @pytest.fixture(scope="session")

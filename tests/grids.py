@@ -18,6 +18,11 @@ def cover(legal=lambda case: True, **axes):
     Greedy: takes the case with the most pairs that are still wanting, the first of `whole` among equals.
     """
     cases = whole(legal, **axes)
+    return [cases[index] for index in _chosen(cases)]
+
+
+def _chosen(cases):
+    """The places of the cases that make the cover."""
     pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
     wanting = set().union(*pairs)
     heap = [(-len(mine), index) for index, mine in enumerate(pairs)]
@@ -32,7 +37,7 @@ def cover(legal=lambda case: True, **axes):
             wanting -= pairs[index]
         elif fresh:
             heapq.heappush(heap, (-fresh, index))
-    return [cases[index] for index in sorted(taken)]
+    return sorted(taken)
 
 
 def grouped(group, legal=lambda case: True, **axes):
@@ -40,8 +45,9 @@ def grouped(group, legal=lambda case: True, **axes):
 
     A group of cases is one test, so that pytest's own time for a case stays small.
     """
-    few = cover(legal, **axes)
-    rest = [case for case in whole(legal, **axes) if case not in few]
+    cases = whole(legal, **axes)
+    chosen = set(_chosen(cases))
+    few, rest = ([case for index, case in enumerate(cases) if (index in chosen) is wanted] for wanted in (True, False))
     return [*_split(few, group), *_split(rest, group, "rest-", marks=pytest.mark.whole)]
 
 

@@ -5,7 +5,6 @@ fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh 
 """
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import socket
@@ -14,14 +13,24 @@ import time
 import traceback
 from datetime import timedelta
 
+# what ranks import sooner or later; a name that another release does not have is passed over
 PRELOAD = [
-    "torch",
+    "tests.preloading",
     "torch.distributed",
     "deepspeed",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # every ZeRO engine imports it, and it imports torch's compiler
-    "transformers",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
+    "ds_seqpar.engine",
+    "hf_integration.trainer",
+    "hypothesis",
+    "matplotlib.pyplot",
+    "pytest",
+    "tests.preloaded",
 ]
 
 
@@ -38,7 +47,8 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
-    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks.
+    word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks; None leaves torch.distributed
+    down, for what brings it up itself (a group that one rank has left is no longer there for another to join).
     """
     with Ranks(world, patience) as ranks:
         results, errors = ranks.call(function, *args, timeout=timeout)
@@ -59,7 +69,8 @@ class Ranks:
         port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, world, self.folder.name, port, patience, theirs))
+            place = self.folder.name, port, patience
+            process = context.Process(target=_rank, args=(rank, world, *place, dict(os.environ), theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -107,8 +118,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _rank(rank, world, folder, port, patience, pipe):
+def _rank(rank, world, folder, port, patience, environment, pipe):
+    os.environ.clear()  # the server's, which is that of the test which first needed ranks
     os.environ.update(
+        environment,
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
@@ -116,10 +129,10 @@ def _rank(rank, world, folder, port, patience, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # ZeRO-3 collects garbage for every engine: not among all that was imported
-    outcome = _outcome(
-        dist.init_process_group, ("gloo", f"file://{folder}/store", timedelta(seconds=patience), world, rank)
-    )
+    outcome = True, None
+    if patience is not None:
+        store = f"file://{folder}/store"
+        outcome = _outcome(dist.init_process_group, ("gloo", store, timedelta(seconds=patience), world, rank))
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:

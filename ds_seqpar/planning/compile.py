@@ -7,19 +7,19 @@ causal or full mask no length changes. A length gives slots their tokens and pro
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from . import overlap
 from .actions import Key, Steps
+from .layout import LAYOUTS
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Pattern, Plan
-from .program import Program
+from .program import Product, Program, Slot
 from .schedules import Schedule
-from .shape import Field, Shape, buffer_bytes
+from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards
 from .tiles import Tile, tiles
 from .topology import Topology
@@ -70,16 +70,32 @@ class Recipe:
 class Bound:
     """A program with the lengths of one call: read by the walker, the simulator and the memory figure."""
 
-    def __init__(self, program: Program, shape: Shape, shards: Shards, mask: Mask, square: bool) -> None:
+    def __init__(
+        self, program: Program, shape: Shape, shards: Shards, mask: Mask, square: bool, growing: _Growing | None = None
+    ) -> None:
         self.program, self.shape, self.shards, self.mask, self.square = program, shape, shards, mask, square
+        self._growing, self._run = growing, run_length(shards) if growing else 0
         self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
+        self._per_token = shape.elements_per_token(program.direction)
+        self._fields = tuple(self._fields_of(slot) for slot in program.slots)
+        self._bytes: dict[tuple[int, str, Key], int] = {}
+        self._places: dict[tuple[int, int], tuple[Place, ...]] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """The kernel calls of a product."""
         found = self._tiles.get((q, kv))
         if found is None:
-            found = self._tiles[q, kv] = _tiles(q, kv, self.mask, self.shards, self.square)
+            found = self._tiles[q, kv] = self._made(q, kv)
         return found
+
+    def all_tiles(self) -> int:
+        """How many kernel calls the whole program has."""
+        return sum(len(self.tiles(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
+
+    def _made(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+        if self._growing:
+            return self._growing.tiles(q, kv, self._run)
+        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.square)
 
     def tokens(self, kind: str, key: Key) -> int:
         """Of some blocks of q (or its results), or of k/v."""
@@ -87,17 +103,31 @@ class Bound:
 
     def elements(self, kind: str, key: Key) -> int:
         """What a unit brings."""
-        return self.tokens(kind, key) * self.shape.elements_per_token(self.program.direction)[kind]
+        return self.tokens(kind, key) * self._per_token[kind]
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """What a unit takes of a slot."""
-        return buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
+        found = self._bytes.get((slot, kind, key))
+        if found is None:
+            found = buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
+            self._bytes[slot, kind, key] = found
+        return found
+
+    def places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
+        """Where a unit's tensors stand in its part of a slot."""
+        tokens = self.tokens(kind, key)
+        found = self._places.get((slot, tokens))
+        if found is None:
+            found = self._places[slot, tokens] = places_of(self.fields(slot), self.shape.batch, tokens)
+        return found
 
     def fields(self, slot: int) -> tuple[Field, ...]:
         """The tensors of a unit in this slot."""
-        meant = self.program.slots[slot]
-        dtype = self.shape.wide if meant.role == "wide" else None
-        return self.shape.fields(self.program.direction, meant.kind, dtype)
+        return self._fields[slot]
+
+    def _fields_of(self, slot: Slot) -> tuple[Field, ...]:
+        dtype = self.shape.wide if slot.role == "wide" else None
+        return self.shape.fields(self.program.direction, slot.kind, dtype)
 
     def slot_bytes(self, slot: int) -> int:
         """What it must hold: the largest of its units, or one part after the other."""
@@ -115,6 +145,7 @@ class Compiler:
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
+        self._growing: OrderedDict[Hashable, _Growing] = OrderedDict()
 
     def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, square: bool) -> Bound:
         """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
@@ -122,7 +153,8 @@ class Compiler:
         found = self._bound.get(key)
         if found is None:
             program = self.program(direction, mask, shards, shape)
-            found = _kept(self._bound, key, lambda: Bound(program, shape, shards, mask, square))
+            growing = self.growing(mask, shards, square)
+            found = _kept(self._bound, key, lambda: Bound(program, shape, shards, mask, square, growing))
         return found
 
     def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
@@ -143,6 +175,13 @@ class Compiler:
                 wide_travel,
             ),
         )
+
+    def growing(self, mask: Mask, shards: Shards, square: bool) -> _Growing | None:
+        """What gives tiles for these shards by their length alone, where there is such a thing."""
+        if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > PROBE):
+            return None
+        key = mask, shards.layout, shards.size, square
+        return _kept(self._growing, key, lambda: _Growing(*key))
 
     def pattern(self, mask: Mask, shards: Shards) -> Pattern:
         standing = _stand_in(mask, shards)
@@ -169,35 +208,48 @@ def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
 def _stand_in(mask: Mask, shards: Shards) -> Shards:
     """Shards of few tokens whose blocks meet where these do."""
     if mask.scale_free and isinstance(shards, EvenShards):
-        run = shards.runs("q", (0,))[0].length
+        run = run_length(shards)
         if run > 2:
             return dataclasses.replace(shards, seq=shards.seq // run * 2)
     return shards
 
 
-def _tiles(q: Key, kv: Key, mask: Mask, shards: Shards, square: bool) -> tuple[Tile, ...]:
-    if mask.scale_free and isinstance(shards, EvenShards) and (run := shards.runs("q", (0,))[0].length) > PROBE:
+class _Growing:
+    """Tiles of products for runs of any length: under a mask of order alone every edge of a tile is a straight line of
+    the length, which two short lengths show."""
+
+    def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
+        runs = len(LAYOUTS[layout](2 * size, size, 0)) * size
+        self.small, self.large = (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))
+        self.mask, self.square = mask, square
+        self.known: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}
+
+    def tiles(self, q: Key, kv: Key, run: int) -> tuple[Tile, ...]:
+        """For runs of so many tokens, PROBE or more."""
+        lines = self.known.get((q, kv))
+        if lines is None:
+            lines = self.known[q, kv] = self.lines(q, kv)
+        more = run - PROBE
         return tuple(
-            Tile(*(at + (run - PROBE) * slope for at, slope in zip(low[:4], growth, strict=True)), *low[4:])
-            for low, growth in _growing_tiles(q, kv, mask, shards.layout, shards.size, shards.seq // run, square)
+            Tile(q0 + more * a, q1 + more * b, k0 + more * c, k1 + more * d, kind, width)
+            for (q0, q1, k0, k1, kind, width), (a, b, c, d) in lines
         )
-    return tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square)
+
+    def lines(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
+        """The tiles at PROBE, and by how much each edge grows with a run."""
+        small, large = (
+            tiles(shards.runs("q", q), shards.runs("kv", kv), self.mask, self.square)
+            for shards in (self.small, self.large)
+        )
+        return tuple(
+            (low, tuple(b - a for a, b in zip(low[:4], high[:4], strict=True)))
+            for low, high in zip(small, large, strict=True)
+        )
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _growing_tiles(
-    q: Key, kv: Key, mask: Mask, layout: str, size: int, runs: int, square: bool
-) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-    """Tiles for runs of PROBE tokens, and by how much each edge grows with a run's length: under a mask of order alone
-    all edges are straight lines of it."""
-    small, large = (
-        tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square)
-        for shards in (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))
-    )
-    return tuple(
-        (low, tuple(b - a for a, b in zip(low[:4], high[:4], strict=True)))
-        for low, high in zip(small, large, strict=True)
-    )
+def run_length(shards: Shards) -> int:
+    """Of every run, where a named layout gives them."""
+    return shards.runs("q", (0,))[0].length
 
 
 def side_of(kind: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from .actions import Collective, Key, Unit
 
@@ -31,7 +31,6 @@ class Pack(NamedTuple):
     step: int
     unit: Unit
     into: int
-    SLOTS: ClassVar = ("into",)
 
 
 class Post(NamedTuple):
@@ -41,13 +40,11 @@ class Post(NamedTuple):
     ticket: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
-    SLOTS: ClassVar = ()
 
 
 class Wait(NamedTuple):
     step: int
     ticket: int
-    SLOTS: ClassVar = ()
 
 
 class GatherStart(NamedTuple):
@@ -58,7 +55,6 @@ class GatherStart(NamedTuple):
     collective: Collective
     sent: int
     received: int
-    SLOTS: ClassVar = ("sent", "received")
 
 
 class Assemble(NamedTuple):
@@ -68,7 +64,6 @@ class Assemble(NamedTuple):
     collective: Collective
     received: int
     into: int
-    SLOTS: ClassVar = ("received", "into")
 
 
 class Product(NamedTuple):
@@ -80,7 +75,6 @@ class Product(NamedTuple):
     q_slot: int
     kv_slot: int
     results: tuple[tuple[Unit, int], ...]
-    SLOTS: ClassVar = ("q_slot", "kv_slot")
 
 
 class Merge(NamedTuple):
@@ -91,7 +85,6 @@ class Merge(NamedTuple):
     arrived: int
     own: int
     into: int
-    SLOTS: ClassVar = ("arrived", "own", "into")
 
 
 class Export(NamedTuple):
@@ -101,7 +94,6 @@ class Export(NamedTuple):
     unit: Unit
     own: int
     into: int
-    SLOTS: ClassVar = ("own", "into")
 
 
 class ScatterStart(NamedTuple):
@@ -114,7 +106,6 @@ class ScatterStart(NamedTuple):
     kept: int
     sent: int
     received: int
-    SLOTS: ClassVar = ("own", "kept", "sent", "received")
 
 
 class Fold(NamedTuple):
@@ -125,7 +116,6 @@ class Fold(NamedTuple):
     received: int
     own: int
     parts: int
-    SLOTS: ClassVar = ("received", "own")
 
 
 class Finish(NamedTuple):
@@ -133,15 +123,28 @@ class Finish(NamedTuple):
 
     step: int
     results: tuple[tuple[Unit, int], ...]
-    SLOTS: ClassVar = ()
 
 
 Instruction = Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
+# the fields of each that are slots; transfers and results name more
+SLOTS: dict[type, tuple[str, ...]] = {
+    Pack: ("into",),
+    Post: (),
+    Wait: (),
+    GatherStart: ("sent", "received"),
+    Assemble: ("received", "into"),
+    Product: ("q_slot", "kv_slot"),
+    Merge: ("arrived", "own", "into"),
+    Export: ("own", "into"),
+    ScatterStart: ("own", "kept", "sent", "received"),
+    Fold: ("received", "own"),
+    Finish: (),
+}
 
 
 def slots_of(instruction: Instruction) -> list[int]:
     """The slots that an instruction names."""
-    found = [getattr(instruction, name) for name in instruction.SLOTS]
+    found = [getattr(instruction, name) for name in SLOTS[type(instruction)]]
     if isinstance(instruction, Post):
         found += [transfer.slot for transfer in (*instruction.sends, *instruction.receives)]
     if isinstance(instruction, Product | Finish):
@@ -151,7 +154,7 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
     """The instruction with other slots."""
-    new = {field: name(getattr(instruction, field)) for field in instruction.SLOTS}
+    new: dict[str, Any] = {field: name(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
     if isinstance(instruction, Post):
         for field in ("sends", "receives"):
             new[field] = tuple(t._replace(slot=name(t.slot)) for t in getattr(instruction, field))

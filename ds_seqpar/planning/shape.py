@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 from .actions import ACCUMULATORS
 
@@ -81,15 +82,25 @@ def _bytes_per_token(shape: Shape, direction: str) -> dict[str, int]:
     return {kind: shape.batch * size for kind, size in sizes.items()}
 
 
-def layout_of(fields: tuple[Field, ...], rows: int) -> list[tuple[int, int]]:
-    """Where each field stands in one buffer of `rows` tokens (batch x tokens): (first byte, bytes). Wider elements come
-    first, so that every field is aligned without a gap."""
+class Place(NamedTuple):
+    """A tensor in a buffer: its bytes from `start` to `end`."""
+
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def places_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Place, ...]:
+    """Where each field stands in the buffer of a unit. Wider elements come first, so that every field is aligned
+    without a gap."""
     places, at = {}, 0
     for field in sorted(fields, key=lambda f: -f.itemsize):
-        size = rows * field.elements * field.itemsize
-        places[field.name] = (at, size)
-        at += size
-    return [places[field.name] for field in fields]
+        end = at + batch * tokens * field.elements * field.itemsize
+        width = (field.width,) if field.width else ()
+        places[field.name] = Place(at, end, field.dtype, (batch, tokens, field.heads, *width))
+        at = end
+    return tuple(places[field.name] for field in fields)
 
 
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:

@@ -15,15 +15,22 @@ from .layout import LAYOUTS, Run, Runs, join
 
 
 class Shards(Protocol):
-    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, in the order of position in which
-    they are kept together."""
+    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, by position, which is the order
+    that they are kept in together."""
 
-    size: int
-    even: bool
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def even(self) -> bool:
+        """Whether all blocks of q, and all of k/v, have as many tokens."""
+        ...
 
     def runs(self, side: str, key: Key) -> Runs: ...
 
     def tokens(self, side: str, key: Key) -> int: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +74,9 @@ class UnevenShards:
 
     def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
         return ("q", self.q), ("kv", self.kv)
+
+    def __reduce__(self) -> tuple:
+        return UnevenShards, (self.q, self.kv)
 
     def __hash__(self) -> int:
         return self._hash

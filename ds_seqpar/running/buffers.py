@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..planning.actions import Key, Unit
 from ..planning.compile import Bound
-from ..planning.shape import Field, layout_of
+from ..planning.shape import Place, buffer_bytes, places_of
 
 Tensors = tuple[Tensor, ...]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -19,31 +19,45 @@ class Buffers:
     def __init__(self, bound: Bound, device: torch.device) -> None:
         self.bound, self.device = bound, device
         self.made: list[Tensor | None] = [None] * len(bound.program.slots)
+        self.seen: dict[int, tuple[tuple[Place, ...], Tensors]] = {}  # by slot: as what it was seen last
 
     def raw(self, slot: int, size: int) -> Tensor:
         """The first bytes of a slot."""
-        return self._buffer(slot)[:size]
+        made = self._buffer(slot)
+        return made if made.numel() == size else made[:size]
 
     def message(self, slot: int, unit: Unit) -> Tensor:
         """The bytes of a unit in its slot."""
-        return self._buffer(slot)[: self.bound.unit_bytes(slot, *unit)]
+        return self.raw(slot, self.bound.unit_bytes(slot, *unit))
 
     def tensors(self, slot: int, unit: Unit) -> Tensors:
         """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
-        kind, key = unit
-        return views(self._buffer(slot), self.bound.fields(slot), self.bound.shape.batch, self.bound.tokens(kind, key))
+        places = self.bound.places(slot, *unit)
+        seen = self.seen.get(slot)
+        if seen is None or seen[0] is not places:  # most units in a slot are of one size
+            seen = self.seen[slot] = places, views(self._buffer(slot), places)
+        return seen[1]
+
+    def wide(self, unit: Unit) -> Tensors:
+        """Tensors of their own for a result that has no slot: nothing is added to it."""
+        shape, tokens = self.bound.shape, self.bound.tokens(*unit)
+        fields = shape.fields(self.bound.program.direction, unit[0], shape.wide)
+        size = buffer_bytes(fields, shape.batch * tokens)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return views(buffer, places_of(fields, shape.batch, tokens))
 
     def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
         """The tensors of several units that stand one after the other in a slot."""
-        fields, batch, at, found = self.bound.fields(slot), self.bound.shape.batch, 0, []
+        at, found = 0, []
         for key in keys:
             size = self.bound.unit_bytes(slot, kind, key)
-            found.append(views(self._buffer(slot)[at : at + size], fields, batch, self.bound.tokens(kind, key)))
+            found.append(views(self._buffer(slot)[at : at + size], self.bound.places(slot, kind, key)))
             at += size
         return found
 
     def free(self, slot: int) -> None:
         self.made[slot] = None
+        self.seen.pop(slot, None)
 
     def _buffer(self, slot: int) -> Tensor:
         made = self.made[slot]
@@ -53,10 +67,6 @@ class Buffers:
         return made
 
 
-def views(buffer: Tensor, fields: tuple[Field, ...], batch: int, tokens: int) -> Tensors:
-    """The tensors of a unit in a buffer of bytes."""
-    found = []
-    for field, (at, size) in zip(fields, layout_of(fields, batch * tokens), strict=True):
-        shape = (batch, tokens, field.heads, field.width) if field.width else (batch, tokens, field.heads)
-        found.append(buffer[at : at + size].view(DTYPES[field.dtype]).view(shape))
-    return tuple(found)
+def views(buffer: Tensor, places: tuple[Place, ...]) -> Tensors:
+    """The tensors of a unit in its bytes."""
+    return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in places)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from ..errors import CommunicationError, SeqParError
 from .groups import Groups, timeout
 
+Group = dist.ProcessGroup | None  # None: of this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements that go to every member of a group, and that come from each
 
 
@@ -65,7 +65,7 @@ class Comm(Protocol):
 class _Works:
     """Owns works and tensors until they are done: a dropped isend loses its message."""
 
-    def __init__(self, what: str, group: dist.ProcessGroup, works: list, tensors: list[Tensor]) -> None:
+    def __init__(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
 
     def wait(self) -> None:
@@ -75,23 +75,26 @@ class _Works:
         self.works, self.tensors = [], []
 
 
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
 
 
-@contextlib.contextmanager
-def failing(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+class failing:  # no generator: at every transfer that would be felt
     """Says in one sentence how communication failed: a rank that ended is another matter than one that did not come.
     What the backend said is the cause of the CommunicationError."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, SeqParError):
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(f"{what} {_reason(str(error), group)}") from error
+
+    def __init__(self, what: str, group: Group) -> None:
+        self.what, self.group = what, group
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError | SeqParError):
+            raise CommunicationError(f"{self.what} {_reason(str(error), self.group)}") from error
 
 
-def _reason(said: str, group: dist.ProcessGroup) -> str:
+def _reason(said: str, group: Group) -> str:
     if TIMED_OUT.search(said):
         return (
             f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
@@ -115,12 +118,30 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     known = torch.tensor(numbers, dtype=torch.int64)
     for far in (1 << step for step in range((size - 1).bit_length())):
         theirs = known.clone()
-        receive = dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT)
-        send = dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT)
-        receive.wait()
-        send.wait()
+        works = (
+            dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT),
+            dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT),
+        )
+        for work in works:
+            assert work is not None  # torch has none for ranks outside the group
+            work.wait()
         known = torch.maximum(known, theirs)
     return known.tolist()
+
+
+def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
+    works = [dist.irecv(m.buffer, group=group, tag=m.tag, group_src=peers[m.peer]) for m in receives]
+    return works + [dist.isend(m.buffer, group=group, tag=m.tag, group_dst=peers[m.peer]) for m in sends]
+
+
+def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
+    """NCCL starts what is posted together as one, or ranks that both send first would wait for each other."""
+    ops = [
+        dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])
+        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for m in messages
+    ]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 class TorchComm:
@@ -136,17 +157,13 @@ class TorchComm:
         self.received_bytes += received
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        inner, peers = self.groups.inner, self.groups.inner_order
-        ops = [
-            dist.P2POp(op, m.buffer, group=inner, tag=m.tag, group_peer=peers[m.peer])
-            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-            for m in messages
-        ]
         for message in receives:
             self._count(message.kind, message.elements, message.buffer.numel())
+        inner, buffers = self.groups.inner, [m.buffer for m in (*sends, *receives)]
+        start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with failing("a transfer", inner):
-            works = dist.batch_isend_irecv(ops) if ops else []
-        return _Works("a transfer", inner, works, [m.buffer for m in (*sends, *receives)])
+            works = start(sends, receives, inner, self.groups.inner_order)
+        return _Works("a transfer", inner, works, buffers)
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.members[ranks].order
@@ -154,7 +171,7 @@ class TorchComm:
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
         group = self.groups.members[ranks].group
         with failing("an all-gather", group):
-            work = dist.all_gather_into_tensor(received, sent.buffer, group=group, async_op=True)
+            work = ALL_GATHER(received, sent.buffer, group=group, async_op=True)
         others = len(ranks) - 1
         self._count(sent.kind, others * sent.elements, others * sent.buffer.numel())
         return _Works("an all-gather", group, [work], [sent.buffer, received])

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -93,9 +93,9 @@ class Groups:
             raise AttributeError(name)
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Nobody needs them any more, backward passes included. Not NCCL's: other ranks may be elsewhere by now."""
-        if not sys.is_finalizing():
+        if not is_finalizing():
             made = [group for group in vars(self).get("made", ()) if accelerated(group) is None]
             vars(self).clear()
             free(made)
@@ -182,7 +182,7 @@ class _Maker:
             list(ranks),
             dist.Backend(backend),
             distributed_c10d._get_default_store(),
-            group_name=f"{self.prefix}/{purpose}/{ranks[0]}",
+            group_name=distributed_c10d.GroupName(f"{self.prefix}/{purpose}/{ranks[0]}"),
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",

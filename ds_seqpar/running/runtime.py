@@ -27,18 +27,27 @@ class Runtime:
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int | None = None
     ) -> None:
-        self.member, self.checked = member, None
+        self.member = member
+        self.checked: object = None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(recipe_of(config, topology), rank)
+        self.size = self.compiler.recipe.size
+        self.last: dict[str, tuple[tuple, tuple[Bound, Kernel]]] = {}  # by direction: what was asked for last
         self.handle = handle_of(self)
 
     def shards(self, tokens: int) -> Shards:
         """The configured layout of a sequence of which every inner rank holds `tokens`."""
-        size = self.compiler.recipe.size
-        return EvenShards(self.config.layout, tokens * size, size)
+        return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
         """The program for inner tensors q (B, n, Hq, D), k (B, m, Hkv, D), and the kernel that it calls."""
+        key = q.shape, k.shape, q.dtype, q.device, mask, shards
+        last = self.last.get(direction)
+        if last is None or last[0] != key:
+            last = self.last[direction] = key, self._bound(direction, q, k, mask, shards)
+        return last[1]
+
+    def _bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
         dtype, heads = str(q.dtype).removeprefix("torch."), (q.shape[2], k.shape[2], q.shape[3])
         kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads))
         shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
@@ -51,8 +60,9 @@ class Runtime:
 
     def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scale: float) -> Walk:
         """The same of (do, q, k, v, out, lse), which ends with (dq, dk, dv)."""
-        bound, kernel = self.bound("backward", *tensors[1:3], mask, shards)
-        return Walk(bound, Backward(kernel, scale, *map(_readable, tensors)), self.comm)
+        do, q, k, v, out, lse = map(_readable, tensors)
+        bound, kernel = self.bound("backward", q, k, mask, shards)
+        return Walk(bound, Backward(kernel, scale, do, q, k, v, out, lse), self.comm)
 
 
 def recipe_of(config: SequenceParallelConfig, topology: Topology) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from ..planning.program import (
     Finish,
     Fold,
     GatherStart,
-    Instruction,
     Merge,
     Pack,
     Post,
@@ -104,7 +104,10 @@ class Walk:
     def running(self, unit: Unit, slot: int) -> Running:
         """The running result of a unit, which goes into the slot once it must be wide."""
         if unit not in self.results:
-            self.results[unit] = self.work.running(unit[0], lambda: self.buffers.tensors(slot, unit))
+            buffers = self.buffers
+            self.results[unit] = self.work.running(
+                unit[0], lambda: buffers.wide(unit) if slot == OWN else buffers.tensors(slot, unit)
+            )
         return self.results[unit]
 
     def merge(self, one: Merge) -> None:
@@ -158,7 +161,7 @@ class Walk:
         return rows_of(self.bound.shards, side_of(kind), whole, part)
 
 
-EXECUTE: dict[type, Callable[[Walk, Instruction], None]] = {
+EXECUTE: dict[type, Callable[[Walk, Any], None]] = {  # each takes its own kind of instruction
     Pack: Walk.pack,
     Post: Walk.post,
     Wait: Walk.wait,

@@ -5,6 +5,8 @@ import re
 import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
+from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.running.runtime import shape_of
 from tests import oracle
 
 SECONDS = 60  # for ranks that should be told of a mistake: one that takes longer hangs
@@ -33,6 +35,17 @@ def attention_error(sp):
     """The error of a small attention on this SequenceParallel, gradients too."""
     whole = oracle.tensors(1, 16, (4, 2), seed=sp.data_rank)
     return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
+
+
+def planned(sp, seq, heads, units, batch=1, dim=8):
+    """Elements that the plans of causal attention on fp64 let this rank receive, in both directions. heads: of the
+    whole; units: by direction, elements of one block of each kind."""
+    members, compiler = sp.config.ulysses, sp.runtime.compiler
+    inner = heads[0] // members, max(1, heads[1] // members), dim
+    shape = shape_of(sp.config.travel_dtype, "float64", batch, inner)
+    pattern = compiler.pattern(CAUSAL, sp.runtime.shards(seq // compiler.recipe.size))
+    plans = [compiler.recipe.plan(direction, pattern, shape) for direction in units]
+    return [plan.received(units[plan.direction])[sp.runtime.rank] for plan in plans]
 
 
 def refusal(function, *args, **kwargs):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.running.ops import CONFIGURED
 from ds_seqpar.running.ulysses import join_out, split_in
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, leaves, make, refusal
@@ -20,13 +22,14 @@ def check(heads, dtype):
     counts = [q.shape[1]] * 2
     arrived = ops.scatter_heads([q, k, v], counts, handle, "qkv", None)
     inner = [x.detach().requires_grad_() for x in split_in(arrived, [max(1, x.shape[2] // 2) for x in (q, k, v)])]
-    out, lse = (x.detach() for x in ops.attention(*inner, handle, True, 0.5, None))
+    settings = handle, CAUSAL.handle, CONFIGURED
+    out, lse = (x.detach() for x in ops.attention(*inner, *settings, 0.5, None))
     joined = join_out([out.clone()])
     calls = [
-        (ops.agree.default, (q, k, v, handle, True, None, True, False)),
+        (ops.agree.default, (q, k, v, *settings, None, True, False)),
         (ops.scatter_heads.default, ([q, k, v], counts, handle, "qkv", None)),
-        (ops.attention.default, (*inner, handle, True, 0.5, None)),
-        (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, handle, True, 0.5)),
+        (ops.attention.default, (*inner, *settings, 0.5, None)),
+        (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, *settings, 0.5)),
         (ops.gather_heads.default, (joined.requires_grad_(), [heads[0]], counts, counts[0], handle, "out_heads")),
     ]
     found = [torch.library.opcheck(*call) for call in calls]

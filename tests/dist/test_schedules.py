@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ds_seqpar.planning import schedules
 from tests import oracle
-from tests.dist.ranks import attend, make
+from tests.dist.ranks import attend, make, planned
 from tests.launch import on_ranks
 from tests.unit import toy_schedule
 
@@ -51,20 +51,21 @@ def work(cases):
         sp = make(**{"size": size, "ulysses": 1, **case})
         whole = oracle.tensors(1, 4 * size, HEADS)
         gap = max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
-        found.append((gap, sp.comm.received, planned(sp, 4 * size)))
+        found.append((gap, sp.comm.received, expected(sp, 4 * size)))
     return found
 
 
-def planned(sp, seq):
-    """Elements by direction that this rank's plans let it receive, and the Ulysses row of the table."""
-    q, k, *_ = oracle.tensors(1, seq // (sp.size // sp.config.ulysses), [h // sp.config.ulysses for h in HEADS])
-    kv = k.new_empty(*k.shape[:2], 2, *k.shape[2:])
-    rank, lse = sp.runtime.rank, q[..., 0].numel()
-    elements = {"kv": kv.numel(), "dq": q.numel(), "dkv": kv.numel(), "out": q.numel() + lse}
-    forward = sp.runtime.plan(q, kv, True, "forward").received({**elements, "q": q.numel()})[rank]
-    backward = sp.runtime.plan(q, kv, True, "backward").received({**elements, "q": 2 * q.numel() + 2 * lse})[rank]
+def expected(sp, seq):
+    """Elements that this rank's plans let it receive, and the Ulysses row of the table."""
     members = sp.config.ulysses
-    return forward + backward + 2 * (members - 1) * (2 * q.numel() + kv.numel()) // members
+    tokens, dim = seq * members // sp.size, 8
+    q, kv = tokens * HEADS[0] // members * dim, 2 * tokens * HEADS[1] // members * dim
+    lse = q // dim
+    units = {
+        "forward": {"q": q, "kv": kv, "out": q + lse},
+        "backward": {"q": 2 * q + 2 * lse, "kv": kv, "dq": q, "dkv": kv},
+    }
+    return sum(planned(sp, seq, HEADS, units)) + 2 * (members - 1) * (2 * q + kv) // members
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=[pytest.mark.whole] if n > 8 else []) for n in sorted(CASES)])

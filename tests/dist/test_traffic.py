@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
-from tests.dist.ranks import leaves, make
+from tests.dist.ranks import leaves, make, planned
 from tests.launch import on_ranks
 
 BATCH, SEQ, DIM = 2, 48, 8
@@ -29,13 +29,7 @@ def received(size, cases):
         forward = Counter(sp.comm.received)
         out.backward(sp.shard(do, 1))
         backward = Counter(sp.comm.received) - forward
-        tokens = SEQ * degree // size
-        q = q.new_empty(BATCH, tokens, heads[0] // degree, DIM)
-        kv = q.new_empty(BATCH, tokens, 2, max(1, heads[1] // degree), DIM)
-        plans = [
-            sp.runtime.plan(q, kv, True, direction).received(units)[sp.runtime.rank]
-            for direction, units in block_units(size // degree, degree, heads).items()
-        ]
+        plans = planned(sp, SEQ, heads, block_units(size // degree, degree, heads), BATCH, DIM)
         found.append((forward, backward, plans, sp.comm.received_bytes, sp.runtime.rank))
     return found
 

@@ -1,15 +1,13 @@
-"""examples/finetune_llama.py under the deepspeed launcher: equal numbers for every shape, files, and plain errors."""
+"""examples/finetune_llama.py: equal numbers for every shape, files, plain errors; once by the deepspeed launcher."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_seqpar import SequenceParallelConfig
-from tests.launch import free_port
+from tests import scripts
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -17,14 +15,13 @@ EXAMPLE = ROOT / "examples" / "finetune_llama.py"
 CONFIGS = sorted((ROOT / "ds_configs").glob("zero*.json"))  # those of the Trainer are tested with its example
 
 
-def launch(ranks, config, folder, *more, steps=10, seq_len=256):
-    """Runs the example; returns the finished process."""
-    command = [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(free_port()),
-        str(EXAMPLE), "--deepspeed_config", str(config), "--out", str(folder / "out"),
-        "--steps", str(steps), "--seq-len", str(seq_len), "--eval-sequences", "2", *more,
+def run(ranks, config, folder, *more, steps=10, seq_len=256, launcher=None):
+    """Runs the example on forked ranks, or by the launcher."""
+    words = [
+        EXAMPLE, "--deepspeed_config", config, "--out", folder / "out",
+        "--steps", steps, "--seq-len", seq_len, "--eval-sequences", 2, *more,
     ]  # fmt: skip
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return scripts.launch(launcher, ranks, folder, *words) if launcher else scripts.run(ranks, folder, *words)
 
 
 def log_of(folder):
@@ -42,8 +39,8 @@ def config_with(folder, **section):
 def shared(tmp_path_factory):
     """The folder of a run on four ranks: Ulysses 2 x ring 2."""
     folder = tmp_path_factory.mktemp("shared")
-    ran = launch(4, config_with(folder, size=4, ulysses=2), folder)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(4, config_with(folder, size=4, ulysses=2), folder)
+    assert not ran.failed, ran.stderr[-3000:]
     return folder
 
 
@@ -51,8 +48,8 @@ def shared(tmp_path_factory):
 def alone(tmp_path_factory):
     """The run of one process: the numbers that all others must show."""
     folder = tmp_path_factory.mktemp("alone")
-    ran = launch(1, config_with(folder, size=1), folder)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(1, config_with(folder, size=1), folder)
+    assert not ran.failed, ran.stderr[-3000:]
     return log_of(folder)
 
 
@@ -80,11 +77,19 @@ def test_losses_and_gradient_norms_are_those_of_one_process(shared, alone):
     assert_same(log_of(shared), alone)
 
 
+def test_the_launcher_of_deepspeed_starts_it(alone, tmp_path):
+    """What it hands to a process, and what the process prints there."""
+    ran = run(2, config_with(tmp_path, size=2, ulysses=1), tmp_path, launcher="deepspeed")
+    assert not ran.failed, ran.stderr[-3000:]
+    assert_same(log_of(tmp_path), alone)
+    assert "2 ranks a sequence: ulysses 1 x ring 2" in ran.stdout
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("section", MORE, ids=lambda section: "-".join(map(str, section.values())))
 def test_losses_and_gradient_norms_of_every_schedule(section, alone, tmp_path):
-    ran = launch(4, config_with(tmp_path, size=4, **section), tmp_path)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(4, config_with(tmp_path, size=4, **section), tmp_path)
+    assert not ran.failed, ran.stderr[-3000:]
     assert_same(log_of(tmp_path), alone)
 
 
@@ -96,7 +101,6 @@ def test_writes_a_model_for_from_pretrained(shared):
     assert (shared / "out" / "loss.png").stat().st_size > 1000
 
 
-@pytest.mark.whole
 def test_takes_a_model_and_a_text(shared, tmp_path):
     (tmp_path / "text.txt").write_text("All the world is a stage. " * 400)
     arguments = (
@@ -106,16 +110,16 @@ def test_takes_a_model_and_a_text(shared, tmp_path):
         str(tmp_path / "text.txt"),
         "--gradient-checkpointing",
     )
-    ran = launch(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", tmp_path, *arguments, steps=3)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", tmp_path, *arguments, steps=3)
+    assert not ran.failed, ran.stderr[-3000:]
     assert log_of(tmp_path)[0]["loss"] < log_of(shared)[0]["loss"]  # it went on from the trained weights
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_ready_configuration_trains(config, tmp_path):
-    ran = launch(4, config, tmp_path, steps=6)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(4, config, tmp_path, steps=6)
+    assert not ran.failed, ran.stderr[-3000:]
     losses = [line["loss"] for line in log_of(tmp_path)]
     assert losses[-1] < losses[0]
 
@@ -127,7 +131,6 @@ def test_every_ready_configuration_is_complete(config):
     assert SequenceParallelConfig.from_deepspeed(config).resolve(4, heads=(8, 2)).size in (2, 4)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("section", "words"),
     [
@@ -136,23 +139,21 @@ def test_every_ready_configuration_is_complete(config):
         ({"size": 4, "layout": "zigzig"}, "did you mean 'zigzag'?"),
     ],
 )
-def test_bad_settings_end_the_launch_with_a_sentence(section, words, tmp_path):
-    ran = launch(2, config_with(tmp_path, **section), tmp_path)
-    assert ran.returncode != 0
+def test_bad_settings_end_it_with_a_sentence(section, words, tmp_path):
+    ran = run(2, config_with(tmp_path, **section), tmp_path)
+    assert ran.failed
     assert words in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.whole
-def test_missing_json_ends_the_launch_with_a_sentence(tmp_path):
-    ran = launch(1, tmp_path / "absent.json", tmp_path)
-    assert ran.returncode != 0
+def test_missing_json_ends_it_with_a_sentence(tmp_path):
+    ran = run(1, tmp_path / "absent.json", tmp_path)
+    assert ran.failed
     assert "absent.json: No such file or directory" in ran.stdout + ran.stderr
 
 
-@pytest.mark.whole
-def test_bad_length_ends_the_launch_with_a_sentence(tmp_path):
-    ran = launch(4, config_with(tmp_path, size=4, ulysses=1), tmp_path, seq_len=252)
-    assert ran.returncode != 0
+def test_bad_length_ends_it_with_a_sentence(tmp_path):
+    ran = run(4, config_with(tmp_path, size=4, ulysses=1), tmp_path, seq_len=252)
+    assert ran.failed
     assert "must be a multiple of 8" in ran.stdout + ran.stderr
     assert "pad it (on the right) to 256" in ran.stdout + ran.stderr

@@ -1,22 +1,19 @@
-"""Scripts that train with the Trainer: ours under both launchers, and a plain one with the documented change."""
+"""Scripts that train with the Trainer: ours in all ways it is started, and a plain one with the documented change."""
 
 import json
 import re
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
-import datasets
 import pytest
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
+from tests import scripts
 from tests.hf.llama import llama
 from tests.hf.trainers import settings
-from tests.launch import free_port, on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "finetune_trainer.py"
 PLAIN = (Path(__file__).parent / "plain_trainer.py").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(), re.S)
 
@@ -39,12 +36,6 @@ def save_model(folder):
     ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
 
 
-def run_script(path, cache, *arguments):
-    datasets.config.HF_DATASETS_CACHE = cache  # not the user's
-    sys.argv = [str(path), *map(str, arguments)]
-    runpy.run_path(str(path), run_name="__main__")
-
-
 def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
     """Two plain ranks beside four of which two share a sequence: the same sequences, the same numbers."""
     model = tmp_path / "model"
@@ -62,7 +53,8 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
         (tmp_path / f"{name}.py").write_text(script)
         (tmp_path / f"{name}.json").write_text(content)
         arguments = text, model, tmp_path / f"{name}.json", tmp_path / name
-        on_ranks(ranks, run_script, tmp_path / f"{name}.py", tmp_path / "cache", *arguments)
+        ran = scripts.run(ranks, tmp_path, tmp_path / f"{name}.py", *arguments)
+        assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
         logs[name] = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
     for figure, rel in (("loss", 1e-4), ("grad_norm", 1e-4), ("eval_loss", 1e-4), ("learning_rate", 0)):
         plain, changed = ([entry[figure] for entry in logs[name] if figure in entry] for name in ("plain", "changed"))
@@ -71,38 +63,33 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
     assert logs["changed"][0].keys() == logs["plain"][0].keys()
 
 
-LAUNCHERS = {
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", "PORT", "--num_gpus"],
-    "accelerate": [
-        "-m", "accelerate.commands.launch", "--use_deepspeed", "--main_process_port", "PORT", "--num_processes",
-    ],
-}  # fmt: skip
+def run(launcher, ranks, config, folder, *more):
+    """Runs the example by the launcher, or on forked ranks as it is by the launcher of DeepSpeed."""
+    words = ["--output_dir", folder / "out", "--seq_len", 200, "--documents", 32, "--eval_documents", 3]
+    words += ["--max_steps", 4, "--logging_steps", 1, *more]
+    if launcher == "accelerate":
+        options = "--use_deepspeed", "--deepspeed_config_file", config
+        return scripts.launch(launcher, ranks, folder, *options, EXAMPLE, *words)
+    words += ["--deepspeed", config]
+    if launcher == "deepspeed":
+        return scripts.launch(launcher, ranks, folder, EXAMPLE, *words)
+    return scripts.run(ranks, folder, EXAMPLE, "--local_rank=LOCAL_RANK", *words)
 
 
-def launch(launcher, ranks, config, folder, *more):
-    port = str(free_port())
-    command = [sys.executable, *(port if word == "PORT" else word for word in LAUNCHERS[launcher]), str(ranks)]
-    command += ["--deepspeed_config_file", str(config)] if launcher == "accelerate" else []
-    command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(folder / "out"), "--seq_len", "200"]
-    command += ["--deepspeed", str(config)] if launcher == "deepspeed" else []
-    command += ["--documents", "32", "--eval_documents", "3", "--max_steps", "4", "--logging_steps", "1", *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+LORA = ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"]
 
 
+# forked ranks go through what a launched process does; both launchers are tried for themselves, and the cover has
+# accelerate's, since test_example.py has DeepSpeed's
 @pytest.mark.parametrize(
     ("launcher", "ranks", "config", "more"),
     [
-        ("deepspeed", 4, "trainer_zero3_sp4", ["--model"]),
-        pytest.param(
-            "accelerate",
-            2,
-            "trainer_zero2_sp2dp",
-            ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"],
-            marks=pytest.mark.whole,
-        ),
+        ("forked", 4, "trainer_zero3_sp4", ["--model"]),
+        ("forked", 4, "trainer_zero2_sp2dp", ["--lora"]),
+        ("accelerate", 2, "trainer_zero2_sp2dp", LORA),
         pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
-        pytest.param("deepspeed", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
-        pytest.param("deepspeed", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
+        pytest.param("deepspeed", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
+        pytest.param("forked", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
     ],
 )
 def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, tmp_path):
@@ -110,8 +97,8 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
     if "--model" in more:
         save_model(tmp_path / "model")
         more = ["--model", str(tmp_path / "model")]
-    ran = launch(launcher, ranks, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
+    ran = run(launcher, ranks, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
+    assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert re.search(r"held-out loss \d\.\d{3}, perplexity \d+\.\d", ran.stdout), ran.stdout[-2000:]
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -127,22 +114,28 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.whole
-def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += [str(ROOT / "examples" / "finetune_trainer.py"), "--output_dir", str(tmp_path), "--documents", "1"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert ran.returncode != 0
+def started_by_accelerate_alone(launcher, folder):
+    words = ["--output_dir", folder, "--documents", 1]
+    if launcher == "accelerate":
+        return scripts.launch(launcher, 2, folder, "--cpu", EXAMPLE, *words)
+    alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return scripts.run(1, folder, EXAMPLE, *words, environment={**alone, "ACCELERATE_MIXED_PRECISION": "no"})
+
+
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("accelerate", marks=pytest.mark.whole)])
+def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(launcher, tmp_path):
+    ran = started_by_accelerate_alone(launcher, tmp_path)
+    assert ran.failed
     (said,) = [line for line in ran.stderr.splitlines() if line.startswith("rank 0: ")]
     assert "add --use_deepspeed, --num_processes" in said
 
 
-@pytest.mark.whole
-def test_bad_settings_end_the_example_with_a_sentence(tmp_path):
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.whole)])
+def test_bad_settings_end_the_example_with_a_sentence(launcher, tmp_path):
     content = json.loads((ROOT / "ds_configs" / "trainer_zero3_sp4.json").read_text())
     content["sequence_parallel"]["size"] = 3
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    ran = launch("deepspeed", 4, tmp_path / "ds.json", tmp_path)
-    assert ran.returncode != 0
+    ran = run(launcher, 4, tmp_path / "ds.json", tmp_path)
+    assert ran.failed
     assert "size must divide the number of ranks; got size 3 on 4 ranks" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr

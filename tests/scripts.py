@@ -1,0 +1,73 @@
+"""Runs training scripts: on ranks forked for it, as processes of a launcher would, or by a launcher itself."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launch import free_port, on_ranks
+
+# launcher -> its module, and its options up to the number of ranks
+LAUNCHERS = {
+    "deepspeed": ["deepspeed.launcher.runner", "--master_port", "PORT", "--num_gpus"],
+    "accelerate": ["accelerate.commands.launch", "--main_process_port", "PORT", "--num_processes"],
+    "torchrun": ["torch.distributed.run", "--master-port", "PORT", "--nproc-per-node"],
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What became of a script. failed: whether a rank ended by another exit code than 0."""
+
+    failed: bool
+    stdout: str
+    stderr: str
+
+
+def launch(launcher, ranks, folder, *words, threads=None):
+    """A `Ran`, by the launcher, of the script and arguments in `words`, which may begin with more options of its."""
+    port = str(free_port())  # other tests may be launching too
+    options = [port if word == "PORT" else word for word in LAUNCHERS[launcher]]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ran = subprocess.run(
+        [sys.executable, "-m", *options, str(ranks), *map(str, words)],
+        cwd=folder, capture_output=True, text=True, timeout=300,
+        env={**environment, **({"OMP_NUM_THREADS": str(threads)} if threads else {})},
+    )  # fmt: skip
+    return Ran(failed=ran.returncode != 0, stdout=ran.stdout, stderr=ran.stderr)
+
+
+def run(ranks, folder, script, *arguments, environment=None, timeout=200):
+    """A `Ran` of the script on forked ranks: 4 launched ranks cost half a minute of imports, these nothing. stdout and
+    stderr are those of all ranks, one after another. environment: what a launcher sets, and by None what it does not;
+    LOCAL_RANK in arguments is the rank."""
+    words = [*map(str, arguments)]
+    arguments = str(folder), str(script), words, environment or {}
+    outcomes = on_ranks(ranks, as_process, *arguments, timeout=timeout, patience=None)
+    failed, stdout, stderr = zip(*outcomes, strict=True)
+    return Ran(failed=any(failed), stdout="".join(stdout), stderr="".join(stderr))
+
+
+def as_process(folder, script, arguments, environment):
+    """(whether it failed, stdout, stderr) of a script in this rank's process; it fails by SystemExit, as by a sentence.
+    Other exceptions are raised."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")  # not the user's
+    out, err, failed = io.StringIO(), io.StringIO(), False
+    sys.argv = [script, *(word.replace("LOCAL_RANK", os.environ["LOCAL_RANK"]) for word in arguments)]
+    sys.path.insert(0, str(Path(script).parent))
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            failed = end.code not in (None, 0)
+            print(end.code if isinstance(end.code, str) else "", file=err)
+    return failed, out.getvalue(), err.getvalue()
