@@ -364,6 +364,22 @@ def test_members_tokens_must_be_their_own():
         assert "that the shards give this rank, 3 of q and 3 of k and v; got 4 and 4" in message
 
 
+def dropped():
+    """The error of gradients whose mask and shards nobody holds any more."""
+    sp, whole = make(), tensors(*TWO["other lengths"][1])
+    shards, mask = UnevenShards(runs_of(31, 12)), Mask(window=4)
+    expected = oracle.dense(*whole, mask=mask)[1]
+    out, local, (at, _) = attend_shards(sp, shards, whole, mask)
+    del shards, mask
+    gc.collect()
+    out.backward(whole[3].index_select(1, at))
+    return oracle.error(local[0].grad, expected.index_select(1, at))
+
+
+def test_backward_does_not_need_the_caller_to_keep_mask_and_shards():
+    assert max(on_ranks(2, dropped)) < 1e-10
+
+
 # ---- compiled
 
 
