@@ -34,7 +34,7 @@ test-all: $(VENV)/oldest/.ready
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole" tests/hf/test_trainer_*.py
 
 lint: $(VENV)/.ready
-	ruff check . && ruff format --check .
+	ruff check . && ruff format --check . && mypy
 
 format: $(VENV)/.ready
 	ruff format . && ruff check --fix .

@@ -15,7 +15,6 @@ from ds_seqpar.planning.layout import LAYOUTS, multiple, visible
 from ds_seqpar.planning.plan import Plan
 from ds_seqpar.planning.schedules import build
 from ds_seqpar.planning.simulate import Costs, communication, computation, simulate
-from ds_seqpar.planning.topology import Topology
 from ds_seqpar.running.work import bytes_per_token, travel_dtype
 
 HEAD_DIM = 128
@@ -52,7 +51,7 @@ def plan_of(ranks: int, setting: dict, direction: str, sizes: dict, overlap: boo
     travels = {"forward": config.forward, "backward": config.backward}[direction]
     causal = config.schedule == "distflash"
     seq = 4 * multiple(config.layout, ranks, 1)
-    chosen = config.schedule, Topology.of(config, ranks), config.layout, seq, causal, direction
+    chosen = config.schedule, config.topology(ranks), config.layout, seq, causal, direction
     return build(*chosen, travels=travels, overlap=overlap, sizes=tuple(sizes.items()))
 
 

@@ -4,36 +4,39 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-from collections.abc import Callable
-
-import torch
 
 from . import cpu_op
-from .config import LAYOUTS, PLACEMENTS, SCHEDULES, SHAPE_FIELDS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig
+from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import SeqParError
+from .planning.compile import pattern_of, weight
 from .planning.draw import draw
-from .planning.layout import LAYOUTS as RUNS
-from .planning.layout import Runs, multiple, visible
-from .planning.schedules import build
-from .planning.simulate import Costs, communication, computation, simulate
-from .planning.topology import Topology
-from .running.work import bytes_per_token, travel_dtype
+from .planning.layout import multiple
+from .planning.masks import CAUSAL, FULL
+from .planning.schedules import SCHEDULES, settings
+from .planning.shards import EvenShards
+from .planning.simulate import Costs, communication, computation, programs_of, simulate
+from .planning.validate import validate
+from .running.runtime import recipe_of, shape_of
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for settings that do not fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="print a plan as a table of ranks and steps; nothing is run")
+    show = commands.add_parser(
+        "show",
+        help="print a plan as a table of ranks and steps; nothing is run",
+        epilog="\n".join(["schedules:", *(f"  {name:14}{its.summary}" for name, its in sorted(SCHEDULES.items()))]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
     show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
-    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(SCHEDULES)}")
+    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
-    for field in sorted(set(SHAPE_FIELDS) - {"mesh"}):
-        show.add_argument(f"--{field}", type=int, help=f"for {SHAPE_FIELDS[field]}")
-    show.add_argument("--mesh", type=int, nargs=3, metavar=("A", "B", "R"), help="for mesh")
+    for name, (setting, schedule) in settings().items():
+        help = f"for schedule {schedule.name}: {setting.help}"
+        show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)
     for direction in ("forward", "backward"):
         show.add_argument(f"--{direction}", default="auto", help=f"what travels: one of {', '.join(TRAVELS)}")
     show.add_argument("--overlap", action="store_true", help="order products as operands arrive")
@@ -54,27 +57,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(args: argparse.Namespace) -> None:
-    fields = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(SequenceParallelConfig)}
-    chosen = {name: value for name, value in fields.items() if value is not None}
+    given = {name: getattr(args, name, None) for name in setting_names()}
+    chosen = {name: value for name, value in given.items() if value is not None}
     if len(args.placement) == 1:
         chosen["placement"] = args.placement[0]
     config = SequenceParallelConfig(**chosen).resolve(args.size, heads=tuple(args.heads))
-    topology = Topology.of(config, args.size)
-    heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses)  # of a Ulysses member
+    recipe = recipe_of(config, config.topology(args.size))
+    heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses), 128  # of a Ulysses member
+    shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses)
+    shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
-        sizes = _sizes(direction, *heads, args.travel_dtype)
-        settings = config.schedule, topology, config.layout, seq, not args.full, direction
-        travels = config.forward if direction == "forward" else config.backward
-        plan = build(*settings, travels=travels, overlap=config.overlap, sizes=tuple(sizes.items()))
-        blocks = [RUNS[config.layout](seq, plan.size, rank) for rank in range(plan.size)]
-        costs = Costs(transfer=sizes, product=1.0, weight=_weight(blocks, not args.full))
+        pattern = pattern_of(mask, shards)
+        plan = recipe.plan(direction, pattern, shape)
+        validate(plan, pattern.pairs())
+        costs = Costs(transfer=shape.bytes_per_token(direction), product=1.0, weight=weight(mask, shards))
         if communication(plan, costs):
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        print(f"critical path {simulate(plan, costs).seconds / bound:.2f} x max(compute, links), the two being equal\n")
+        ratio = simulate(programs_of(plan), costs).seconds / bound
+        print(f"critical path {ratio:.2f} x max(compute, links), the two being equal\n")
         if args.png and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")
@@ -82,23 +86,6 @@ def _show(args: argparse.Namespace) -> None:
 
 def _prepare() -> None:
     print("DeepSpeed's CPU op is compiled" if cpu_op.prepare() else "DeepSpeed compiles nothing on this machine")
-
-
-def _sizes(direction: str, q_heads: int, kv_heads: int, travel: str, head_dim: int = 128) -> dict[str, int]:
-    """Bytes a token of bf16 attention."""
-    q = torch.empty(1, 1, q_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(1, 1, 2, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    return bytes_per_token(direction, q, kv, travel_dtype(travel, q.dtype))
-
-
-def _weight(blocks: list[Runs], causal: bool) -> Callable[[int, int], float]:
-    """The share of a product of two blocks that the mask leaves."""
-
-    def weight(q: int, kv: int) -> float:
-        whole = sum(run.length for run in blocks[q]) * sum(run.length for run in blocks[kv])
-        return sum(tile.products for tile in visible(blocks[q], blocks[kv], causal)) / whole
-
-    return weight
 
 
 if __name__ == "__main__":

@@ -9,23 +9,42 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import InputError, as_error
-from .running.agreement import agree
-
-if TYPE_CHECKING:
-    from .parallel import SequenceParallel
+from .running import trusted
+from .running.agreement import Alike, agree, in_words, sums
+from .running.groups import Groups
 
 IGNORE = -100
 
 
+class Sharing(Protocol):
+    """What a batch needs of the SequenceParallel that it is sharded with."""
+
+    data_rank: int
+    groups: Groups
+
+    @property
+    def control_world(self) -> dist.ProcessGroup: ...
+
+    def check_length(self, seq: int) -> None: ...
+
+    def position_ids(self, seq: int) -> Tensor: ...
+
+    def shard(self, x: Tensor, dim: int) -> Tensor: ...
+
+
 def shard_window(
-    sp: SequenceParallel, window: Sequence[Mapping[str, Any]], causal: bool, steps: int | None
+    sp: Sharing,
+    window: Sequence[Mapping[str, Any]],
+    causal: bool,
+    steps: int | None,
+    device: torch.device | str | None = None,
 ) -> list[dict[str, Any]]:
     """This rank's part of every micro-batch of one accumulation window, given the same window on all ranks that share
     its sequences. Collective over the world; raises InputError or DisagreementError on every rank, before training.
@@ -34,7 +53,7 @@ def shard_window(
     input_ids. attention_mask (B, S) may pad on the right: padding that follows all real tokens is never seen by them
     under a causal mask, so the mask is checked here, whole, and dropped (causal=False refuses padding, and so do labels
     that would be predicted from it). Values that are not tensors pass through. steps: the window's length, where it is
-    known.
+    known. device: where this rank's tensors go; None leaves each where it is.
 
     Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
     are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
@@ -42,28 +61,33 @@ def shard_window(
     G times the gradient is in it, which `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`,
     and average gradients over the world, as DDP does.
     """
-    sharded, count, value, error = [], 0, None, None
+    sharded: list[dict[str, Any]] = []
+    count, value, error = 0, None, None
     try:
         window = list(window) if isinstance(window, Iterable) else [window]
-        sharded, count, value = _prepare(sp, window, causal, steps)
+        sharded, count, value = _prepare(sp, window, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_error("making the batches of a window failed", reason)
+    peers = Alike(sp.data_rank, sp.groups.control)
+    most = agree(
+        sp.control_world, "batches", value, error=error, number=len(sharded), alike=peers, call="shard_batches"
+    )
     world = dist.get_world_size()
-    colors = [sp.topology.index(rank, "data") for rank in range(world)]
-    # one number carries both: a window has fewer than 2**20 micro-batches
-    number = count << 20 | len(sharded)
-    numbers = agree(sp.control_world, "batches", value, error=error, number=number, colors=colors, call="shard_batches")
-    if len({number & 0xFFFFF for number in numbers}) > 1:
-        lengths = [number & 0xFFFFF for number in numbers]
-        raise InputError(f"all ranks must be given as many micro-batches; got {lengths} by rank")
-    total = sum(number >> 20 for number in numbers)
+    total, batches = sums(sp.control_world, [count, len(sharded)], "shard_batches")
+    if batches != most * world:
+        lengths = in_words(sp.control_world, len(sharded), "shard_batches")
+        raise InputError(f"all ranks must be given as many micro-batches; got {lengths}, give every rank whole windows")
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (world * len(window))
     return sharded
 
 
 def _prepare(
-    sp: SequenceParallel, window: list[Mapping[str, Any]], causal: bool, steps: int | None
+    sp: Sharing,
+    window: list[Mapping[str, Any]],
+    causal: bool,
+    steps: int | None,
+    device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], int, list[dict[str, str]]]:
     """(this rank's part of each batch, the labels that count in it, what peers compare)."""
     checked = [check_batch(sp, batch, causal) for batch in window]
@@ -74,10 +98,11 @@ def _prepare(
             f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
         )
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
-    return sharded, count, [_fingerprint(batch) for batch in window]
+    on_device = [_moved(batch, device) for batch in sharded]
+    return on_device, count, [_fingerprint(batch) for batch in window]
 
 
-def check_batch(sp: SequenceParallel, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
+def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
     """The batch without its mask and positions, which are checked. Raises InputError where it cannot be sharded."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
@@ -131,12 +156,21 @@ def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:
         )
 
 
-def _shard(sp: SequenceParallel, batch: dict[str, Any]) -> dict[str, Any]:
+def _shard(sp: Sharing, batch: dict[str, Any]) -> dict[str, Any]:
     labels = batch["labels"]
     whole = {**batch, "shift_labels": _shifted(labels)}
     sharded = {name: sp.shard(x, 1) if isinstance(x, Tensor) else x for name, x in whole.items()}
-    positions = sp.position_ids(labels.shape[1]).to(labels.device)
-    return {**sharded, "position_ids": positions.expand(labels.shape[0], -1)}
+    positions = sp.position_ids(labels.shape[1]).to(labels.device).expand(labels.shape[0], -1)
+    return {**sharded, "position_ids": trusted.remember(positions, sp)}
+
+
+def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
+    """The batch on a device. What was made here is remembered there too."""
+    if device is None:
+        return batch
+    moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    trusted.keep(batch["position_ids"], moved["position_ids"])
+    return moved
 
 
 def _shifted(labels: Tensor) -> Tensor:
@@ -155,7 +189,7 @@ def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, x in sorted(batch.items()):
         if isinstance(x, Tensor):
-            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
             found[name] = f"{_describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
     return found
 

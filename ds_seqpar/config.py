@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from .deepspeed_json import SECTION, read_deepspeed, section_of
-from .errors import ConfigError, choose, nearest
-from .planning import shapes
-from .planning.shapes import Axes, divisors
+from .deepspeed_json import read_deepspeed, section_of
+from .errors import SECTION, ConfigError, choose, in_words, nearest
+from .planning import schedules
+from .planning.layout import LAYOUTS as RUNS
+from .planning.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
+from .planning.topology import Axes, Topology, divisors, place
 
-LAYOUTS = ("contiguous", "striped", "zigzag")
-SCHEDULES = ("attention2d", "distflash", "double_ring", "mesh", "ring", "wallfacer")
-TRAVELS = ("auto", "kv", "q")
+Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
+
+LAYOUTS = tuple(RUNS)
+TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
-PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
-# the fields that give a schedule its shape -> the schedule they belong to
-SHAPE_FIELDS = {
-    "window": "double_ring",
-    "rows": "attention2d",
-    "cols": "attention2d",
-    "team": "wallfacer",
-    "mesh": "mesh",
-}
 KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "reference")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class SequenceParallelConfig:
     """How one sequence is shared by `size` ranks. The JSON section has the same field names.
 
@@ -37,50 +31,52 @@ class SequenceParallelConfig:
         "auto": the largest that divides `size` and fits the model's heads and what is said of the schedule's shape, 1
         where heads are not known. The floor on received bytes falls as 1/sqrt(U P), so larger is better until heads or
         slow links end it.
-    schedule: what the inner A ranks do: "ring" (Ring Attention), "double_ring" (BurstAttention), "distflash"
-        (DistFlashAttn), "attention2d", "wallfacer", or "mesh", which contains ring, attention2d and wallfacer. "auto"
-        is "ring".
-    window: double_ring: ranks of the inner ring, a node's. rows, cols: attention2d: k/v is gathered over `rows` ranks
-        and q over `cols`. team: wallfacer: the team size C. mesh: [a, b, R]: q is gathered over a ranks, k/v over b, R
-        go round. Each "auto" is chosen; see ds_seqpar.shapes.
+    schedule: what the inner A ranks do, by name: those in ds_seqpar/planning/schedules, and what you `register` there.
+        Each may have settings of its own, which are given and read as those here are; "auto" is chosen.
+        `python -m ds_seqpar show --help` lists all.
     forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
         what sends fewer bytes.
-    overlap: expand collectives into single transfers and order products as their operands arrive (ds_seqpar.overlap).
-    placement: the order of axes over ranks, the fastest first, as names or a preset; see ds_seqpar.shapes.place.
+    overlap: expand collectives into single transfers and order products as their operands arrive (planning.overlap).
+    placement: the order of axes over ranks, the fastest first, as names or a preset; see planning.topology.place.
+        "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
+        "ring_intra" its ring (WallFacer's two placements).
     travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
         the range: gradients of a mean loss over many tokens vanish in it.)
     layout: which tokens a rank holds: "zigzag" (chunks r and 2A-1-r of 2A; equal causal work in every step), "striped"
-        (every A-th token; Striped Attention, section 3) or "contiguous". "auto" is "zigzag".
+        (every A-th token; Striped Attention, section 3) or "contiguous". "auto" is the schedule's: most have "zigzag".
     kernel: the block kernel; "auto" is the first that can take the blocks.
+    own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
-    size: int | str = "auto"
-    ulysses: int | str = "auto"
+    size: Count = "auto"
+    ulysses: Count = "auto"
     schedule: str = "auto"
     layout: str = "auto"
-    window: int | str = "auto"
-    rows: int | str = "auto"
-    cols: int | str = "auto"
-    team: int | str = "auto"
-    mesh: Sequence[int] | str = "auto"
     forward: str = "auto"
     backward: str = "auto"
     overlap: bool = False
     placement: Sequence[str] | str = "auto"
     travel_dtype: str = "fp32"
     kernel: str = "auto"
+    own: tuple[tuple[str, Value], ...] = ()
 
-    def __post_init__(self) -> None:
-        for field in ("size", "ulysses", "window", "rows", "cols", "team"):
+    def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
+        """settings: those above and the schedules' own, by name; they win over `own`. Raises ConfigError for a setting
+        that does not exist, or whose value cannot be right whatever the others are."""
+        settings = {**dict(own), **settings}
+        check_names(settings)
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, settings.pop(field.name, field.default))
+        known = schedules.settings()
+        given = {name: known[name][0].checked(value) for name, value in settings.items()}
+        object.__setattr__(self, "own", tuple(sorted(item for item in given.items() if item[1] != "auto")))
+        self._check()
+
+    def _check(self) -> None:
+        for field in ("size", "ulysses"):
             value = getattr(self, field)
-            if value != "auto" and not _is_count(value):
+            if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
-        if self.mesh != "auto":
-            if isinstance(self.mesh, str) or not isinstance(self.mesh, Sequence) or len(self.mesh) != 3:
-                raise ConfigError(f'{SECTION}.mesh must be three whole numbers [a, b, R] or "auto"; got {self.mesh!r}')
-            if not all(map(_is_count, self.mesh)):
-                raise ConfigError(f'{SECTION}.mesh must be three whole numbers [a, b, R] or "auto"; got {self.mesh!r}')
-            object.__setattr__(self, "mesh", tuple(self.mesh))
         if not isinstance(self.overlap, bool):
             raise ConfigError(f"{SECTION}.overlap must be true or false; got {self.overlap!r}")
         if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):
@@ -89,27 +85,36 @@ class SequenceParallelConfig:
             object.__setattr__(self, "placement", tuple(self.placement))
         else:
             choose(f"{SECTION}.placement", self.placement, PLACEMENTS)
-        choose(f"{SECTION}.forward", self.forward, TRAVELS)
-        choose(f"{SECTION}.backward", self.backward, TRAVELS)
         if self.travel_dtype == "fp16":
             raise ConfigError(
                 f'{SECTION}.travel_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
                 'use "bf16", which takes as many bytes'
             )
-        choose(f"{SECTION}.travel_dtype", self.travel_dtype, TRAVEL_DTYPES)
-        choose(f"{SECTION}.schedule", self.schedule, ("auto", *SCHEDULES))
-        choose(f"{SECTION}.layout", self.layout, ("auto", *LAYOUTS))
-        choose(f"{SECTION}.kernel", self.kernel, KERNELS)
+        for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
+                             ("layout", ("auto", *LAYOUTS)), ("kernel", KERNELS)):  # fmt: skip
+            choose(f"{SECTION}.{field}", getattr(self, field), names)
+        schedules.schedule(self.schedule)
+
+    def __getattr__(self, name: str) -> Value | str:
+        """A schedule's own setting."""
+        if name in schedules.settings():
+            return dict(vars(self).get("own", ())).get(name, "auto")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
+        return f"{type(self).__name__}({words})"
+
+    def settings(self) -> dict[str, Any]:
+        """All by name, as the JSON would have them."""
+        return {name: getattr(self, name) for name in setting_names()}
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> SequenceParallelConfig:
         """From the section itself. Raises ConfigError for a key that does not exist, naming the nearest that does."""
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" must be an object such as {{"size": 4, "ulysses": 2}}; got {section!r}')
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in section:
-            if key not in known:
-                raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {key!r}{nearest(str(key), known)}')
+        check_names(section)
         return cls(**section)
 
     @classmethod
@@ -126,7 +131,7 @@ class SequenceParallelConfig:
         world_size: ranks of the job. heads: (query heads, key/value heads) of the model, where known.
         Raises ConfigError where size does not divide the world, ulysses not the size, or ulysses does not fit heads.
         """
-        if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(_is_count, heads))):
+        if heads is not None and not (isinstance(heads, Sequence) and len(heads) == 2 and all(map(is_count, heads))):
             raise ConfigError(f"heads must be the model's numbers of query and key/value heads; got {heads!r}")
         size = world_size if self.size == "auto" else self.size
         if world_size % size:
@@ -134,14 +139,13 @@ class SequenceParallelConfig:
                 f"{SECTION}.size must divide the number of ranks; got size {size} on {world_size} ranks, "
                 f"use one of {divisors(world_size)}"
             )
-        schedule = "ring" if self.schedule == "auto" else self.schedule
-        # DistFlashAttn balances a contiguous layout by itself
-        layout = ("contiguous" if schedule == "distflash" else "zigzag") if self.layout == "auto" else self.layout
-        self._check_fields(schedule, layout)
-        resolved = dataclasses.replace(self, size=size, schedule=schedule, layout=layout)
+        chosen = schedules.schedule(self.schedule)
+        layout = chosen.default_layout if self.layout == "auto" else self.layout
+        resolved = dataclasses.replace(self, size=size, schedule=chosen.name, layout=layout)
+        resolved._check_schedule(chosen)
         resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
-        resolved = dataclasses.replace(resolved, **resolved._shape(heads))
-        shapes.place(resolved.inner_axes, resolved.placement)
+        resolved = dataclasses.replace(resolved, own=resolved._shape(heads))
+        resolved.topology(world_size)  # which raises for a placement that is none
         return resolved
 
     def _ulysses(self, heads: tuple[int, int] | None) -> int:
@@ -159,67 +163,74 @@ class SequenceParallelConfig:
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
         """The largest with which the schedule has the shape that was asked for."""
         legal = legal_ulysses(self.size, *heads)
-        given = {field: getattr(self, field) for field in SHAPE_FIELDS if getattr(self, field) != "auto"}
         for ulysses in sorted(legal, reverse=True):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
             except ConfigError:
                 continue
             return ulysses
-        shape = ", ".join(f"{field} {value}" for field, value in given.items())
+        shape = ", ".join(f"{name} {value}" for name, value in self.own)
         raise ConfigError(
-            f"{SECTION}.{'/'.join(given)} must fit the inner ranks, size / ulysses; got {shape} for size {self.size}, "
-            f"whose ulysses degrees for {heads[0]} query and {heads[1]} key/value heads are {legal}"
+            f"{SECTION}.{'/'.join(dict(self.own))} must fit the inner ranks, size / ulysses; got {shape} for size "
+            f"{self.size}, whose ulysses degrees for {heads[0]} query and {heads[1]} key/value heads are {legal}"
         )
 
-    def _check_fields(self, schedule: str, layout: str) -> None:
-        for field, owner in SHAPE_FIELDS.items():
-            if getattr(self, field) != "auto" and schedule != owner:
+    def _check_schedule(self, chosen: Schedule) -> None:
+        """Raises ConfigError for what this schedule has not, naming those that have it."""
+        known = schedules.settings()
+        for name, _ in self.own:
+            if (owner := known[name][1]) is not chosen:
                 raise ConfigError(
-                    f'{SECTION}.{field} belongs to schedule "{owner}"; got it with "{schedule}", '
-                    f'set "schedule": "{owner}" or leave {field} out'
+                    f'{SECTION}.{name} belongs to schedule "{owner.name}"; got it with "{chosen.name}", '
+                    f'set "schedule": "{owner.name}" or leave {name} out'
                 )
-        if schedule == "distflash":
-            if layout != "contiguous":
+        for name, legal in _choices(chosen).items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in legal:
+                others = [other.name for other in schedules.SCHEDULES.values() if value in _choices(other)[name]]
                 raise ConfigError(
-                    f'schedule "distflash" balances causal work on the contiguous layout; got layout "{layout}", '
-                    'use "contiguous", or schedule "ring" with this layout'
-                )
-            if "q" in (self.forward, self.backward):
-                raise ConfigError(
-                    'schedule "distflash" moves k/v and queries by itself; got "q" for forward or backward, '
-                    'leave them out, or use schedule "ring" or "mesh"'
+                    f'{SECTION}.{name} must be {in_words(legal)} with schedule "{chosen.name}"; got "{value}", change '
+                    f"it{f', or use schedule {in_words(others)}' if others else ''}"
                 )
 
-    def _shape(self, heads: tuple[int, int] | None) -> dict[str, Any]:
-        """The schedule's own fields without "auto"."""
-        ranks = self.size // self.ulysses
+    def _shape(self, heads: tuple[int, int] | None) -> Mapping[str, Value]:
+        """The schedule's own settings without "auto"."""
         if heads:  # those of a Ulysses member; where members are more than key/value heads, each has one of these
             heads = heads[0] // self.ulysses, max(1, heads[1] // self.ulysses)
-        if self.schedule == "double_ring":
-            return {"window": shapes.double_ring(ranks, self.window)[0][1]}
-        if self.schedule == "attention2d":
-            (_, a), (_, b), _ = shapes.attention2d(ranks, self.rows, self.cols, heads)
-            return {"rows": b, "cols": a}
-        if self.schedule == "wallfacer":
-            return {"team": shapes.wallfacer(ranks, self.team)[0][1]}
-        if self.schedule == "mesh":
-            return {"mesh": tuple(size for _, size in shapes.mesh(ranks, self.mesh, heads))}
-        return {}
+        return schedules.schedule(self.schedule).resolve(self.size // self.ulysses, dict(self.own), heads)
 
     @property
     def inner_axes(self) -> Axes:
         """Of a resolved config: names and sizes of the axes of its inner ranks, the first one numbered fastest."""
-        ranks = self.size // self.ulysses
-        if self.schedule == "double_ring":
-            return shapes.double_ring(ranks, self.window)
-        if self.schedule == "attention2d":
-            return shapes.attention2d(ranks, self.rows, self.cols, None)
-        if self.schedule == "wallfacer":
-            return shapes.wallfacer(ranks, self.team)
-        if self.schedule == "mesh":
-            return shapes.mesh(ranks, self.mesh, None)
-        return shapes.ring(ranks)
+        return schedules.schedule(self.schedule).axes(self.size // self.ulysses, dict(self.own))
+
+    def topology(self, world_size: int) -> Topology:
+        """Of a resolved config: all ranks of the job as named axes."""
+        chosen, axes = schedules.schedule(self.schedule), self.inner_axes
+        order, data = place(axes, self.placement, chosen.placements), world_size // self.size
+        return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
+
+
+def setting_names() -> tuple[str, ...]:
+    """Every setting there is: the common ones and the schedules' own."""
+    common = [field.name for field in dataclasses.fields(SequenceParallelConfig) if field.name != "own"]
+    if twice := [name for name in (*common, "own") if name in schedules.settings()]:
+        raise ConfigError(f"a schedule's settings need names of their own; got {', '.join(twice)}, rename it")
+    return (*common, *schedules.settings())
+
+
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting that does not exist, naming the nearest that does."""
+    known = setting_names()
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{nearest(str(name), known)}')
+
+
+def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """What a schedule takes of the common settings that are words."""
+    sides = ("auto", *schedule.travellers)
+    return {"layout": schedule.layouts, "forward": sides, "backward": sides, "placement": tuple(schedule.placements)}
 
 
 def legal_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
@@ -237,7 +248,3 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int) -> None
             f"{SECTION}.ulysses must divide the query heads and divide, or be a multiple of, the key/value heads; "
             f"got ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal}"
         )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import SECTION, ConfigError
 
-SECTION = "sequence_parallel"
 # key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
 REFUSED = {
     "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
@@ -76,7 +75,7 @@ def section_of(content: Mapping[str, Any]) -> Any:
 def check_settings(content: Mapping[str, Any]) -> None:
     """Raises ConfigError for what in a DeepSpeed JSON would break the gradient contract or the sharding."""
     for key, why in REFUSED.items():
-        value = content
+        value: Any = content
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and not _is_off(key, value):

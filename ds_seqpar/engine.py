@@ -7,12 +7,10 @@ gradients are always the world mean, at every stage; `ds_seqpar.batches` makes t
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +20,11 @@ from . import cpu_op
 from .config import SequenceParallelConfig
 from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
 from .errors import ConfigError, SeqParError, nearest
+from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
 from .running import groups
 from .running.agreement import agree
+from .running.devices import set_device
 from .running.leaving import wait_at_exit
 from .running.telling import told_once
 
@@ -79,21 +79,21 @@ def initialize(
     import deepspeed  # takes seconds: only those who train wait for it
 
     sp = prepare_model(model, section_of(content), sequence_parallel)
-    checks = _loss_checks(model) if check_loss else None
-    if checks:
-        checks.check_function(model, sp)
+    library = library_of(model) if check_loss else None
+    if library:
+        library.check_loss(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     own_args = copy.copy(args)
-    if getattr(own_args, "deepspeed_config", None):
+    if own_args is not None and getattr(own_args, "deepspeed_config", None):
         own_args.deepspeed_config = None
     returned = deepspeed.initialize(args=own_args, model=model, config=deepspeed_config(content, sp), **passed)
-    if hasattr(args, "local_rank"):
+    if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
     engine = returned[0]
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
-    if checks:
-        checks.check_engine(engine, sp)
+    if library:
+        library.check_engine(engine, sp)
     return returned
 
 
@@ -163,6 +163,8 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     import deepspeed
 
     cpu_op.wait()
+    if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
+        set_device()  # the DeepSpeed launcher pins none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not _launched():
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -176,16 +178,6 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
 
 def _launched() -> bool:
     return any(name in os.environ for name in LAUNCHED)
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside a peft model, torch.compile, DDP or an engine; any other model as it is."""
-    names = {base.__name__ for base in type(model).__mro__}
-    if "OptimizedModule" in names:
-        return unwrapped(model._orig_mod)
-    if names & {"DeepSpeedEngine", "DistributedDataParallel"}:
-        return unwrapped(model.module)
-    return unwrapped(model.get_base_model()) if "PeftModel" in names else model
 
 
 def prepare_model(
@@ -206,12 +198,11 @@ def prepare_model(
     except SeqParError as reason:
         error = error or reason
     _agree_on_model(model, sp is None, error)
-    if _is_known(model):
-        import hf_integration  # the outermost room: here only because initialize patches by itself
-
-        heads = hf_integration.heads(unwrapped(model))
+    if library := known_library(model):
+        heads = library.heads(unwrapped(model))
         sp = sp or SequenceParallel(SequenceParallelConfig.from_dict(section), heads=heads)
-        hf_integration.patch_attention(model, sp)
+        library.patch(model, sp)
+    assert sp is not None  # _made raises for a model that nobody can patch
     return sp
 
 
@@ -220,17 +211,10 @@ def _made(
 ) -> SequenceParallel | None:
     """`given`, or what the model is patched with; None where one is to be made. Raises where they do not suit."""
     config = SequenceParallelConfig.from_dict(section)
-    if given is None and not _is_transformers(model):
-        raise ConfigError(
-            "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
-            f"{type(model).__name__} alone, pass sequence_parallel=sp"
-        )
     sp = given
-    if given is None or _is_known(model):
-        import hf_integration
-
-        sp = given or hf_integration.patched_with(model)
-        hf_integration.check_patch(model, sp)
+    if library := known_library(model) if given else own_library(model):
+        sp = given or library.patched_with(model)
+        library.check_patch(model, sp)
     if sp is not None:
         _same(config, section, sp)
     return sp
@@ -243,7 +227,7 @@ def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | 
     try:
         agree(world, "models", value, error=error, call="initialize")
     finally:
-        groups.free([world] if world is not dist.group.WORLD else [])
+        groups.free([world] if world is not groups.all_ranks() else [])
 
 
 def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
@@ -255,17 +239,3 @@ def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: Seq
                 f'the SequenceParallel of a model must be made from the same settings as the JSON\'s "{SECTION}" '
                 f"section; got {name} {getattr(given.config, name)!r} there and {value!r} in the JSON"
             )
-
-
-def _loss_checks(model: torch.nn.Module) -> ModuleType | None:
-    """hf_integration.loss_checks, where the model is one of transformers."""
-    return importlib.import_module("hf_integration.loss_checks") if _is_transformers(model) else None
-
-
-def _is_known(model: torch.nn.Module) -> bool:
-    """Whether it is a transformers model of a family whose attention is patched."""
-    return _is_transformers(model) and importlib.import_module("hf_integration.families").is_known(unwrapped(model))
-
-
-def _is_transformers(model: torch.nn.Module) -> bool:
-    return any(base.__name__ == "PreTrainedModel" for base in type(unwrapped(model)).__mro__)

@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+SECTION = "sequence_parallel"  # of the DeepSpeed JSON: where every setting stands that a message names
+
 
 class SeqParError(ValueError):
     """Base of every error that ds_seqpar raises for what a user gave it."""
@@ -36,9 +38,15 @@ class CommunicationError(SeqParError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'ring'?)`, or nothing where no known word is near."""
+    """` (did you mean 'zigzag'?)`, or nothing where no known word is near."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def in_words(names: Iterable[str], last: str = "or") -> str:
+    """`"a"`, `"a" or "b"`, `"a", "b" or "c"`."""
+    *most, end = (f'"{name}"' for name in names)
+    return f"{', '.join(most)} {last} {end}" if most else end
 
 
 def choose(kind: str, word: str, known: Iterable[str]) -> None:

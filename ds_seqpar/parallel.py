@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -15,9 +14,10 @@ from . import batches
 from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError, SeqParError
 from .planning.layout import multiple, positions
-from .planning.topology import Topology
-from .running import groups, inputs, ops, runtime
-from .running.agreement import agree
+from .planning.masks import CAUSAL, FULL, Mask
+from .planning.shards import UnevenShards
+from .running import devices, groups, inputs, ops, runtime
+from .running.agreement import agree, sums
 from .running.comm import TorchComm, failing
 from .running.telling import told_once
 
@@ -27,6 +27,7 @@ class SequenceParallel:
 
     config: with every "auto" resolved. topology: named axes of all ranks. rank: this rank's place among those that
     share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
+    device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
     `shard_batches` is given.
     """
@@ -42,20 +43,21 @@ class SequenceParallel:
                 "SequenceParallel needs torch.distributed up; it is not, "
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
+        self.device = devices.bind(groups.all_ranks()) or torch.device("cpu")
         world = groups.control_world()
         given, error = {}, None
         try:
             config = _config(config)
             self.config = config.resolve(dist.get_world_size(), heads)
-            given = {**vars(config), "heads": heads}
+            given = {**config.settings(), "heads": heads}
         except ConfigError as reason:
             error = reason
         try:
             agree(world, "sequence parallel configuration", given, error=error, call="SequenceParallel")
         except SeqParError:
-            groups.free([world] if world is not dist.group.WORLD else [])
+            groups.free([world] if world is not groups.all_ranks() else [])
             raise
-        self.topology = Topology.of(self.config, dist.get_world_size())
+        self.topology = self.config.topology(dist.get_world_size())
         self.size, self.data_size = self.config.size, self.topology.size("data")
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")
@@ -64,7 +66,8 @@ class SequenceParallel:
             self.groups = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         self.comm = TorchComm(self.groups)
-        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm)
+        member = self.topology.index(rank, "ulysses")
+        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
 
     @property
@@ -95,37 +98,54 @@ class SequenceParallel:
         causal: bool = True,
         scale: float | None = None,
         *,
+        mask: Mask | None = None,
+        shards: UnevenShards | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
 
         q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype; heads a
         multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). scale: default head_dim ** -0.5.
-        Returns out, as q; with return_lse also the log-sum-exp of each row's scores, (batch, local_seq, heads) in fp32
-        (fp64 for fp64): a gradient that reaches it raises InputError. Collective over the ranks that share the
-        sequence, backward too: raises InputError, ConfigError, KernelError or DisagreementError on all of them, before
-        anything is sent, where one was given something that does not fit.
+        mask: in place of `causal`, which keys a query sees by global position (causal, window, documents). shards: in
+        place of the configured layout, the runs of q and of k/v that each inner rank holds; they may differ, and in
+        length from rank to rank. Returns out, as q; a row that sees no key is 0. With return_lse also the log-sum-exp
+        of each row's scores, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it raises
+        InputError. Collective over the ranks that share the sequence, backward too: raises InputError, ConfigError,
+        KernelError or DisagreementError on all of them, before anything is sent, where one was given something that
+        does not fit.
         """
         q, k, v = _autocast(q, k, v)
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
         after, lse_too = None, bool(return_lse)
-        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, causal, scale):
-            after = ops.agree_on(q, k, v, self.runtime.handle, causal, scale, backward, lse_too)
+        meant = inputs.mask_of(causal, mask)
+        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, scale):
+            handles = meant.handle, ops.CONFIGURED if shards is None else shards.handle
+            after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too)
         else:
-            inputs.agree_on_inputs(self.runtime, q, k, v, causal, scale, backward, lse_too)
-        out, lse = self._attention(q, k, v, causal, scale, after)
-        return (out, _Constant.apply(ops.gather_lse(self.runtime, lse))) if lse_too else out
+            inputs.agree_on_inputs(self.runtime, q, k, v, inputs.Asked(meant, shards, scale, backward, lse_too))
+        out, lse = self._attention((q, k, v), meant, shards, scale, after)
+        if not lse_too:
+            return out
+        handle = ops.CONFIGURED if shards is None else shards.handle
+        return out, _Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], handle))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
         inputs.check_derivatives(q, k, v)
-        return self._attention(*_autocast(q, k, v), causal, scale)[0]
+        q, k, v = _autocast(q, k, v)
+        return self._attention((q, k, v), CAUSAL if causal else FULL, None, scale)[0]
 
     def _attention(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, after: Tensor | None = None
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        mask: Mask,
+        shards: UnevenShards | None,
+        scale: float | None,
+        after: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        return ops.attention(self.runtime, q, k, v, causal, scale, after)
+        scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
+        handle = ops.CONFIGURED if shards is None else shards.handle
+        return ops.attention(self.runtime, tensors, mask.handle, handle, scale, after)
 
     @property
     def multiple(self) -> int:
@@ -156,8 +176,11 @@ class SequenceParallel:
         agree(self.groups.control, "tensor to gather", given, error=self._gather_error(x, dim), call="gather")
         local = x.movedim(dim, 0).contiguous()
         parts = local.new_empty(self.size, *local.shape)
-        with failing("gather", self.groups.sp):
-            dist.all_gather(list(parts.unbind()), local, group=self.groups.sp)
+        if (group := self.groups.sp) is None:
+            parts.copy_(local)
+        else:
+            with failing("gather", group):
+                dist.all_gather(list(parts.unbind()), local, group=group)
         parts = parts.flatten(0, 1)
         seq = parts.shape[0]
         settings = self.config.layout, seq, self.size, self.config.ulysses
@@ -184,16 +207,30 @@ class SequenceParallel:
         return None
 
     def shard_batches(
-        self, window: Sequence[Mapping[str, Any]], *, causal: bool = True, training: bool = True
+        self,
+        window: Sequence[Mapping[str, Any]],
+        *,
+        causal: bool = True,
+        training: bool = True,
+        device: torch.device | str | None = None,
     ) -> list[dict[str, Any]]:
         """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
         what goes in and comes out. Without DeepSpeed call `(loss / len(window)).backward()`. training=False: a window
-        of any length, whose `mean_loss` is the evaluation loss."""
-        return batches.shard_window(self, window, causal, self.accumulation_steps if training else None)
+        of any length, whose `mean_loss` is the evaluation loss. device: where to put it (`engine.device`); default:
+        where the window is. Whole sequences are best left on the CPU."""
+        steps = self.accumulation_steps if training else None
+        return batches.shard_window(self, window, causal, steps, device)
 
-    def shard_batch(self, batch: Mapping[str, Any], *, causal: bool = True, training: bool = True) -> dict[str, Any]:
+    def shard_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        causal: bool = True,
+        training: bool = True,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Any]:
         """`shard_batches` for a window of one micro-batch."""
-        return self.shard_batches([batch], causal=causal, training=training)[0]
+        return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         """A copied model shares it: process groups cannot be copied."""
@@ -219,18 +256,16 @@ class SequenceParallel:
         exact = (
             0.0 if own is None else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
         )
-        (bits,) = struct.unpack("q", struct.pack("d", exact))  # a float travels with the agreement
-        given = {"number of losses": len(losses)}
-        everyones = agree(self.control_world, "losses", given, error=error, number=bits, call="mean_loss")
-        mean = sum(struct.unpack("d", struct.pack("q", theirs))[0] for theirs in everyones) / len(everyones)
-        return own + (mean - own.detach()) if differentiable else mean
+        agree(self.control_world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
+        mean = sums(self.control_world, [exact], "mean_loss")[0] / dist.get_world_size()
+        return own + (mean - own.detach()) if differentiable and own is not None else mean
 
 
 def _losses(given: object) -> tuple[list[Tensor], InputError | None]:
     wanted = (
         "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
     )
-    losses = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
+    losses: list[Any] = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
     if not losses:
         return losses, InputError(f"{wanted}; got none")
     for loss in losses:

@@ -114,13 +114,10 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, sp: ds_seqpar.SequenceParallel, 
     engine.eval()
     batches = [{"input_ids": ids[None], "labels": ids[None].clone()} for ids in tokens]
     with torch.no_grad():
-        losses = [engine(**to_device(b, engine)).loss for b in sp.shard_batches(batches, training=False)]
+        shards = sp.shard_batches(batches, training=False, device=engine.device)
+        losses = [engine(**shard).loss for shard in shards]
     engine.train()
     return sp.mean_loss(losses)
-
-
-def to_device(batch: dict, engine: deepspeed.DeepSpeedEngine) -> dict:
-    return {name: x.to(engine.device) if torch.is_tensor(x) else x for name, x in batch.items()}
 
 
 def train(
@@ -137,8 +134,8 @@ def train(
         for step in bar:
             began, parts, tokens = time.perf_counter(), [], 0
             window = next(data)
-            for batch in sp.shard_batches(window):
-                loss = engine(**to_device(batch, engine)).loss
+            for batch in sp.shard_batches(window, device=engine.device):
+                loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()
                 parts.append(loss)

@@ -6,7 +6,10 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from .families import heads
+from ds_seqpar.models import Library, register
+
+from .families import heads, is_known
+from .loss_checks import check_engine, check_function
 from .patch import check_patch, patch_attention, patched_with, unpatch_attention, whole_sequences
 from .versions import check_transformers
 
@@ -17,8 +20,20 @@ TRAINER = {
     "SequenceParallelTrainer": "trainer",
 }
 
-PreTrainedModel.patch_attention = patch_attention
-PreTrainedModel.unpatch_attention = unpatch_attention
+for method in (patch_attention, unpatch_attention):
+    setattr(PreTrainedModel, method.__name__, method)
+register(
+    "PreTrainedModel",
+    Library(
+        is_known=is_known,
+        heads=heads,
+        check_patch=check_patch,
+        patch=patch_attention,
+        patched_with=patched_with,
+        check_loss=check_function,
+        check_engine=check_engine,
+    ),
+)
 
 __all__ = [
     "check_patch",

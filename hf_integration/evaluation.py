@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,13 @@ from ds_seqpar.running.agreement import agree
 from .families import unwrapped
 from .loss_checks import evaluating
 from .masks import add_checked_mask
-
-if TYPE_CHECKING:
-    from .trainer import SequenceParallelMixin
+from .sharding_trainer import ShardingTrainer
 
 HOW = "give the Trainer check_loss=False where that is meant"
 AT_LEAST = 8  # tokens of the tried sequence, so that ranks hold different numbers of labels
 
 
-def check_evaluation(trainer: SequenceParallelMixin, model: nn.Module) -> None:
+def check_evaluation(trainer: ShardingTrainer, model: nn.Module) -> None:
     """Raises ConfigError on every rank unless `prediction_step`, with the prepared model, gives the mean token loss of
     sequences whose labels are spread unevenly over ranks. Once a Trainer; collective over the world."""
     if trainer.evaluation_was_tried:
@@ -36,20 +33,20 @@ def check_evaluation(trainer: SequenceParallelMixin, model: nn.Module) -> None:
         labels, expected, dtype = _uneven(trainer, model, ids)
         batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
         shard = sp.shard_batch(batch, training=False)
-        add_checked_mask(trainer, batch, shard)
+        add_checked_mask(sp, batch, shard)
         loss, error = None, None
         try:
             loss = trainer.local_prediction_step(model, shard, True, None)[0]
         except Exception as reason:
             error = as_error(f"trying prediction_step on {', '.join(batch)} alone failed ({HOW})", reason)
-    numbers = agree(sp.control_world, "evaluation step", loss is None, error=error)
+    agree(sp.control_world, "evaluation step", loss is None, error=error)
     if loss is None:
         return  # nothing that could be wrong
     error = _loss_error(sp.mean_loss(loss), expected, rel_tol=1e-3 if dtype == torch.float32 else 1e-2)
-    agree(sp.control_world, "evaluation loss", len(numbers), error=error)
+    agree(sp.control_world, "evaluation loss", None, error=error)
 
 
-def _uneven(trainer: SequenceParallelMixin, model: nn.Module, ids: Tensor) -> tuple[Tensor, float, torch.dtype]:
+def _uneven(trainer: ShardingTrainer, model: nn.Module, ids: Tensor) -> tuple[Tensor, float, torch.dtype]:
     """(labels for ids (1, S), their mean token loss, the logits' dtype). Few tokens count, more of the first group's
     than of others', some of them likely and some not: a mean of ranks' means is then far from the mean."""
     sp = trainer.sp

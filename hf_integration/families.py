@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_seqpar.engine import unwrapped
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.models import unwrapped
 
 __all__ = ["check_adapters", "check_model", "heads", "is_known", "unwrapped"]
 

@@ -33,14 +33,15 @@ def check_function(model: nn.Module, sp: SequenceParallel) -> None:
         agree(sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize"))
 
 
-def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
+def check_engine(engine: Any, sp: SequenceParallel) -> None:
     """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
     sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
     as they were."""
     if not _has_loss(engine.module):
         return
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error, before = None, sum(sp.comm.received.values())
+    error: SeqParError | None = None
+    before = sum(sp.comm.received.values())
     try:
         with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
@@ -50,7 +51,7 @@ def check_engine(engine: nn.Module, sp: SequenceParallel) -> None:
     except Exception as reason:
         error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
     received = sum(sp.comm.received.values()) - before
-    if not any(agree(sp.control_world, "loss of the model", None, error=error, number=received)) and sp.size > 1:
+    if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
         raise ConfigError(
             "a model that is given with sequence_parallel=sp must call sp.attention; got "
             f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
@@ -71,7 +72,7 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, trainer: object = None) -> Iterator[None]:
+def evaluating(model: nn.Module, trainer: Any = None) -> Iterator[None]:
     """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
     state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log."""
     modes = [(module, module.training) for module in model.modules()]
@@ -93,7 +94,7 @@ def _forget_order(engine: nn.Module) -> None:
     """ZeRO-3 records its first forward and prefetches by that from the second on: that must be one of training, or what
     selective checkpointing sees in it differs from what it sees when it recomputes."""
     optimizer = getattr(engine, "optimizer", None)
-    offload = getattr(optimizer, "parameter_offload", optimizer)
+    offload: Any = getattr(optimizer, "parameter_offload", optimizer)
     if hasattr(offload, "get_param_coordinator"):
         coordinator = offload.get_param_coordinator()
         if not coordinator.is_invalid_trace():

@@ -8,22 +8,20 @@ mask still meets the check of the patched model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .trainer import SequenceParallelMixin
+from ds_seqpar import SequenceParallel
 
 MARK = "was_checked_whole"
 
 
-def add_checked_mask(trainer: SequenceParallelMixin, whole: Mapping[str, Any], shard: dict[str, Any]) -> None:
+def add_checked_mask(sp: SequenceParallel, whole: Mapping[str, Any], shard: dict[str, Any]) -> None:
     """Puts this rank's part of the whole batch's attention_mask, if it has one, into its shard."""
     if (mask := whole.get("attention_mask")) is not None:
-        shard["attention_mask"] = trainer.sp.shard(mask, 1)
+        shard["attention_mask"] = sp.shard(mask, 1)
         setattr(shard["attention_mask"], MARK, True)
 
 

@@ -31,6 +31,7 @@ from . import sharded
 from .families import check_adapters, check_model, heads, unwrapped
 
 NAME = "ds_seqpar"
+SP = "sequence_parallel"  # the attribute of an attention module that holds its SequenceParallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     before = inner.config._attn_implementation
     inner.set_attn_implementation(NAME)
     for module in _attentions(inner):
-        module.sequence_parallel = sp
+        setattr(module, SP, sp)
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks), agreement=agreement)
@@ -149,7 +150,7 @@ def _own_config(model: PreTrainedModel) -> None:
     shared, own = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
-            module.config = own
+            vars(module)["config"] = own
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
@@ -157,7 +158,7 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -204,7 +205,8 @@ def _before_head(
 ) -> tuple[tuple, dict[str, Any]]:
     """Labels without shift_labels would be shifted inside each shard. The base model's hook agrees on it and raises."""
     given = _named(names, args, kwargs)
-    if _patch_of(unwrapped(module)).whole or _is_local(module, given):
+    patch = _patch_of(unwrapped(module))
+    if patch is None or patch.whole or _is_local(module, given):
         return args, kwargs
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
@@ -212,7 +214,7 @@ def _before_head(
 
 
 def _before_base(
-    names: tuple[str, ...], module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+    names: tuple[str, ...], module: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     patch, given = module._sequence_parallel_patch, _named(names, args, kwargs)
     unshifted = given.pop("unshifted_labels", False)

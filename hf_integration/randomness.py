@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 
-def share(group: dist.ProcessGroup) -> None:
-    """All ranks of the group draw what its first one would have drawn, whatever they drew before. Collective.
+def share(group: dist.ProcessGroup | None) -> None:
+    """All ranks of the group draw what its first one would have drawn, whatever they drew before. Collective; None is
+    the group of this rank alone.
 
     ZeRO-3 initialises models on one rank alone, and a checkpoint may have been written with other groups. Samplers
     need one state on all ranks when training starts; data sets and collators need it on those of a sequence.
     """
+    if group is None:
+        return
     state = [_state()]
     dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
     _set_state(state[0])

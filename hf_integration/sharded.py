@@ -1,6 +1,10 @@
 """Before a sharded forward its ranks agree that each was given its own tokens, with their global positions and no mask.
 
 Under torch.compile the same is an op in the graph, so that a compiled model asks its peers in every forward too.
+
+To look at a tensor on a device the host must wait for all that the device has still to do. So positions and masks there
+are looked at in a model's first forward; later they pass unseen if `shard_batches` made them, and others are compared
+on the device, and what came out is said in the next forward.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import InputError
+from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.running.agreement import agree
-from ds_seqpar.running.handles import handle_of, of_handle
+from ds_seqpar.running.trusted import is_trusted
 
 from .fingerprint import fingerprint
 
@@ -27,7 +32,7 @@ class Agreement:
     """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too."""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
-        self.sp, self.model, self.compared = sp, weakref.ref(model), False
+        self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
@@ -36,8 +41,10 @@ class Agreement:
 
     def ask(self, tokens: Tensor | None, positions: Tensor | None, mask: Tensor | None, wrong: str, back: bool) -> None:
         """Raises InputError or DisagreementError on all ranks that share the sequence, before any of them sends."""
-        error = InputError(wrong) if wrong else shard_error(self.sp, tokens, positions, mask)
-        value = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
+        later = self.later if self.compared else None
+        error = InputError(wrong) if wrong else self.later.error()
+        error = error or shard_error(self.sp, tokens, positions, mask, later)
+        value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         model = None if self.compared else self.model()
         value |= fingerprint(model) if model is not None else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
@@ -80,24 +87,77 @@ def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
 
 
 def shard_error(
-    sp: SequenceParallel, tokens: Tensor | None, positions: Tensor | None, mask: Tensor | None
+    sp: SequenceParallel,
+    tokens: Tensor | None,
+    positions: Tensor | None,
+    mask: Tensor | None = None,
+    later: Later | None = None,
 ) -> InputError | None:
-    """What shows that this rank was not given its own tokens, positions and no mask."""
+    """What shows that this rank was not given its own tokens, positions and no mask. later: to whom the look at tensors
+    on a device is left."""
     if tokens is None:
         return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
-    if mask is not None and not bool((mask != 0).all()):
-        return InputError(
-            f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
-        )
+    seq = tokens.shape[1] * sp.size
     try:
-        expected = sp.position_ids(tokens.shape[1] * sp.size)
+        sp.check_length(seq)
     except InputError as error:
         return error
-    given_here = None if positions is None else positions.cpu().expand(tokens.shape[0], -1)
-    if given_here is None or not torch.equal(given_here, expected.expand(tokens.shape[0], -1)):
-        what = "none" if positions is None else "those of other tokens"
-        return InputError(
-            f"a patched model needs this rank's tokens with their global position_ids; got {what}, {HOW}, or run it "
-            "on whole sequences: with hf_integration.whole_sequences(model)"
-        )
-    return None
+    if positions is None or not _are_for(positions, tokens):
+        return InputError(WRONG_POSITIONS.format("none" if positions is None else "those of other tokens"))
+    if later is not None and positions.device.type != "cpu":
+        later.look(sp, seq, positions, mask)
+        return None
+    if mask is not None and not bool((mask != 0).all()):
+        return InputError(WRONG_MASK)
+    wrong = bool((positions.cpu() != sp.position_ids(seq)).any())
+    return InputError(WRONG_POSITIONS.format("those of other tokens")) if wrong else None
+
+
+WRONG_MASK = f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
+WRONG_POSITIONS = (
+    f"a patched model needs this rank's tokens with their global position_ids; got {{}}, {HOW}, or run it "
+    "on whole sequences: with hf_integration.whole_sequences(model)"
+)
+
+
+def _are_for(positions: Tensor, tokens: Tensor) -> bool:
+    """Whether they have a shape that suits the tokens."""
+    batch, seq = tokens.shape[:2]
+    return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))
+
+
+class Later:
+    """What was wrong with tensors of a device, asked for in one forward and read in the next: by then the device has
+    long passed it, so that nobody waits."""
+
+    def __init__(self) -> None:
+        self.expected: dict[tuple[int, torch.device], Tensor] = {}
+        self.found: list[tuple[str, Tensor]] = []
+        self.arrived: torch.cuda.Event | None = None
+
+    def look(self, sp: SequenceParallel, seq: int, positions: Tensor, mask: Tensor | None) -> None:
+        """Compares on the device, and sends for the result."""
+        if not is_trusted(positions, sp):
+            wrong = (positions != self._expected(sp, seq, positions.device)).any()
+            self._send_for(WRONG_POSITIONS.format("those of other tokens"), wrong)
+        if mask is not None:
+            self._send_for(WRONG_MASK, (mask == 0).any())
+
+    def error(self) -> InputError | None:
+        """What was found since the last time, all of it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found, self.found, self.arrived = self.found, [], None
+        said = [sentence for sentence, wrong in found if bool(wrong)]
+        return InputError(f"{said[0]} (in an earlier forward: on a device it is seen one later)") if said else None
+
+    def _send_for(self, sentence: str, wrong: Tensor) -> None:
+        self.found.append((sentence, wrong.to("cpu", non_blocking=True)))
+        if wrong.is_cuda and torch.cuda.is_available():
+            self.arrived = torch.cuda.current_stream(wrong.device).record_event()
+
+    def _expected(self, sp: SequenceParallel, seq: int, device: torch.device) -> Tensor:
+        """Kept for forwards of one length: the host waits for a copy too."""
+        if (seq, device) not in self.expected:
+            self.expected = {(seq, device): sp.position_ids(seq).to(device)}
+        return self.expected[seq, device]

@@ -27,6 +27,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.running import trusted
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.telling import told_once
 
@@ -38,8 +39,10 @@ from .evaluation import check_evaluation
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .streams import Stream, examples_of, stream_of
 
+Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
 
-class SequenceParallelMixin:
+
+class SequenceParallelMixin(Behind):
     """Goes before `Trainer`, or a subclass of it, in the bases of a class.
 
     The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
@@ -56,6 +59,12 @@ class SequenceParallelMixin:
     """
 
     sp: SequenceParallel
+    # set over methods and attributes of the Trainer
+    compute_loss: Any
+    prediction_step: Any
+    preprocess_logits_for_metrics: Any
+    data_collator: Any
+    _tr_loss: Any
 
     @told_once
     def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
@@ -157,12 +166,12 @@ class SequenceParallelMixin:
             window = list(itertools.islice(epoch_iterator, num_batches))
         except Exception as reason:
             error = checks.as_error("loading data failed", reason)
-        if not any(agree(self.sp.control_world, "training data", None, error=error, number=len(window))):
+        if not agree(self.sp.control_world, "training data", None, error=error, number=len(window)):
             return [], None
         shards = self.sp.shard_batches(window)
         for whole, shard in zip(window, shards, strict=True):
             del shard["num_items_in_batch"]  # the Trainer's own, below, is for how it scales the loss
-            add_checked_mask(self, whole, shard)
+            add_checked_mask(self.sp, whole, shard)
             self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
         items = self._get_num_items_in_batch(shards, device)
         return shards, items.clamp(min=1)  # a window without any label has gradient 0, not 0/0
@@ -170,6 +179,7 @@ class SequenceParallelMixin:
     def _prepare_input(self, data: Any) -> Any:
         moved = super()._prepare_input(data)
         keep_mark(data, moved)
+        trusted.keep(data, moved)
         return moved
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -193,11 +203,11 @@ class SequenceParallelMixin:
         randomness.share(self.sp.control_world)
         return model, loader
 
-    def _run_epoch(self, **given: Any) -> None:
+    def _run_epoch(self, *args: Any, **given: Any) -> None:
         # its sampler draws from each rank's own state, which data sets may have moved by other amounts
         if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
             randomness.share(self.sp.control_world)
-        super()._run_epoch(**given)
+        super()._run_epoch(*args, **given)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the steps since the last log, which the Trainer adds to `train_loss` rank by rank
@@ -238,7 +248,7 @@ class SequenceParallelMixin:
         inputs, has_labels = dict(inputs), inputs.get("labels") is not None
         labels = inputs["labels"] if has_labels else torch.full_like(inputs["input_ids"], IGNORE)
         shard = self.sp.shard_batch({**inputs, "labels": self._once(labels)}, training=False)
-        add_checked_mask(self, inputs, shard)
+        add_checked_mask(self.sp, inputs, shard)
         for name in [] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
         loss_only = prediction_loss_only or not self.gather_logits

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,7 @@ from ds_seqpar.running.agreement import agree
 from .collator import refuse_packed
 from .families import check_adapters, unwrapped
 from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
-
-if TYPE_CHECKING:
-    from .trainer import SequenceParallelMixin
+from .sharding_trainer import ShardingTrainer
 
 # field of TrainingArguments -> (is it wrong?, what is needed and what to do)
 ARGUMENTS = {
@@ -145,7 +143,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_trainer(trainer: SequenceParallelMixin) -> None:
+def check_trainer(trainer: ShardingTrainer) -> None:
     """Raises ConfigError for what a Trainer was given beside its arguments."""
     if trainer.compute_loss_func is not None:
         raise ConfigError(
@@ -169,7 +167,7 @@ def check_trainer(trainer: SequenceParallelMixin) -> None:
         )
 
 
-def pad_token_id(trainer: SequenceParallelMixin) -> int | None:
+def pad_token_id(trainer: ShardingTrainer) -> int | None:
     """The first pad token that somebody knows: the collator's tokenizer, the processing class, the model."""
     sources = getattr(trainer.data_collator, "tokenizer", None), trainer.processing_class, trainer.model.config
     known = [getattr(source, "pad_token_id", None) for source in sources]
@@ -188,10 +186,11 @@ def model_error(model: nn.Module, check_loss: bool = True) -> ConfigError | None
     return loss_function_error(model) if check_loss and isinstance(model, PreTrainedModel) else None
 
 
-def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
+def check_loss(trainer: ShardingTrainer, model: nn.Module) -> None:
     """Raises ConfigError on every rank unless `compute_loss`, with the prepared model, gives the sum of token losses on
     shift_labels over num_items_in_batch. One forward of the shortest sequence. Collective over the world."""
     sp, device = trainer.sp, trainer.args.device
+    error: SeqParError | None = None
     given = probe(sp, unwrapped(trainer.model).config.vocab_size, device)
     items = torch.tensor(ITEMS, device=device)
     try:
@@ -206,7 +205,7 @@ def check_loss(trainer: SequenceParallelMixin, model: nn.Module) -> None:
     agree(sp.control_world, "loss of the model", None, error=error)
 
 
-def _datasets(trainer: SequenceParallelMixin) -> Iterator[tuple[str, Any, int]]:
+def _datasets(trainer: ShardingTrainer) -> Iterator[tuple[str, Any, int]]:
     """(name, data set, sequences that a group takes of it at once) of training and evaluation."""
     evaluated = trainer.eval_dataset
     evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
@@ -215,7 +214,7 @@ def _datasets(trainer: SequenceParallelMixin) -> Iterator[tuple[str, Any, int]]:
         yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
 
 
-def lengths(trainer: SequenceParallelMixin) -> dict[str, int | None]:
+def lengths(trainer: ShardingTrainer) -> dict[str, int | None]:
     """How many examples the data sets have, None where they do not say: the same on all ranks, or ranks make unequal
     numbers of steps."""
     return {
@@ -223,7 +222,7 @@ def lengths(trainer: SequenceParallelMixin) -> dict[str, int | None]:
     }
 
 
-def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
+def data_error(trainer: ShardingTrainer) -> SeqParError | None:
     """What shows in some examples of the data sets: packing, left padding, lengths that nobody pads."""
     for _, dataset, together in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
@@ -234,7 +233,7 @@ def data_error(trainer: SequenceParallelMixin) -> SeqParError | None:
     return None
 
 
-def _try_examples(trainer: SequenceParallelMixin, dataset: Any, together: int) -> None:
+def _try_examples(trainer: ShardingTrainer, dataset: Any, together: int) -> None:
     """Collates the shortest and the longest of some examples, as a batch may meet them."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
     if isinstance(examples[0], Mapping):

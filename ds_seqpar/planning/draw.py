@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from .plan import Plan
-from .simulate import Costs, communication, computation, simulate
+from .simulate import Costs, communication, computation, programs_of, simulate
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8"}
 
@@ -23,7 +23,7 @@ def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
-    timeline = simulate(plan, costs)
+    timeline = simulate(programs_of(plan), costs)
     unit = costs.product or 1.0
     figure = Figure(figsize=(13, 1.2 + 0.62 * plan.size))
     FigureCanvasAgg(figure)

@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from .plan import ACCUMULATORS, Compute, Move, Needed, Plan, Step
-from .simulate import Costs, communication, simulate
+from .actions import ACCUMULATORS, Compute, Move, Step
+from .plan import Pattern, Plan
+from .simulate import Costs, communication, programs_of, simulate
 
 Operand = tuple[int, str, int]  # rank, kind, block
 
 
-def overlapped(plan: Plan, needed: Needed, sizes: Mapping[str, float]) -> Plan:
+def overlapped(plan: Plan, needed: Pattern, sizes: Mapping[str, float]) -> Plan:
     """The same products on the same ranks and the same bytes in another order: a greedy list schedule under the model
     of `simulate`, for products that take as long as the transfers do. Results go straight home; products that only a
     group needed are left out.
@@ -32,17 +33,17 @@ def overlapped(plan: Plan, needed: Needed, sizes: Mapping[str, float]) -> Plan:
     costs = costs.balanced(plan)
     wanted = _wanted(_products(plan, needed))
     routes = [_sources(plan, wanted)]
-    if any(step.gathers for step in plan.steps):
+    if any(step.gathers for steps in plan.ranks for step in steps):
         routes.append({unit: unit[2] for unit in wanted})
     candidates = [plan, *(_ListScheduler(plan, needed, costs, route).run() for route in routes)]
-    return min(candidates, key=lambda candidate: simulate(candidate, costs).seconds)
+    return min(candidates, key=lambda candidate: simulate(programs_of(candidate), costs).seconds)
 
 
 class _ListScheduler:
     """Time is counted in products: in slot s, which becomes step s, a rank starts one product at most. Transfers are
     posted between products and queue for their links."""
 
-    def __init__(self, plan: Plan, needed: Needed, costs: Costs, source: dict[Operand, int]) -> None:
+    def __init__(self, plan: Plan, needed: Pattern, costs: Costs, source: dict[Operand, int]) -> None:
         self.plan, self.costs, self.source = plan, costs, source
         self.remaining = _products(plan, needed)
         self.pending = set(self.source)
@@ -104,7 +105,7 @@ class _ListScheduler:
 
     def carry(self, move: Move, earliest: float) -> float:
         """Takes the links; returns when it arrives."""
-        end = max(earliest, self.link_free(move.src, move.dst)) + self.costs.move(move) / self.costs.product
+        end = max(earliest, self.link_free(move.src, move.dst)) + self.costs.move(*move.unit) / self.costs.product
         self.link_out[move.src] = self.link_in[move.dst] = end
         return round(end, 9)
 
@@ -142,26 +143,28 @@ class _ListScheduler:
                 del self.open[unit]
 
     def emit(self, slots: int) -> Plan:
-        steps: list[dict[str, list]] = [{"moves": [], "computes": [], "results": []} for _ in range(slots)]
+        steps: list[list[dict[str, list]]] = [
+            [{"moves": [], "computes": [], "results": []} for _ in range(slots)] for _ in range(self.plan.size)
+        ]
         for slot, move in self.moves:
             need = self.first_use[move.dst, move.kind, move.key[0]]
-            steps[slot]["moves"].append(dataclasses.replace(move, within=need - slot))
+            for rank in move.ranks:
+                steps[rank][slot]["moves"].append(dataclasses.replace(move, within=need - slot))
         for slot, compute in self.computes:
-            steps[slot]["computes"].append(compute)
+            steps[compute.rank][slot]["computes"].append(compute)
         for slot, move in self.results:
-            steps[slot]["results"].append(move)
-        return Plan(
-            name=f"{self.plan.name}, overlapped",
-            direction=self.plan.direction,
-            size=self.plan.size,
-            steps=tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps),
+            for rank in move.ranks:
+                steps[rank][slot]["results"].append(move)
+        ranks = tuple(
+            tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in mine) for mine in steps
         )
+        return Plan(name=f"{self.plan.name}, overlapped", direction=self.plan.direction, ranks=ranks)
 
 
-def _products(plan: Plan, needed: Needed) -> list[set[tuple[int, int]]]:
+def _products(plan: Plan, needed: Pattern) -> list[set[tuple[int, int]]]:
     found: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
-    for step in plan.steps:
-        for compute in step.computes:
+    for steps in plan.ranks:
+        for compute in (compute for step in steps for compute in step.computes):
             found[compute.rank] |= {(i, j) for i in compute.q for j in compute.kv if needed(i, j)}
     return found
 
@@ -175,14 +178,14 @@ def _wanted(products: list[set[tuple[int, int]]]) -> set[Operand]:
 def _sources(plan: Plan, wanted: set[Operand]) -> dict[Operand, int]:
     """Where each rank gets each block from: as in the plan, a gather's by a ring of its members."""
     source: dict[Operand, int] = {}
-    for step in plan.steps:
-        for gather in step.gathers:
-            for index, rank in enumerate(gather.ranks):
+    for rank, steps in enumerate(plan.ranks):
+        for step in steps:
+            for gather in step.gathers:
                 for block in set(gather.whole) - set(gather.part(rank)):
-                    source[rank, gather.kind, block] = gather.ranks[index - 1]
-        for move in step.moves:
-            for block in move.key:
-                source.setdefault((move.dst, move.kind, block), move.src)
+                    source[rank, gather.kind, block] = gather.ranks[gather.ranks.index(rank) - 1]
+            for move in (move for move in step.moves if move.dst == rank):
+                for block in move.key:
+                    source.setdefault((rank, move.kind, block), move.src)
     reached: set[Operand] = set()
     for rank, kind, block in wanted:  # and whoever passes it on
         while rank != block and (rank, kind, block) not in reached:

@@ -1,16 +1,20 @@
-"""Plan + cost model -> time line. Pure: no process, no tensor.
+"""Programs + cost model -> time line. Pure: no process, no tensor.
 
 Model: a rank computes one product at a time; it has one link in and one link out, which run beside its products, each
 carrying one transfer at a time at a fixed rate. A transfer starts when both ends have posted it and both their links
-are free.
+are free. What is packed, merged and posted takes no time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
-from .plan import Collective, Key, Move, Plan
+from .actions import Collective, Key, name_of
+from .lower import lower
+from .plan import Plan
+from .program import GatherStart, Instruction, Post, Product, Program, ScatterStart, Transfer, Wait
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,8 @@ class Costs:
     def compute(self, q: Key, kv: Key) -> float:
         return self.product * sum(self.weight(i, j) for i in q for j in kv)
 
-    def move(self, move: Move) -> float:
-        return self.transfer[move.kind] * len(move.key)
+    def move(self, kind: str, key: Key) -> float:
+        return self.transfer[kind] * len(key)
 
     def balanced(self, plan: Plan) -> Costs:
         """The same with products as slow as makes the busiest rank compute as long as the busiest link in carries."""
@@ -51,17 +55,13 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The plan's critical path."""
+        """The critical path."""
         return max((event.end for event in self.events), default=0.0)
 
 
 def computation(plan: Plan, costs: Costs) -> float:
     """Seconds of products on the busiest rank."""
-    total = [0.0] * plan.size
-    for step in plan.steps:
-        for compute in step.computes:
-            total[compute.rank] += costs.compute(compute.q, compute.kv)
-    return max(total)
+    return max(sum(costs.compute(c.q, c.kv) for step in steps for c in step.computes) for steps in plan.ranks)
 
 
 def communication(plan: Plan, costs: Costs) -> float:
@@ -69,62 +69,106 @@ def communication(plan: Plan, costs: Costs) -> float:
     return max(plan.received(costs.transfer))
 
 
-def simulate(plan: Plan, costs: Costs) -> Timeline:
-    """Walks all ranks step by step. What a step posts depends on earlier steps only, so steps can be done in order."""
-    return _Simulation(plan, costs).run()
+def programs_of(plan: Plan) -> list[Program]:
+    """All ranks' programs, as they are for results that travel in the dtype that they are accumulated in."""
+    return [lower(plan.name, plan.direction, rank, plan.size, steps, True) for rank, steps in enumerate(plan.ranks)]
+
+
+def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
+    """All ranks' time line. The rank that is earliest goes on, to its next wait for what has not been posted yet."""
+    return _Simulation(programs, costs).run()
 
 
 class _Simulation:
-    def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.plan, self.costs = plan, costs
-        self.now = [0.0] * plan.size
-        self.link_in, self.link_out = [0.0] * plan.size, [0.0] * plan.size
-        self.due: dict[tuple[int, int, bool], list[tuple[float, str]]] = {}  # (rank, step, operand) -> arrivals
+    def __init__(self, programs: Sequence[Program], costs: Costs) -> None:
+        self.programs, self.costs, size = programs, costs, len(programs)
+        self.at, self.now = [0] * size, [0.0] * size
+        self.link_in, self.link_out = [0.0] * size, [0.0] * size
+        # a transfer or collective by name -> when each end has come to it, in order
+        self.posted: dict[tuple, list[float]] = defaultdict(list)
+        self.matched: dict[tuple, list[float]] = defaultdict(list)  # a transfer -> when it ends, in order
+        self.joined: dict[tuple, list[tuple[int, float]]] = defaultdict(list)
+        self.due: dict[tuple[int, int], list[tuple[tuple, int, str]]] = {}  # (rank, ticket) -> what it waits for
+        self.asked: dict[tuple, int] = defaultdict(int)
         self.events: list[Event] = []
 
     def run(self) -> Timeline:
-        for index, step in enumerate(self.plan.steps):
-            for gather in step.gathers:
-                self.together(gather, lambda g, r: len(g.whole) - len(g.part(r)))
-            for move in step.moves:
-                self.post(move, index, operand=True)
-            for compute in step.computes:
-                self.busy(compute.rank, "product", self.costs.compute(compute.q, compute.kv), str(compute))
-            for rank in range(self.plan.size):
-                self.wait(rank, index, operand=False)
-            for move in step.results:
-                self.post(move, index, operand=False)
-            for reduce in step.reduces:
-                self.together(reduce, lambda g, r: len(g.part(r)) * (len(g.ranks) - 1))
-            for rank in range(self.plan.size):
-                self.wait(rank, index, operand=True)
-        for rank, step, operand in sorted(self.due):
-            self.wait(rank, step, operand)
+        going = set(range(len(self.programs)))
+        while going:
+            ready = [rank for rank in going if not self.blocked(rank)]
+            assert ready, "ranks wait for one another"
+            rank = min(ready, key=lambda r: (self.now[r], r))
+            self.execute(rank, self.programs[rank].code[self.at[rank]])
+            self.at[rank] += 1
+            if self.at[rank] == len(self.programs[rank].code):
+                going.remove(rank)
         return Timeline(tuple(self.events))
+
+    def blocked(self, rank: int) -> bool:
+        instruction = self.programs[rank].code[self.at[rank]]
+        if not isinstance(instruction, Wait):
+            return False
+        return any(len(self.matched[name]) <= number for name, number, _ in self.due[rank, instruction.ticket])
+
+    def execute(self, rank: int, instruction: Instruction) -> None:
+        if isinstance(instruction, Product):
+            label = f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
+            self.busy(rank, "product", self.costs.compute(instruction.q, instruction.kv), label)
+        elif isinstance(instruction, Post):
+            self.due[rank, instruction.ticket] = [self.expected(rank, transfer) for transfer in instruction.receives]
+            for transfer in instruction.sends:
+                self.post((rank, transfer.peer, transfer.tag), 0, transfer, rank)
+            for transfer in instruction.receives:
+                self.post((transfer.peer, rank, transfer.tag), 1, transfer, rank)
+        elif isinstance(instruction, GatherStart | ScatterStart):
+            self.join(rank, instruction)
+        elif isinstance(instruction, Wait):
+            for name, number, label in self.due.pop((rank, instruction.ticket)):
+                self.busy(rank, "wait", self.matched[name][number] - self.now[rank], label)
+
+    def expected(self, rank: int, transfer: Transfer) -> tuple[tuple, int, str]:
+        name = transfer.peer, rank, transfer.tag
+        self.asked[name] += 1
+        return name, self.asked[name] - 1, f"{transfer.unit[0]}{name_of(transfer.unit[1])}:{transfer.peer}>{rank}"
 
     def busy(self, rank: int, kind: str, seconds: float, label: str) -> None:
         if seconds > 0:
             self.events.append(Event(rank, kind, self.now[rank], self.now[rank] + seconds, label))
             self.now[rank] += seconds
 
-    def wait(self, rank: int, step: int, operand: bool) -> None:
-        for arrival, label in self.due.pop((rank, step, operand), []):
-            self.busy(rank, "wait", arrival - self.now[rank], label)
+    def post(self, name: tuple, end: int, transfer: Transfer, rank: int) -> None:
+        """One end of a transfer; it starts once the other has come too."""
+        other, mine = self.posted[*name, 1 - end], self.posted[*name, end]
+        if not other:
+            mine.append(self.now[rank])
+            return
+        src, dst, _ = name
+        start = max(self.now[rank], other.pop(0), self.link_out[src], self.link_in[dst])
+        finish = start + self.costs.move(*transfer.unit)
+        self.link_out[src] = self.link_in[dst] = finish
+        self.matched[name].append(finish)
+        label = f"{transfer.unit[0]}{name_of(transfer.unit[1])}:{src}>{dst}"
+        self.events.append(Event(dst, "move", start, finish, label))
 
-    def post(self, move: Move, index: int, operand: bool) -> None:
-        start = max(self.now[move.src], self.now[move.dst], self.link_out[move.src], self.link_in[move.dst])
-        end = start + self.costs.move(move)
-        self.link_out[move.src] = self.link_in[move.dst] = end
-        self.events.append(Event(move.dst, "move", start, end, str(move)))
-        # operands are waited for at the end of their last step under way, results after the products of the next
-        due = index + move.within - (1 if operand else 0)
-        self.due.setdefault((move.dst, due, operand), []).append((end, str(move)))
-
-    def together(self, collective: Collective, blocks: Callable[[Collective, int], int]) -> None:
+    def join(self, rank: int, instruction: GatherStart | ScatterStart) -> None:
         """A collective starts when all members and their links are free, and holds each until it has its part."""
-        start = max(max(self.now[r], self.link_in[r], self.link_out[r]) for r in collective.ranks)
-        for rank in collective.ranks:
-            end = start + self.costs.transfer[collective.kind] * blocks(collective, rank)
-            self.busy(rank, "wait", end - self.now[rank], str(collective))
-            self.events.append(Event(rank, "move", start, end, str(collective)))
-            self.link_in[rank] = self.link_out[rank] = end
+        collective = instruction.collective
+        name = collective.ranks, collective.kind, type(instruction)
+        self.due[rank, instruction.ticket] = [((*name, rank), self.asked[*name, rank], str(collective))]
+        self.asked[*name, rank] += 1
+        self.joined[name].append((rank, self.now[rank]))
+        if len(self.joined[name]) == len(collective.ranks):
+            members = self.joined.pop(name)
+            start = max(max(now, self.link_in[r], self.link_out[r]) for r, now in members)
+            for member, _ in members:
+                end = start + self.costs.transfer[collective.kind] * _blocks(instruction, collective, member)
+                self.events.append(Event(member, "move", start, end, str(collective)))
+                self.matched[*name, member].append(end)
+                self.link_in[member] = self.link_out[member] = end
+
+
+def _blocks(instruction: GatherStart | ScatterStart, collective: Collective, rank: int) -> int:
+    """Those that a member receives."""
+    if isinstance(instruction, GatherStart):
+        return len(collective.whole) - len(collective.part(rank))
+    return len(collective.part(rank)) * (len(collective.ranks) - 1)

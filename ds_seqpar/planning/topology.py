@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 
-from ..config import SequenceParallelConfig
-from .shapes import place
+from ..errors import SECTION, ConfigError
+
+Axes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,18 +18,22 @@ class Topology:
 
     axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis.
     inner: the inner axes in the order in which the inner rank counts them, the first fastest, wherever they are placed;
-    default: as in `axes`.
+    default: as in `axes`. collective_axes: the inner axes along which a schedule has collectives.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
     inner: tuple[str, ...] = ()
+    collective_axes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: SequenceParallelConfig, world_size: int) -> Topology:
-        """For a resolved config."""
-        sizes = dict((("ulysses", config.ulysses), *config.inner_axes, ("data", world_size // config.size)))
-        order = place(config.inner_axes, config.placement)
-        return cls(axes=tuple((name, sizes[name]) for name in order), inner=tuple(n for n, _ in config.inner_axes))
+    def of(
+        cls, inner: Axes, *, ulysses: int, data: int, order: tuple[str, ...], collective_axes: tuple[str, ...] = ()
+    ) -> Topology:
+        """inner: a schedule's axes, as its inner ranks count them. order: of all axes, see `place`."""
+        sizes = {"ulysses": ulysses, **dict(inner), "data": data}
+        return cls(
+            axes=tuple((name, sizes[name]) for name in order), inner=tuple(dict(inner)), collective_axes=collective_axes
+        )
 
     @property
     def world_size(self) -> int:
@@ -72,3 +78,23 @@ class Topology:
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """Every such group of the world, in one order that is the same on every rank."""
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
+
+
+def place(inner: Axes, placement: tuple[str, ...] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The order of "ulysses", the inner axes and "data" over ranks, the fastest first: its ranks are neighbours.
+
+    placement: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes
+    that it puts first.
+    """
+    every = ("ulysses", *dict(inner), "data")
+    first = presets[placement] if isinstance(placement, str) else placement
+    if not isinstance(placement, str) and (sorted({*first, "data"}) != sorted(every) or len(set(first)) != len(first)):
+        raise ConfigError(
+            f"{SECTION}.placement must order the axes {', '.join(every[:-1])} (data is last unless named); "
+            f"got {list(placement)}"
+        )
+    return (*first, *(name for name in every if name not in first))
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, SeqParError
-from .comm import failing
+from .comm import failing, greatest
 from .telling import told_by
 
 Fields = dict[str, str]
@@ -18,36 +19,81 @@ SHOWN = 4  # differing fields, groups of ranks and runs of rank numbers that a s
 
 
 def agree(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     what: str,
     value: object,
     *,
     error: SeqParError | None = None,
     number: int = 0,
-    colors: Sequence[int] | None = None,
+    alike: Alike | None = None,
     call: str = "",
-) -> list[int]:
-    """One all-gather of three integers over a group that carries CPU tensors. Returns every rank's `number`.
+) -> int:
+    """Over a group that carries CPU tensors (None: this rank alone), in log2(ranks) steps of four integers. Returns
+    the greatest `number` of any rank.
 
-    value: must be the same, by repr, on all ranks of the group; with `colors` (one a group rank), on those of one
-    color. A mapping, a dataclass, a list or a tuple of such is compared field by field, and where ranks differ only
-    those fields are named that do.
+    value: must be the same, by repr, on all ranks of the group; with `alike`, on those of its part. A mapping, a
+    dataclass, a list or a tuple of such is compared field by field, and where ranks differ only those fields are named
+    that do.
     error: what keeps this rank from going on; it is raised here, and a DisagreementError that quotes it on the others.
     call: what users call to come here, named where a rank does not come.
     """
-    size = dist.get_world_size(group)
-    fields = fields_of(value)
-    digest = hashlib.blake2b(repr((what, sorted(fields.items()))).encode(), digest_size=7).digest()
-    mine = torch.tensor([error is not None, int.from_bytes(digest, "big"), number], dtype=torch.int64)
-    gathered = torch.empty(size, 3, dtype=torch.int64)
-    with failing(call or f"the comparison of {what}", group):
-        dist.all_gather(list(gathered.unbind()), mine, group=group)
-    flags, digests, numbers = gathered.t().tolist()
-    colors = colors or [0] * size
-    # decided from what everybody has, so that all ranks take the slow path or none
-    if any(flags) or len(set(zip(colors, digests, strict=True))) > len(set(colors)):
-        _explain(group, what, fields, error, colors)
-    return numbers
+    fields, failed = fields_of(value), int(error is not None)
+    digest, doing = _digest(what, sorted(fields.items())), call or f"the comparison of {what}"
+    # known to everybody, so that all ranks take the slow path or none
+    if alike is None or alike.is_all_of(group):
+        wrong, most = _compare(group, failed, digest, number, doing)
+    else:
+        wrong, most = _compare(group, failed, _digest(what), number, doing)  # do all ranks make this call?
+        if not wrong:
+            differs, _ = _compare(alike.group, 0, digest, 0, doing)
+            wrong, _ = _compare(group, differs, 0, 0, doing)
+    if wrong:
+        _explain(group, what, fields, error, alike.number if alike else 0)
+    return most
+
+
+def _digest(*content: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "big")
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """A part of a larger group in which ranks must have the same. number: that of the part; group: its ranks."""
+
+    number: int
+    group: dist.ProcessGroup | None
+
+    def is_all_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether the part is the whole."""
+        return _size(self.group) == _size(group)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, doing: str) -> tuple[int, int]:
+    """(whether anything is wrong or any digest another, the greatest number) on any rank of the group."""
+    if group is None or _size(group) == 1:
+        return wrong, number
+    with failing(doing, group):
+        wrong, most, least, number = greatest((wrong, digest, -digest, number), group)
+    return int(wrong or most != -least), number
+
+
+def sums(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
+    """The sum over ranks of each number, in double precision: the same bits on all of them, since gloo adds up each
+    element in one place. After an agreement, so that all ranks come."""
+    total = torch.tensor(numbers, dtype=torch.float64)
+    with failing(call, group):
+        dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def in_words(group: dist.ProcessGroup, value: object, call: str) -> str:
+    """What each rank has (slow), for a sentence: "ranks 0-2: 4; rank 3: 2". After an agreement, so that all come."""
+    everyones = _gathered(group, (call, str(value)))
+    return _grouped({rank: theirs for rank, (_, theirs) in enumerate(everyones)})
 
 
 def fields_of(value: object) -> Fields:
@@ -71,27 +117,34 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, repr(value)
 
 
-def _explain(
-    group: dist.ProcessGroup, what: str, fields: Fields, error: SeqParError | None, colors: Sequence[int]
-) -> None:
+def _explain(group: dist.ProcessGroup | None, what: str, fields: Fields, error: SeqParError | None, part: int) -> None:
     """Gathers the sentences (slow) and raises, on every rank; one of them prints it if nobody catches it."""
-    seen: list[tuple[str, Fields, str | None]] = [("", {}, None)] * len(colors)
-    with failing(f"the comparison of {what}", group):
-        dist.all_gather_object(seen, (what, fields, error and str(error)), group=group)
-    names = dist.get_process_group_ranks(group)
-    sentences = [sentence for _, _, sentence in seen]
-    key = f"{group.group_name}/{hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()}"
+    seen = _gathered(group, (what, fields, error and str(error), part))
+    names = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    sentences = [sentence for _, _, sentence, _ in seen]
+    key = f"{group and group.group_name}/{hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()}"
     if any(sentences):
         first = sentences.index(str(error)) if error else next(rank for rank, said in enumerate(sentences) if said)
         cause = names[first]
         raise told_by(
             error or DisagreementError(f"rank {cause} cannot go on: {sentences[first]}"), cause, f"{key}/{cause}"
         )
-    for color in sorted(set(colors)):
-        members = [rank for rank, its in enumerate(colors) if its == color]
+    parts = [part for *_, part in seen]
+    for part in sorted(set(parts)):
+        members = [rank for rank, its in enumerate(parts) if its == part]
         if given := differences({names[rank]: seen[rank][:2] for rank in members}):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
             raise told_by(DisagreementError(f"{who} must be given the same {given}"), names[members[0]], key)
+
+
+def _gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
+    """Every rank's, by rank."""
+    if group is None or _size(group) == 1:
+        return [mine]
+    seen: list[Any] = [None] * _size(group)
+    with failing(f"the comparison of {mine[0]}", group):
+        dist.all_gather_object(seen, mine, group=group)
+    return seen
 
 
 def differences(given: Mapping[int, tuple[str, Fields]]) -> str:

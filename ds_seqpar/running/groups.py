@@ -1,19 +1,30 @@
-"""Topology -> process groups. The only caller of new_group: every rank makes every group, in one sorted order."""
+"""Topology -> process groups. A rank makes the groups that it is in, and no other: their number does not grow with the
+world. One with the same ranks as another is made once, and none is made for a rank alone.
+
+torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
+not, but names a group by how many groups this rank has, which members need not have in common (they would wait for one
+another for ever), and which comes again once a group was freed (they would find addresses of the old one in the
+store). So names are ours: the number of this set of groups, which the world agrees on, the purpose, and the first rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError
 from ..planning.topology import Topology
+from .devices import accelerated, backends, bind
 from .leaving import PATIENCE, wait_at_exit
 
 Group = dist.ProcessGroup
@@ -22,12 +33,18 @@ Group = dist.ProcessGroup
 def control_world() -> Group:
     """A group of all ranks that carries CPU tensors, for agreement. The first thing that communicates."""
     wait_at_exit()
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout())
+    world = all_ranks()
+    return world if "cpu" in backends(world) else dist.new_group(backend="gloo", timeout=timeout())
+
+
+def all_ranks() -> Group:
+    """torch's group of all ranks."""
+    return distributed_c10d._get_default_group()
 
 
 def timeout(group: Group | None = None) -> timedelta:
     """How long an operation of the group (default: that of all ranks) may take: what its maker asked for."""
-    group = group or dist.group.WORLD
+    group = group or all_ranks()
     backend = group._get_backend(group._device_types[0])
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     try:
@@ -46,7 +63,7 @@ class Members:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's groups.
+    """This rank's groups; None for one that would hold this rank alone: it has nobody to send to.
 
     sp: all that share its sequence; sp_order[i]: the SP rank of its i-th member. inner: those that run the schedule;
     inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: those that trade
@@ -56,13 +73,13 @@ class Groups:
 
     world: Group
     made: tuple[Group, ...]
-    sp: Group
+    sp: Group | None
     sp_order: tuple[int, ...]
-    inner: Group
+    inner: Group | None
     inner_rank: int
     inner_order: tuple[int, ...]
-    ulysses: Group
-    control: Group
+    ulysses: Group | None
+    control: Group | None
     members: dict[tuple[int, ...], Members]
 
     def close(self) -> None:
@@ -79,7 +96,7 @@ class Groups:
     def __del__(self) -> None:
         """Nobody needs them any more, backward passes included. Not NCCL's: other ranks may be elsewhere by now."""
         if not sys.is_finalizing():
-            made = [group for group in vars(self).get("made", ()) if group.name() == "gloo"]
+            made = [group for group in vars(self).get("made", ()) if accelerated(group) is None]
             vars(self).clear()
             free(made)
 
@@ -97,40 +114,86 @@ def free(made: list[Group]) -> None:
 
 def create(topology: Topology, rank: int, world: Group) -> Groups:
     """Collective over the world. world: from `control_world`."""
-    inner = topology.inner_axes
-    sp_axes = ("ulysses", *inner)
-    groups = {axes: _mine(topology, rank, axes) for axes in (sp_axes, inner, ("ulysses",))}
-    control = groups[sp_axes] if dist.get_backend() == "gloo" else _mine(topology, rank, sp_axes, "gloo")
+    maker = _Maker(rank, world)
+    sp_axes = ("ulysses", *topology.inner_axes)
+    sp_ranks, inner_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.inner_axes)
+    # what attention sends has groups of its own: in that of all ranks it would meet what others send there
+    inner = maker.own("inner", inner_ranks)
+    ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
     members = {}
-    for axis in ("x", "y"):  # what meshes gather along
-        if axis in inner and topology.size(axis) > 1:
-            groups[axis,] = _mine(topology, rank, (axis,))
-            ranks = topology.group(rank, axis)
-            order = tuple(topology.index(r, *inner) for r in sorted(ranks))
-            members[tuple(topology.index(r, *inner) for r in ranks)] = Members(groups[axis,], order)
-    if dist.get_backend() == "nccl":
-        # a communicator's first call must come from all its members; a schedule's first transfer need not
-        for group in groups.values():
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    made = {id(group): group for group in (*groups.values(), control, world) if group is not dist.group.WORLD}
+    for axis in topology.collective_axes:
+        if group := maker.own(axis, ranks := topology.group(rank, axis)):
+            order = tuple(topology.index(r, *topology.inner_axes) for r in sorted(ranks))
+            members[tuple(topology.index(r, *topology.inner_axes) for r in ranks)] = Members(group, order)
+    sp = maker.own_or_all("sp", sp_ranks)
+    control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
+    places = {r: place for place, r in enumerate(sorted(inner_ranks))}
+    _warm_up({inner, ulysses, sp, *(m.group for m in members.values())}, maker.made)
     return Groups(
         world=world,
-        made=tuple(made.values()),
-        sp=groups[sp_axes],
-        sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(topology.group(rank, *sp_axes))),
-        inner=groups[inner],
-        inner_rank=topology.index(rank, *inner),
-        inner_order=tuple(sorted(topology.group(rank, *inner)).index(r) for r in topology.group(rank, *inner)),
-        ulysses=groups["ulysses",],
+        made=tuple(group for group in (*maker.made, world) if group is not all_ranks()),
+        sp=sp,
+        sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(sp_ranks)),
+        inner=inner,
+        inner_rank=topology.index(rank, *topology.inner_axes),
+        inner_order=tuple(places[r] for r in inner_ranks),
+        ulysses=ulysses,
         control=control,
         members=members,
     )
 
 
-def _mine(topology: Topology, rank: int, axes: tuple[str, ...], backend: str | None = None) -> Group:
-    mine = None
-    for ranks in topology.groups(*axes):
-        group = dist.new_group(sorted(ranks), backend=backend, timeout=timeout())
-        if rank in ranks:
-            mine = group
-    return mine
+_numbers = itertools.count(1)  # of sets of groups that this process has made
+
+
+class _Maker:
+    """Makes groups of this rank. All ranks must ask for the same ones in the same order, each for its own ranks: a
+    device's communicators are split off that of the world, which all ranks do together."""
+
+    def __init__(self, rank: int, world: Group) -> None:
+        number = torch.tensor([next(_numbers)])
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
+        self.rank, self.world, self.prefix = rank, world, f"ds_seqpar/{int(number)}"
+        self.device = bind(all_ranks())
+        self.found: dict[tuple[int, ...], Group] = {}
+        self.made: list[Group] = []
+
+    def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
+        """A group that only this SequenceParallel uses; None for one rank."""
+        ranks = tuple(sorted(ranks))
+        if len(ranks) > 1 and ranks not in self.found:
+            self.found[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
+        return self.found.get(ranks)
+
+    def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
+        """The group of all ranks, where it has these."""
+        ranks = tuple(ranks)
+        return all_ranks() if 1 < len(ranks) == dist.get_world_size() else self.own(purpose, ranks)
+
+    def for_cpu(self, ranks: Iterable[int]) -> Group:
+        """A group of more than one rank that carries CPU tensors."""
+        ranks = tuple(sorted(ranks))
+        return self.world if len(ranks) == dist.get_world_size() else self._make("control", ranks, "gloo", None)
+
+    def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
+            list(ranks),
+            dist.Backend(backend),
+            distributed_c10d._get_default_store(),
+            group_name=distributed_c10d.GroupName(f"{self.prefix}/{purpose}/{ranks[0]}"),
+            timeout=timeout(),
+            device_id=device,
+            group_desc=f"ds_seqpar {purpose}",
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        self.made.append(group)
+        return group
+
+
+def _warm_up(used: set[Group | None], made: list[Group]) -> None:
+    """A communicator's first call must come from all its members; a schedule's first transfer need not."""
+    for group in [group for group in (*made, all_ranks()) if group in used]:
+        if device := accelerated(group):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)

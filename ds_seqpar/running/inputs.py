@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 
 import torch
@@ -12,52 +13,80 @@ from torch.autograd import forward_ad
 from ..config import SequenceParallelConfig, check_heads
 from ..errors import InputError, SeqParError, as_error
 from ..planning.layout import multiple
+from ..planning.masks import CAUSAL, FULL, Mask
+from ..planning.shards import EvenShards, UnevenShards, members_tokens
 from .agreement import agree
-from .kernels import BlockSpec, select
 from .runtime import Runtime
 from .ulysses import heads_of_member
 
 
-def traceable(q: object, k: object, v: object, causal: object, scale: object) -> bool:
+def traceable(q: object, k: object, v: object, mask: object, scale: object) -> bool:
     """Whether a compiler can take the op that asks; it needs the right types only, the op finds what else is wrong."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    return tensors and isinstance(causal, bool) and (scale is None or isinstance(scale, int | float))
+    return tensors and isinstance(mask, Mask) and (scale is None or isinstance(scale, int | float))
 
 
-def agree_on_inputs(
-    runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object, backward: bool, lse: bool
-) -> None:
+def mask_of(causal: object, mask: object) -> object:
+    """The mask that is meant, where `causal` is the short form of one. What cannot be one stays as it is."""
+    if mask is None:
+        return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
+    return mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a call of attention asks for beside its tensors. shards None: the configured layout."""
+
+    mask: object
+    shards: object
+    scale: object
+    backward: bool = False
+    lse: bool = False
+
+
+def agree_on_inputs(runtime: Runtime, q: object, k: object, v: object, asked: Asked) -> None:
     """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
     was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
-        return torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, causal, scale, backward, lse)
-    error = attention_error(runtime, q, k, v, causal, scale)
+        return torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
+    error = attention_error(runtime, q, k, v, asked)
     given = {}
     if error is None:  # else nothing of it may be fit to be shown
-        given = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
-        given |= {"causal": causal, "scale": scale, "backward": backward, "return_lse": lse}
+        given = _given(runtime, q, k, v, asked)
     with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
         agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
     return None
 
 
-def attention_error(
-    runtime: Runtime, q: object, k: object, v: object, causal: object, scale: object
-) -> SeqParError | None:
+def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> dict[str, object]:
+    """What all ranks must have alike: with uneven shards not the lengths, which the shards give."""
+    given: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    if asked.shards is not None:
+        given = {name: f"{tuple(x.shape[::2])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
+        given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
+    mask = asked.mask
+    given["causal" if mask.scale_free else "mask"] = (
+        mask.causal if mask.scale_free else f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
+    )
+    return given | {"scale": asked.scale, "backward": asked.backward, "return_lse": asked.lse}
+
+
+def attention_error(runtime: Runtime, q: object, k: object, v: object, asked: Asked) -> SeqParError | None:
     """Why this rank cannot take part in attention over these."""
     try:
-        check_arguments(q, k, v, causal, scale)
-        check_shares(runtime, q, k.shape[2], causal)
+        check_arguments(q, k, v, asked.mask, asked.scale, lengths_differ=asked.shards is not None)
+        check_shares(runtime, q, k, asked.mask, asked.shards)
     except SeqParError as error:
         return error
     return None
 
 
-def check_arguments(q: object, k: object, v: object, causal: object, scale: object) -> None:
-    """Raises InputError for what attention cannot take on any number of ranks."""
+def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:
+    """Raises InputError for what attention cannot take on any number of ranks. lengths_differ: k and v may have another
+    length than q."""
     try:
-        _check_settings(causal, scale)
-        _check_tensors(q, k, v)
+        _check_settings(mask, scale)
+        _check_tensors(q, k, v, lengths_differ)
     except SeqParError:
         raise
     except Exception as error:  # out of a tensor or a number of an odd kind
@@ -66,9 +95,11 @@ def check_arguments(q: object, k: object, v: object, causal: object, scale: obje
         ) from error
 
 
-def _check_settings(causal: object, scale: object) -> None:
-    if not isinstance(causal, bool):
-        raise InputError(f"attention needs causal True or False; got {causal!r}, full attention is causal=False")
+def _check_settings(mask: object, scale: object) -> None:
+    if not isinstance(mask, Mask):
+        raise InputError(
+            f"attention needs causal True or False, or a Mask; got {mask!r:.80}, full attention is causal=False"
+        )
     if scale is None:
         return
     # below its range it is 0 in a kernel, and 0 times a mask's -inf is no number; above it is infinite
@@ -81,7 +112,7 @@ def _check_settings(causal: object, scale: object) -> None:
         )
 
 
-def _check_tensors(q: object, k: object, v: object) -> None:
+def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:
     tensors = q, k, v
     if wrong := [_kind(x) for x in tensors if _kind(x)]:
         raise InputError(
@@ -93,7 +124,8 @@ def _check_tensors(q: object, k: object, v: object) -> None:
             "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
             f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
+    if k.shape != v.shape or not alike or q.shape[3] != k.shape[3]:
         raise InputError(
             "attention needs k and v of one shape that differs from q's in the number of heads only; "
             f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
@@ -140,15 +172,48 @@ def check_derivatives(*tensors: Tensor) -> None:
         )
 
 
-def check_shares(runtime: Runtime, q: Tensor, kv_heads: int, causal: bool) -> None:
-    """Heads, length, kernel and plan. The kernel here, where the others can still be told: what it needs may be
+def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: object) -> None:
+    """Heads, length, kernel and program. The kernel here, where the others can still be told: what it needs may be
     installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
-    check_heads(members, q.shape[2], kv_heads, size=config.size)
-    check_length(config, q.shape[1] * config.size)
-    heads = heads_of_member(q.shape[2], members), heads_of_member(kv_heads, members), q.shape[3]
-    select(config.kernel, BlockSpec(q.device.type, q.dtype, *heads))
-    runtime.check_plans(q.shape[1] * members, heads, q.dtype, causal)
+    key = q.shape, k.shape, q.dtype, q.device.type, mask, shards
+    if runtime.checked == key:
+        return
+    check_heads(members, q.shape[2], k.shape[2], size=config.size)
+    if shards is None:
+        check_length(config, q.shape[1] * config.size)
+    else:
+        _check_shards(runtime, q, k, shards)
+    _check_documents(runtime, q, mask, shards)
+    inner = [x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k)]
+    held = runtime.shards(q.shape[1] * members) if shards is None else shards
+    for direction in ("forward", "backward"):
+        runtime.bound(direction, *inner, mask, held)
+    runtime.checked = key
+
+
+def _check_documents(runtime: Runtime, q: Tensor, mask: Mask, shards: object) -> None:
+    seq = q.shape[1] * runtime.config.size
+    if shards is None and mask.documents and mask.documents[-1] >= seq:
+        raise InputError(
+            f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
+            "give first positions in the whole sequence, not in a rank's part of it"
+        )
+
+
+def _check_shards(runtime: Runtime, q: Tensor, k: Tensor, shards: object) -> None:
+    size, members = runtime.compiler.recipe.size, runtime.config.ulysses
+    if not isinstance(shards, UnevenShards | EvenShards) or shards.size != size:
+        got = f"{shards.size} ranks" if isinstance(shards, UnevenShards | EvenShards) else type(shards).__name__
+        raise InputError(f"attention needs shards of the {size} inner ranks; got {got}")
+    if runtime.member is None:
+        return
+    wanted = [members_tokens(shards, side, runtime.rank, members)[runtime.member] for side in ("q", "kv")]
+    if [q.shape[1], k.shape[1]] != wanted:
+        raise InputError(
+            f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "
+            f"got {q.shape[1]} and {k.shape[1]}"
+        )
 
 
 def check_length(config: SequenceParallelConfig, seq: int) -> None:

@@ -1,97 +1,142 @@
 """Attention over a sequence shared by many ranks, as custom ops with autograd.
 
 All that communicates is a torch.library op, backward too: torch.compile takes them as they are, and checkpointing can
-save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3).
+save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3). What is no tensor or
+number goes by its handle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..handles import of_handle
+from ..planning.shards import Shards, members_tokens
 from . import ulysses
-from .handles import of_handle
-from .inputs import agree_on_inputs
-from .runtime import Runtime
-from .work import Tensors, wide
+from .buffers import Tensors
+from .inputs import Asked, agree_on_inputs
+from .runtime import Runtime, run
+from .walk import Walk
+from .work import wide
 
 # what an exchange of heads is counted as -> its derivative
 DERIVATIVE = {"qkv": "dqkv", "out_heads": "do_heads", "lse_heads": "dlse_heads"}
+CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
 def attention(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, after: Tensor | None = None
+    runtime: Runtime, tensors: Tensors, mask: int, shards: int, scale: float, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (B, s, Hq, D), k and v (B, s, Hkv, D) of this rank's tokens -> out as q, differentiable, and the lse of the
-    heads that this Ulysses member works on. after: what must have been computed before anything is sent."""
+    heads that this Ulysses member works on. mask, shards: handles. after: what must have been computed before anything
+    is sent."""
     handle, members = runtime.handle, runtime.config.ulysses
     if members == 1:
-        return _attention(q, k, v, handle, causal, scale, after)
-    heads = q.shape[2]
-    q, k, v = _scatter_heads([q, k, v], handle, "qkv", after)
-    out, lse = _attention(q, k, v, handle, causal, scale, None)
-    return _gather_heads([out], [heads], handle, "out_heads")[0], lse
+        return _attention(*tensors, handle, mask, shards, scale, after)
+    (q, k, v), counts = tensors, _counts(runtime, tensors, shards)
+    tokens, heads = q.shape[1], q.shape[2]
+    if counts[0] == counts[1]:
+        q, k, v = _inward([q, k, v], counts[0], handle, after)
+    else:  # queries and keys are shared otherwise
+        (q,) = _inward([q], counts[0], handle, after)
+        k, v = _inward([k, v], counts[1], handle, after)
+    out, lse = _attention(q, k, v, handle, mask, shards, scale, None)
+    return _gather_heads(ulysses.join_out([out]), [heads], counts[0], tokens, handle, "out_heads")[0], lse
 
 
-def gather_lse(runtime: Runtime, lse: Tensor) -> Tensor:
-    """The lse (B, s, Hq) of this rank's own tokens, from what `attention` returns."""
+def _inward(tensors: list[Tensor], counts: list[int], handle: int, after: Tensor | None) -> list[Tensor]:
+    mine = [ulysses.heads_of_member(x.shape[2], len(counts)) for x in tensors]
+    return ulysses.split_in(_scatter_heads(tensors, counts, handle, "qkv", after), mine)
+
+
+def _counts(runtime: Runtime, tensors: Tensors, shards: int) -> list[list[int]]:
+    """The tokens of every Ulysses member, of q and of k/v."""
+    members = runtime.config.ulysses
+    if shards == CONFIGURED:
+        return [[tensors[0].shape[1]] * members] * 2
+    return [members_tokens(of_handle(shards), side, runtime.rank, members) for side in ("q", "kv")]
+
+
+def gather_lse(runtime: Runtime, lse: Tensor, tokens: int, shards: int) -> Tensor:
+    """The lse (B, s, Hq) of this rank's own `tokens`, from what `attention` returns."""
     if (members := runtime.config.ulysses) == 1:
         return lse
-    heads = lse.shape[2] * members
-    return _gather_heads([lse.unsqueeze(-1)], [heads], runtime.handle, "lse_heads")[0].squeeze(-1)
+    counts = [tokens] * members
+    if shards != CONFIGURED:
+        counts = members_tokens(of_handle(shards), "q", runtime.rank, members)
+    joined, heads = ulysses.join_out([lse.unsqueeze(-1)]), lse.shape[2] * members
+    return _gather_heads(joined, [heads], counts, tokens, runtime.handle, "lse_heads")[0].squeeze(-1)
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
 def agree_on(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    mask: int,
+    shards: int,
+    scale: float | None,
+    backward: bool,
+    lse: bool,
 ) -> Tensor:
     """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
-    agree_on_inputs(of_handle(handle), q, k, v, causal, scale, backward, lse)
+    given = None if shards == CONFIGURED else of_handle(shards)
+    agree_on_inputs(of_handle(handle), q, k, v, Asked(of_handle(mask), given, scale, backward, lse))
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
 @agree_on.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float | None, backward: bool, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    mask: int,
+    shards: int,
+    scale: float | None,
+    backward: bool,
+    lse: bool,
 ) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
-def _finish(walking: Iterator[int], device: torch.device) -> Tensors:
-    """Runs a walk to its end on a real rank, where the waits inside block by themselves."""
+def _shards(runtime: Runtime, shards: int, q: Tensor) -> Shards:
+    return runtime.shards(q.shape[1]) if shards == CONFIGURED else of_handle(shards)
+
+
+def _finish(walk: Walk, device: torch.device) -> Tensors:
     with torch.autocast(device.type, enabled=False):  # dtypes are chosen already, and sums stay wide
-        while True:
-            try:
-                next(walking)
-            except StopIteration as end:
-                return end.value
+        return run(walk)
 
 
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float, after: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float, after: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return _finish(of_handle(handle).forward(q, torch.stack([k, v], dim=2), causal, scale), q.device)
+    runtime = of_handle(handle)
+    return _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scale), q.device)
 
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, causal: bool, scale: float, after: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float, after: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 def _save_attention(ctx: object, inputs: tuple, output: tuple) -> None:
-    q, k, v, ctx.handle, ctx.causal, ctx.scale, _ = inputs
-    ctx.runtime = of_handle(ctx.handle)  # backward needs it even where the caller has let go of it
+    q, k, v, *ctx.handles, ctx.scale, _ = inputs
+    # backward needs them even where the caller has let go of them
+    ctx.held = [of_handle(handle) for handle in ctx.handles if handle != CONFIGURED]
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _differentiate_attention(ctx: object, do: Tensor, _: Tensor) -> tuple:
-    return *_attention_backward(do, *ctx.saved_tensors, ctx.handle, ctx.causal, ctx.scale), None, None, None, None
+    return *_attention_backward(do, *ctx.saved_tensors, *ctx.handles, ctx.scale), None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate_attention, setup_context=_save_attention)
@@ -99,17 +144,34 @@ _attention.register_autograd(_differentiate_attention, setup_context=_save_atten
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
 def _attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, causal: bool, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+    mask: int,
+    shards: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv = torch.stack([k, v], dim=2)
-    dq, dkv = _finish(of_handle(handle).backward(do.contiguous(), q, kv, out, lse, causal, scale), q.device)
-    # a clone: of one sequence's only token both are contiguous as they stand, and an op's results must share no memory
-    return dq, *(x.clone(memory_format=torch.contiguous_format) for x in dkv.unbind(2))
+    runtime = of_handle(handle)
+    walk = runtime.backward((do, q, k, v, out, lse), of_handle(mask), _shards(runtime, shards, q), scale)
+    return _finish(walk, q.device)
 
 
 @_attention_backward.register_fake
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, causal: bool, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+    mask: int,
+    shards: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -125,61 +187,60 @@ _attention_backward.register_autograd(_refuse_second_derivative)
 
 
 @torch.library.custom_op("ds_seqpar::scatter_heads", mutates_args=())
-def _scatter_heads(tensors: Sequence[Tensor], handle: int, kind: str, after: Tensor | None) -> list[Tensor]:
-    """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens."""
-    runtime = of_handle(handle)
-    members = runtime.config.ulysses
-    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_in(tensors, members))
-    heads = [ulysses.heads_of_member(x.shape[2], members) for x in tensors]
-    return ulysses.unpack_in(buffer, tensors[0].shape[0], heads, tensors[0].shape[3])
+def _scatter_heads(
+    tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, after: Tensor | None
+) -> Tensor:
+    """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens,
+    (T, B, h of all, D). counts: the tokens of every member."""
+    buffer = ulysses.pack_in(tensors, len(counts))
+    shape = sum(counts), *buffer.shape[2:]
+    return of_handle(handle).comm.exchange_heads(kind, buffer, ulysses.sizes_in(buffer, counts)).view(shape)
 
 
 @_scatter_heads.register_fake
-def _(tensors: Sequence[Tensor], handle: int, kind: str, after: Tensor | None) -> list[Tensor]:
-    members = of_handle(handle).config.ulysses
-    return [
-        x.new_empty(x.shape[0], members * x.shape[1], ulysses.heads_of_member(x.shape[2], members), x.shape[3])
-        for x in tensors
-    ]
+def _(tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, after: Tensor | None) -> Tensor:
+    heads = sum(ulysses.heads_of_member(x.shape[2], len(counts)) for x in tensors)
+    return tensors[0].new_empty(sum(counts), tensors[0].shape[0], heads, tensors[0].shape[3])
 
 
-def _save_scatter(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
-    tensors, ctx.handle, ctx.kind, _ = inputs
-    ctx.runtime, ctx.heads = of_handle(ctx.handle), [x.shape[2] for x in tensors]
+def _save_scatter(ctx: object, inputs: tuple, output: Tensor) -> None:
+    tensors, ctx.counts, ctx.handle, ctx.kind, _ = inputs
+    ctx.runtime, ctx.heads, ctx.tokens = of_handle(ctx.handle), [x.shape[2] for x in tensors], tensors[0].shape[1]
 
 
-def _differentiate_scatter(ctx: object, grads: list[Tensor]) -> tuple:
-    return _gather_heads(grads, ctx.heads, ctx.handle, DERIVATIVE.get(ctx.kind, ctx.kind)), None, None, None
+def _differentiate_scatter(ctx: object, grad: Tensor) -> tuple:
+    kind = DERIVATIVE.get(ctx.kind, ctx.kind)
+    return _gather_heads(grad, ctx.heads, ctx.counts, ctx.tokens, ctx.handle, kind), None, None, None, None
 
 
 _scatter_heads.register_autograd(_differentiate_scatter, setup_context=_save_scatter)
 
 
 @torch.library.custom_op("ds_seqpar::gather_heads", mutates_args=())
-def _gather_heads(tensors: Sequence[Tensor], heads: Sequence[int], handle: int, kind: str) -> list[Tensor]:
-    """The way back, and the derivative: each (B, U s, h, D) -> (B, s, H, D), H in `heads`."""
-    runtime = of_handle(handle)
-    buffer = runtime.comm.exchange_heads(kind, ulysses.pack_out(tensors, runtime.config.ulysses))
-    per_member = [x.shape[2] for x in tensors]
-    return ulysses.unpack_out(buffer, tensors[0].shape[0], list(heads), per_member, tensors[0].shape[3])
+def _gather_heads(
+    joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, handle: int, kind: str
+) -> list[Tensor]:
+    """The way back, and the derivative: (T, B, h of all, D) -> each (B, s, H, D), H in `heads`. tokens: one's own s."""
+    joined = joined.contiguous()
+    received = of_handle(handle).comm.exchange_heads(kind, joined, ulysses.sizes_out(joined, counts, tokens))
+    shape = len(counts), tokens, *joined.shape[1:]
+    del joined  # where it is a copy it must not stand beside the results
+    return ulysses.unpack_out(received.view(shape), heads)
 
 
 @_gather_heads.register_fake
-def _(tensors: Sequence[Tensor], heads: Sequence[int], handle: int, kind: str) -> list[Tensor]:
-    members = of_handle(handle).config.ulysses
-    return [
-        x.new_empty(x.shape[0], x.shape[1] // members, total, x.shape[3])
-        for x, total in zip(tensors, heads, strict=True)
-    ]
+def _(joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, handle: int, kind: str) -> list[Tensor]:
+    return [joined.new_empty(joined.shape[1], tokens, total, joined.shape[3]) for total in heads]
 
 
 def _save_gather(ctx: object, inputs: tuple, output: list[Tensor]) -> None:
-    _, _, ctx.handle, ctx.kind = inputs
+    _, _, ctx.counts, _, ctx.handle, ctx.kind = inputs
     ctx.runtime = of_handle(ctx.handle)
 
 
 def _differentiate_gather(ctx: object, grads: list[Tensor]) -> tuple:
-    return _scatter_heads(grads, ctx.handle, DERIVATIVE.get(ctx.kind, ctx.kind), None), None, None, None
+    kind = DERIVATIVE.get(ctx.kind, ctx.kind)
+    return _scatter_heads(grads, ctx.counts, ctx.handle, kind, None), None, None, None, None, None
 
 
 _gather_heads.register_autograd(_differentiate_gather, setup_context=_save_gather)

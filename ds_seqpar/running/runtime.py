@@ -1,82 +1,93 @@
-"""Joins plan, kernels and comm: what one rank needs to walk its part of attention, found again by a number."""
+"""Joins programs, kernels and comm: what one rank needs to take part in attention, found again by a number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor
 
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
-from ..planning.layout import LAYOUTS
-from ..planning.plan import Plan
-from ..planning.schedules import build
+from ..handles import handle_of
+from ..planning.compile import Bound, Compiler, Recipe
+from ..planning.masks import Mask
+from ..planning.schedules import schedule
+from ..planning.shape import Shape
+from ..planning.shards import EvenShards, Shards
 from ..planning.topology import Topology
+from .buffers import Tensors
 from .comm import Comm
-from .handles import handle_of
-from .kernels import BlockSpec, select
-from .walk import walk
-from .work import Backward, Forward, Problem, Tensors, Work, bytes_per_token, travel_dtype
+from .kernels import BlockSpec, Kernel, select
+from .walk import Walk
+from .work import Backward, Forward
 
 
 class Runtime:
-    """What one rank needs to take part: settings, its place and its transport. `rank` is the inner rank."""
+    """Settings, this rank's place and its transport. rank: the inner rank; member: its place among the Ulysses members,
+    None where one process is all of them. checked: what was found fit last."""
 
-    def __init__(self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm) -> None:
+    def __init__(
+        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int | None = None
+    ) -> None:
+        self.member, self.checked = member, None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
+        self.compiler = Compiler(recipe_of(config, topology), rank)
         self.handle = handle_of(self)
 
-    def forward(self, q: Tensor, kv: Tensor, causal: bool, scale: float) -> Iterator[int]:
-        """Walks the forward plan; the iterator's return value is (out, lse). See Forward for shapes."""
-        return self._run("forward", q, kv, (), causal, scale)
+    def shards(self, tokens: int) -> Shards:
+        """The configured layout of a sequence of which every inner rank holds `tokens`."""
+        size = self.compiler.recipe.size
+        return EvenShards(self.config.layout, tokens * size, size)
 
-    def backward(
-        self, do: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Iterator[int]:
-        """Walks the backward plan; the iterator's return value is (dq, dkv)."""
-        return self._run("backward", q, kv, (do, out, lse), causal, scale)
+    def bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
+        """The program for inner tensors q (B, n, Hq, D), k (B, m, Hkv, D), and the kernel that it calls."""
+        dtype, heads = str(q.dtype).removeprefix("torch."), (q.shape[2], k.shape[2], q.shape[3])
+        kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads))
+        shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
+        return self.compiler.bound(direction, mask, shards, shape, kernel.square), kernel
 
-    def plan(self, q: Tensor, kv: Tensor, causal: bool, direction: str) -> Plan:
-        """The plan for blocks of these shapes on every inner rank; what travels is chosen by their bytes."""
-        seq = q.shape[1] * self.topology.size(*self.topology.inner_axes)
-        settings = self.config.schedule, self.topology, self.config.layout, seq, causal, direction
-        travels = self.config.forward if direction == "forward" else self.config.backward
-        travel = travel_dtype(self.config.travel_dtype, q.dtype)
-        sizes = tuple(bytes_per_token(direction, q, kv, travel).items())
-        return build(*settings, travels=travels, overlap=self.config.overlap, sizes=sizes)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scale: float) -> Walk:
+        """A walk that ends with (out as q, lse (B, n, Hq))."""
+        bound, kernel = self.bound("forward", q, k, mask, shards)
+        return Walk(bound, Forward(kernel, scale, *map(_readable, (q, k, v))), self.comm)
 
-    def check_plans(self, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, causal: bool) -> None:
-        """Makes the plans for `tokens` on every inner rank, with (query heads, kv heads, head_dim): raises where the
-        schedule has none, before anything is sent."""
-        q_heads, kv_heads, dim = heads
-        q = torch.empty(1, tokens, q_heads, dim, dtype=dtype, device="meta")
-        kv = torch.empty(1, tokens, 2, kv_heads, dim, dtype=dtype, device="meta")
-        for direction in ("forward", "backward"):
-            self.plan(q, kv, causal, direction)
+    def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scale: float) -> Walk:
+        """The same of (do, q, k, v, out, lse), which ends with (dq, dk, dv)."""
+        bound, kernel = self.bound("backward", *tensors[1:3], mask, shards)
+        return Walk(bound, Backward(kernel, scale, *map(_readable, tensors)), self.comm)
 
-    def _run(self, direction: str, q: Tensor, kv: Tensor, saved: Tensors, causal: bool, scale: float) -> Iterator[int]:
-        q = q if q.stride(-1) == 1 else q.contiguous()  # kernels read a head's elements side by side
-        plan = self.plan(q, kv, causal, direction)
-        seq = q.shape[1] * plan.size
-        problem = Problem(
-            rank=self.rank,
-            blocks=tuple(LAYOUTS[self.config.layout](seq, plan.size, rank) for rank in range(plan.size)),
-            causal=causal,
-            scale=scale,
-            kernel=select(self.config.kernel, BlockSpec.of(q, kv.shape[3])),
-            travel=travel_dtype(self.config.travel_dtype, q.dtype),
-        )
-        program = plan.program(self.rank)
-        q_travels = any(move.kind == "q" for step in program for move in (*step.moves, *step.gathers))
-        work: Work = Backward(problem, q, kv, *saved, q_travels) if saved else Forward(problem, q, kv)
-        step = 0
-        try:
-            for step in walk(program, work, self.comm):
-                yield step
-        except CommunicationError as error:
-            raise CommunicationError(f"inner rank {self.rank}, step {step}: {error}\n{plan.table()}") from error
-        except Exception as error:
-            error.add_note(f"inner rank {self.rank}, step {step} of this plan:\n{plan.table()}")
-            raise
-        return work.result()
+
+def recipe_of(config: SequenceParallelConfig, topology: Topology) -> Recipe:
+    """What programs are made from, of a resolved configuration."""
+    return Recipe(
+        schedule=schedule(config.schedule),
+        topology=topology,
+        layout=config.layout,
+        forward=config.forward,
+        backward=config.backward,
+        overlap=config.overlap,
+    )
+
+
+def run(walk: Walk) -> Tensors:
+    """Walks to the end. An error says where it happened: step, what comes before and after, and with whom."""
+    try:
+        return walk.run()
+    except CommunicationError as error:
+        place = walk.program.place(walk.at)
+        raise CommunicationError(f"inner rank {walk.program.rank}, {error}\n{place}") from error
+    except Exception as error:
+        error.add_note(walk.program.place(walk.at))
+        raise
+
+
+def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
+    """heads: (query heads, key/value heads, head_dim) of one rank. travel: the setting, where "fp32" means fp32 or
+    wider."""
+    wide = "float64" if dtype == "float64" else "float32"
+    q_heads, kv_heads, dim = heads
+    travels = {"fp32": wide, "bf16": "bfloat16"}[travel]
+    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=travels)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Kernels read a head's elements side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

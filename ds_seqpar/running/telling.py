@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import SeqParError
 
-Function = TypeVar("Function", bound=Callable)
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 PATIENCE = timedelta(seconds=5)  # for the rank that prints to have printed: a launcher ends all ranks after the first
 
 
@@ -40,12 +41,12 @@ def told_by(error: SeqParError, rank: int, key: str) -> SeqParError:
     return _with(error, Telling(rank=rank, key=f"ds_seqpar/told/{key}", store=store))
 
 
-def told_once(function: Function) -> Function:
+def told_once(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
     """For what users call on every rank: of an error that ranks raise by themselves, alike, only rank 0 prints the
     traceback, and every other one a line with the sentence."""
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         try:
             return function(*args, **kwargs)
         except SeqParError as error:
@@ -57,9 +58,9 @@ def told_once(function: Function) -> Function:
 
 
 def _with(error: SeqParError, telling: Telling) -> SeqParError:
-    error.telling = telling
+    vars(error)["telling"] = telling
     if not hasattr(sys.excepthook, "before"):
-        hook = functools.partial(_print, sys.excepthook)
+        hook: Any = functools.partial(_print, sys.excepthook)
         hook.before = sys.excepthook
         sys.excepthook = hook
     return error
@@ -85,16 +86,22 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def _store_of(telling: Telling) -> dist.Store:
+    """Of an error that ranks agreed on: `told_by` gives it one with its key."""
+    assert telling.store is not None
+    return telling.store
+
+
 def _say_so(telling: Telling) -> None:
     try:
-        telling.store.set(telling.key, "1")
+        _store_of(telling).set(telling.key, "1")
     except dist.DistNetworkError as lost:
         print(f"ds_seqpar: other ranks may print this too: {lost}", file=sys.stderr)
 
 
 def _was_said(telling: Telling) -> bool:
     try:
-        telling.store.wait([telling.key], PATIENCE)
+        _store_of(telling).wait([telling.key], PATIENCE)
     except dist.DistNetworkError:
         return True  # the rank that keeps the store does not end before it has printed, or seen it printed
     except dist.DistStoreError:

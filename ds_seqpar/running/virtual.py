@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError, InputError
-from ..planning.layout import positions
-from ..planning.topology import Topology
+from ..planning.masks import Mask
+from ..planning.program import Wait
+from ..planning.shards import EvenShards, Shards, members_positions
 from . import inputs, ulysses
-from .comm import Handle, Message
+from .buffers import Tensors
+from .comm import Message, Sizes
 from .runtime import Runtime
-from .work import Tensors
+from .walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,26 +47,40 @@ class _VirtualComm:
     def __init__(self, rank: int, mailbox: _Mailbox) -> None:
         self.rank, self.mailbox, self.received = rank, mailbox, Counter()
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Waiting:
         for message in sends:
-            self.mailbox.letters[self.rank, message.peer, message.tag].append(message.tensor.clone())
+            self.mailbox.letters[self.rank, message.peer, message.tag].append(message.buffer.clone())
         for message in receives:
-            self.received[message.kind] += message.tensor.numel()
+            self.received[message.kind] += message.elements
         return _Waiting(self, receives)
 
-    def all_gather(self, ranks: tuple[int, ...], kind: str, tensor: Tensor, received: list[Tensor]) -> Handle:
-        return self.all_to_all(ranks, kind, [tensor] * len(ranks), received)
+    def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return ranks[1:] + ranks[:1]  # any: real groups count their members as torch does
 
-    def all_to_all(self, ranks: tuple[int, ...], kind: str, sent: list[Tensor], received: list[Tensor]) -> Handle:
+    def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> _Waiting:
+        sizes = [sent.buffer.numel()] * len(ranks)
+        return self._together(
+            ranks, sent.kind, sent.elements * (len(ranks) - 1), [sent.buffer] * len(ranks), received.split(sizes)
+        )
+
+    def all_to_all(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
+    ) -> _Waiting:
+        return self._together(ranks, kind, elements, sent.split(list(sizes[0])), received.split(list(sizes[1])))
+
+    def _together(
+        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> _Waiting:
+        peers = self.order(ranks)
         sends, receives = (
-            [Message(peer, kind, tensor, -1) for peer, tensor in zip(ranks, tensors, strict=True)]
+            [Message(peer, kind, 0, tensor, -1) for peer, tensor in zip(peers, tensors, strict=True)]
             for tensors in (sent, received)
         )
         handle = self.post(sends, receives)
-        self.received[kind] -= received[ranks.index(self.rank)].numel()  # the own part did not travel
+        self.received[kind] += elements
         return handle
 
-    def exchange_heads(self, kind: str, buffer: Tensor) -> Tensor:
+    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
         raise AssertionError("the virtual runner exchanges heads for all members at once")
 
 
@@ -73,10 +89,16 @@ class _Waiting:
     comm: _VirtualComm
     receives: Sequence[Message]
 
+    def _letters(self, message: Message) -> deque[Tensor]:
+        return self.comm.mailbox.letters[message.peer, self.comm.rank, message.tag]
+
+    def ready(self) -> bool:
+        """Whether all peers have posted what this waits for."""
+        return all(self._letters(message) for message in self.receives)
+
     def wait(self) -> None:
         for message in self.receives:
-            letters = self.comm.mailbox.letters[message.peer, self.comm.rank, message.tag]
-            message.tensor.copy_(letters.popleft())  # IndexError: the peer has not posted, so ranks would hang here
+            message.buffer.copy_(self._letters(message).popleft())
 
 
 def attention(
@@ -88,99 +110,132 @@ def attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    mask: Mask | None = None,
+    shards: Shards | None = None,
 ) -> Result:
-    """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks.
+    """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
+    what every inner rank holds, in place of the configured layout; then k and v may have another length than q.
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """
-    inputs.check_arguments(q, k, v, causal, scale)
+    mask = inputs.mask_of(causal, mask)
+    inputs.check_arguments(q, k, v, mask, scale, lengths_differ=shards is not None)
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
     if do is not None and inputs.describe(do) != inputs.describe(q):
         raise InputError(f"the output's gradient must be like q, {inputs.describe(q)}; got {inputs.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
-    inputs.check_length(config, q.shape[1])
-    ranks = _Ranks(config)
-    inputs.check_shares(ranks.runtimes[0], ranks.shard(q)[0], k.shape[2], causal)
-    return ranks.attention(q, k, v, do, causal, q.shape[3] ** -0.5 if scale is None else float(scale))
+    if shards is None:
+        inputs.check_length(config, q.shape[1])
+        shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
+    ranks = _Ranks(config, shards, mask, q.shape[3] ** -0.5 if scale is None else float(scale))
+    inputs.check_shares(ranks.runtimes[0], q, k, mask, shards)
+    return ranks.attention(q, k, v, do)
 
 
 class _Ranks:
     """All SP ranks. Lists of tensors are indexed by SP rank = u + U * inner."""
 
-    def __init__(self, config: SequenceParallelConfig) -> None:
-        self.config = config
+    def __init__(self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scale: float) -> None:
+        self.config, self.shards, self.mask, self.scale = config, shards, mask, scale
         self.members = config.ulysses
-        topology = Topology.of(config, config.size)
-        inner = config.size // config.ulysses
+        topology = config.topology(config.size)
         self.mailboxes = [_Mailbox() for _ in range(self.members)]
         self.comms = [_VirtualComm(i // self.members, self.mailboxes[i % self.members]) for i in range(config.size)]
         self.runtimes = [Runtime(config, topology, i // self.members, self.comms[i]) for i in range(config.size)]
-        assert inner * self.members == config.size
+        held = [self.positions(side) for side in ("q", "kv")]
+        self.index = {"q": held[0], "kv": held[1]}
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, causal: bool, scale: float) -> Result:
-        seq, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-        sharded = zip(*(self.shard(x) for x in (q, k, v)), strict=True)
-        inward = self.inward("qkv", [list(tensors) for tensors in sharded])
-        operands = [(x[0], torch.stack(x[1:], dim=2)) for x in inward]
-        results = self.together([r.forward(*x, causal, scale) for r, x in zip(self.runtimes, operands, strict=True)])
-        outs = self.outward("out_heads", [[out] for out, _ in results], [heads])
-        out = self.unshard([x[0] for x in outs], seq)
+    def positions(self, side: str) -> list[Tensor]:
+        """The global positions of every SP rank's tokens."""
+        return [
+            torch.tensor(held, dtype=torch.int64)
+            for inner in range(self.config.size // self.members)
+            for held in members_positions(self.shards, side, inner, self.members)
+        ]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None) -> Result:
+        heads, kv_heads = q.shape[2], k.shape[2]
+        operands = self.operands(q, k, v)
+        settings = self.mask, self.shards, self.scale
+        results = self.together([r.forward(*x, *settings) for r, x in zip(self.runtimes, operands, strict=True)])
+        outs = self.outward("out_heads", "q", [[out] for out, _ in results], [heads])
+        out = self.unshard("q", [x[0] for x in outs], q.shape[1])
         if do is None:
             return Result(out, None, None, None, [comm.received for comm in self.comms])
-        dos = self.inward("do_heads", [[x] for x in self.shard(do)])
-        grads = self.together(
-            [
-                runtime.backward(d.contiguous(), *operand, *result, causal, scale)
-                for runtime, (d,), operand, result in zip(self.runtimes, dos, operands, results, strict=True)
-            ]
+        dos = self.inward("do_heads", "q", [[x] for x in self.shard("q", do)])
+        saved = [(*d, *x, *result) for d, x, result in zip(dos, operands, results, strict=True)]
+        grads = self.together([r.backward(x, *settings) for r, x in zip(self.runtimes, saved, strict=True)])
+        (dq,), (dk, dv) = (
+            [self.unshard(side, list(x), whole.shape[1]) for x in zip(*local, strict=True)]
+            for side, whole, local in (
+                ("q", q, self.outward("dqkv", "q", [[dq] for dq, _, _ in grads], [heads])),
+                ("kv", k, self.outward("dqkv", "kv", [list(x[1:]) for x in grads], [kv_heads, kv_heads])),
+            )
         )
-        split = [[dq, *dkv.unbind(2)] for dq, dkv in grads]
-        local = self.outward("dqkv", split, [heads, kv_heads, kv_heads])
-        dq, dk, dv = (self.unshard([x[i] for x in local], seq) for i in range(3))
         return Result(out, dq, dk, dv, [comm.received for comm in self.comms])
 
-    def together(self, walks: list[Iterator[int]]) -> list[Tensors]:
-        """Ranks take turns from yield to yield, so that each finds posted what it waits for."""
-        results: list[Tensors | None] = [None] * len(walks)
-        while any(result is None for result in results):
-            for rank, walking in enumerate(walks):
-                try:
-                    next(walking)
-                except StopIteration as end:
-                    results[rank] = end.value
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[list[Tensor]]:
+        queries = self.inward("qkv", "q", [[x] for x in self.shard("q", q)])
+        pairs = [list(x) for x in zip(self.shard("kv", k), self.shard("kv", v), strict=True)]
+        return [x + y for x, y in zip(queries, self.inward("qkv", "kv", pairs), strict=True)]
+
+    def together(self, walks: list[Walk]) -> list[Tensors]:
+        """Each rank goes on until it waits for what its peers have not posted yet, and then the next."""
+        while any(walk.at < len(walk.program.code) for walk in walks):
+            assert any([_go_on(walk) for walk in walks]), "ranks wait for one another"
         assert not any(queue for box in self.mailboxes for queue in box.letters.values()), "a message nobody received"
-        return results
+        return [walk.result for walk in walks]
 
-    def _index(self, seq: int, rank: int) -> Tensor:
-        return torch.tensor(positions(self.config.layout, seq, self.config.size, self.members, rank))
+    def shard(self, side: str, x: Tensor) -> list[Tensor]:
+        return [x[:, held] for held in self.index[side]]
 
-    def shard(self, x: Tensor) -> list[Tensor]:
-        return [x[:, self._index(x.shape[1], rank)] for rank in range(self.config.size)]
-
-    def unshard(self, parts: list[Tensor], seq: int) -> Tensor:
-        whole = torch.empty_like(parts[0]).new_empty(parts[0].shape[0], seq, *parts[0].shape[2:])
-        for rank, part in enumerate(parts):
-            whole[:, self._index(seq, rank)] = part
+    def unshard(self, side: str, parts: list[Tensor], seq: int) -> Tensor:
+        whole = parts[0].new_empty(parts[0].shape[0], seq, *parts[0].shape[2:])
+        for held, part in zip(self.index[side], parts, strict=True):
+            whole[:, held] = part
         return whole
 
-    def all_to_all(self, kind: str, buffers: list[Tensor]) -> list[Tensor]:
-        size = self.members
+    def all_to_all(self, kind: str, buffers: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
+        """`exchange_heads` of all ranks."""
+        parts = [x.flatten().split(list(outgoing)) for x, (outgoing, _) in zip(buffers, sizes, strict=True)]
         swapped = []
-        for rank, buffer in enumerate(buffers):
-            first = rank - rank % size
-            swapped.append(torch.stack([buffers[first + peer][rank % size] for peer in range(size)]))
-            self.comms[rank].received[kind] += buffer.numel() - buffer[0].numel()
+        for rank, (_, incoming) in enumerate(sizes):
+            first, member = rank - rank % self.members, rank % self.members
+            swapped.append(torch.cat([parts[first + peer][member] for peer in range(self.members)]))
+            assert swapped[rank].numel() == sum(incoming)
+            self.comms[rank].received[kind] += sum(incoming) - incoming[member]
         return swapped
 
-    def inward(self, kind: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        buffers = self.all_to_all(kind, [ulysses.pack_in(x, self.members) for x in tensors])
-        heads = [max(1, x.shape[2] // self.members) for x in tensors[0]]
-        batch, head_dim = tensors[0][0].shape[0], tensors[0][0].shape[3]
-        return [ulysses.unpack_in(buffer, batch, heads, head_dim) for buffer in buffers]
+    def inward(self, kind: str, side: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
+        buffers = [ulysses.pack_in(x, self.members) for x in tensors]
+        counts = [self.counts(side, rank) for rank in range(len(tensors))]
+        found = self.all_to_all(kind, buffers, [ulysses.sizes_in(*x) for x in zip(buffers, counts, strict=True)])
+        heads = [ulysses.heads_of_member(x.shape[2], self.members) for x in tensors[0]]
+        return [ulysses.split_in(x.view(-1, *buffers[0].shape[2:]), heads) for x in found]
 
-    def outward(self, kind: str, tensors: list[list[Tensor]], heads: list[int]) -> list[list[Tensor]]:
-        buffers = self.all_to_all(kind, [ulysses.pack_out(x, self.members) for x in tensors])
-        per_member = [x.shape[2] for x in tensors[0]]
-        batch, head_dim = tensors[0][0].shape[0], tensors[0][0].shape[3]
-        return [ulysses.unpack_out(buffer, batch, heads, per_member, head_dim) for buffer in buffers]
+    def outward(self, kind: str, side: str, tensors: list[list[Tensor]], heads: list[int]) -> list[list[Tensor]]:
+        joined = [ulysses.join_out(x).contiguous() for x in tensors]
+        tokens = [len(held) for held in self.index[side]]
+        sizes = [ulysses.sizes_out(x, self.counts(side, rank), tokens[rank]) for rank, x in enumerate(joined)]
+        found = self.all_to_all(kind, joined, sizes)
+        return [
+            ulysses.unpack_out(x.view(self.members, own, *joined[0].shape[1:]), heads)
+            for x, own in zip(found, tokens, strict=True)
+        ]
+
+    def counts(self, side: str, rank: int) -> list[int]:
+        """The tokens of the members of a rank's inner rank."""
+        first = rank - rank % self.members
+        return [len(held) for held in self.index[side][first : first + self.members]]
+
+
+def _go_on(walk: Walk) -> bool:
+    """Whether it got further."""
+    start = walk.at
+    while walk.at < len(walk.program.code):
+        instruction = walk.program.code[walk.at]
+        if isinstance(instruction, Wait) and not walk.tickets[instruction.ticket].ready():
+            break
+        walk.advance()
+    return walk.at > start

@@ -1,129 +1,184 @@
-"""Walks a program over blocks of tensors. One walker for every schedule, both directions, real and virtual ranks."""
+"""Walks a program over tensors. One walker for every schedule, both directions, real and virtual ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..planning.plan import Gather, Key, Move, Program, ReduceScatter, Unit, last_uses
-from .comm import Comm, Handle, Message, Together
-from .work import Tensors, Work
-
-KINDS = ("q", "kv", "out", "dq", "dkv")
-Arrivals = tuple[Handle, list[tuple[Unit, Tensors]]]
-
-
-def walk(program: Program, work: Work, comm: Comm) -> Iterator[int]:
-    """Executes a program. Yields the number of the step under way wherever peers must have posted before it goes on:
-    a real rank just runs it to the end; virtual ranks take turns from yield to yield.
-    """
-    rank = work.problem.rank
-    operands: dict[int, list[Arrivals]] = defaultdict(list)  # due at the end of step
-    results: dict[int, list[Arrivals]] = defaultdict(list)  # due after the products of step
-    for index, (step, frees) in enumerate(zip(program, last_uses(program, rank), strict=True)):
-        gathered = [(gather, _gather(gather, work, comm)) for gather in step.gathers]
-        yield index
-        for gather, arrivals in gathered:
-            _finish_gather(gather, work, arrivals)
-        for within, arrivals in _post(step.moves, work, comm, lambda unit: work.operands[unit]):
-            operands[index + within - 1].append(arrivals)
-        for compute in step.computes:
-            work.compute(compute.q, compute.kv)
-        for arrivals in results.pop(index, []):
-            _merge(work, arrivals)
-        for within, arrivals in _post(step.results, work, comm, work.take):
-            results[index + within].append(arrivals)
-        reduced = [_reduce(reduce, work, comm) for reduce in step.reduces]
-        yield index
-        for arrivals in reduced:
-            _merge(work, arrivals)
-        for arrivals in operands.pop(index, []):
-            work.operands.update(_wait(arrivals))
-        for unit in frees:
-            work.release(unit)
-    for due in sorted(results):
-        for arrivals in results[due]:
-            _merge(work, arrivals)
+from ..planning.actions import Key, Unit
+from ..planning.compile import Bound, side_of
+from ..planning.program import (
+    OWN,
+    Assemble,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Instruction,
+    Merge,
+    Pack,
+    Post,
+    Product,
+    ScatterStart,
+    Transfer,
+    Wait,
+)
+from ..planning.shards import rows_of
+from .buffers import Buffers, Tensors
+from .comm import Comm, Handle, Message
+from .kernels.accumulate import Running
+from .work import Work
 
 
-def _post(
-    moves: tuple[Move, ...], work: Work, comm: Comm, tensors_of: Callable[[Unit], Tensors]
-) -> list[tuple[int, Arrivals]]:
-    """Starts the moves, those that are due together as one, and says within how many steps each is due."""
-    rank = work.problem.rank
-    posted = []
-    for within in sorted({move.within for move in moves}):
-        sends, receives, arrivals = [], [], []
-        for move in (move for move in moves if move.within == within):
-            if move.src == rank:
-                sends += _messages(move.dst, move.kind, move.key, tensors_of(move.unit), work)
-            else:
-                buffers = work.empty(move.kind, move.key)
-                receives += _messages(move.src, move.kind, move.key, buffers, work)
-                arrivals.append((move.unit, buffers))
-        posted.append((within, (comm.post(sends, receives), arrivals)))
-    return posted
+class Walk:
+    """One rank's part of one attention. at: the instruction that is next, or that failed."""
+
+    def __init__(self, bound: Bound, work: Work, comm: Comm) -> None:
+        self.bound, self.program, self.work, self.comm = bound, bound.program, work, comm
+        self.buffers = Buffers(bound, work.device)
+        self.tickets: dict[int, Handle] = {}
+        self.results: dict[Unit, Running] = {}
+        self.at = 0
+
+    def run(self) -> Tensors:
+        """Walks to the end, on a real rank, whose waits block by themselves. Returns what `Work.finish` does."""
+        while self.at < len(self.program.code):
+            self.advance()
+        return self.result
+
+    def advance(self) -> None:
+        """Executes one instruction."""
+        instruction = self.program.code[self.at]
+        EXECUTE[type(instruction)](self, instruction)
+        for slot in self.program.frees[self.at]:
+            self.buffers.free(slot)
+            self.work.forget(slot)
+        self.at += 1
+
+    def operand(self, unit: Unit, slot: int) -> Tensors:
+        return self.work.own(unit[0]) if slot == OWN else self.buffers.tensors(slot, unit)
+
+    def pack(self, one: Pack) -> None:
+        own = self.work.own(one.unit[0], travels=True)
+        for target, tensor in zip(self.buffers.tensors(one.into, one.unit), own, strict=True):
+            target.copy_(tensor)
+
+    def post(self, one: Post) -> None:
+        for transfer in one.receives:
+            self.work.forget(transfer.slot)
+        sends, receives = ([self.message(t) for t in transfers] for transfers in (one.sends, one.receives))
+        self.tickets[one.ticket] = self.comm.post(sends, receives)
+
+    def message(self, transfer: Transfer) -> Message:
+        (kind, key), slot = transfer.unit, transfer.slot
+        elements = self.bound.elements(kind, key)
+        return Message(transfer.peer, kind, elements, self.buffers.message(slot, transfer.unit), transfer.tag)
+
+    def wait(self, one: Wait) -> None:
+        self.tickets[one.ticket].wait()
+        del self.tickets[one.ticket]
+
+    def start_gather(self, one: GatherStart) -> None:
+        gather, kind = one.collective, one.collective.kind
+        unit = kind, gather.part(self.program.rank)
+        sent = Message(0, kind, self.bound.elements(*unit), self.buffers.message(one.sent, unit), 0)
+        received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
+        self.tickets[one.ticket] = self.comm.all_gather(gather.ranks, sent, received)
+
+    def assemble(self, one: Assemble) -> None:
+        gather = one.collective
+        self.work.forget(one.into)
+        whole = self.buffers.tensors(one.into, (gather.kind, gather.whole))
+        keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
+        for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
+            for target, tensor in zip(whole, part, strict=True):
+                _put(target, tensor, self.rows(gather.kind, gather.whole, key))
+
+    def product(self, one: Product) -> None:
+        tiles = self.bound.tiles(one.q, one.kv)
+        q, kv = self.operand(("q", one.q), one.q_slot), self.operand(("kv", one.kv), one.kv_slot)
+        self.work.product(q, kv, one.q_slot, tiles, [self.running(unit, slot) for unit, slot in one.results])
+
+    def running(self, unit: Unit, slot: int) -> Running:
+        """The running result of a unit, which goes into the slot once it must be wide."""
+        if unit not in self.results:
+            self.results[unit] = self.work.running(unit[0], lambda: self.buffers.tensors(slot, unit))
+        return self.results[unit]
+
+    def merge(self, one: Merge) -> None:
+        arrived, running = self.buffers.tensors(one.arrived, one.unit), self.running(one.unit, one.into)
+        if one.into == one.arrived:
+            running.absorb(*arrived)
+        else:
+            running.merge(*arrived)
+
+    def export(self, one: Export) -> None:
+        running = self.running(one.unit, one.own)
+        del self.results[one.unit]
+        if one.into == one.own:
+            running.placed()
+        else:
+            running.copy_into(self.buffers.tensors(one.into, one.unit))
+
+    def start_scatter(self, one: ScatterStart) -> None:
+        """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
+        reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
+        whole, mine = self.results.pop((kind, reduce.whole)).placed(), reduce.part(rank)
+        order = [reduce.part(peer) for peer in self.comm.order(reduce.ranks)]
+        others = [part for part in order if part != mine]
+        for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
+            for target, tensor in zip(part, whole, strict=True):
+                _take(target, tensor, self.rows(kind, reduce.whole, key))
+        own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
+        self.running((kind, mine), one.kept).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
+        going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
+        coming = [0 if part == mine else self.bound.unit_bytes(one.received, kind, mine) for part in order]
+        self.tickets[one.ticket] = self.comm.all_to_all(
+            reduce.ranks,
+            kind,
+            self.bound.elements(kind, mine) * len(others),
+            self.buffers.raw(one.sent, sum(going)),
+            self.buffers.raw(one.received, sum(coming)),
+            (going, coming),
+        )
+
+    def fold(self, one: Fold) -> None:
+        kind, key = one.unit
+        running = self.running(one.unit, one.own)
+        for part in self.buffers.parts(one.received, kind, [key] * one.parts):
+            running.merge(*part)
+
+    def finish(self, one: Finish) -> None:
+        self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
+        self.results.clear()
+
+    def rows(self, kind: str, whole: Key, part: Key) -> tuple[slice, ...]:
+        return rows_of(self.bound.shards, side_of(kind), whole, part)
 
 
-def _gather(gather: Gather, work: Work, comm: Comm) -> Arrivals:
-    mine = work.operands[gather.kind, gather.part(work.problem.rank)]
-    buffers = [work.empty(gather.kind, part) for part in gather.parts]
-    handles = [
-        comm.all_gather(gather.ranks, gather.kind, tensor, list(received))
-        for tensor, received in zip(mine, zip(*buffers, strict=True), strict=True)
-    ]
-    return Together(handles), [((gather.kind, part), x) for part, x in zip(gather.parts, buffers, strict=True)]
+EXECUTE: dict[type, Callable[[Walk, Instruction], None]] = {
+    Pack: Walk.pack,
+    Post: Walk.post,
+    Wait: Walk.wait,
+    GatherStart: Walk.start_gather,
+    Assemble: Walk.assemble,
+    Product: Walk.product,
+    Merge: Walk.merge,
+    Export: Walk.export,
+    ScatterStart: Walk.start_scatter,
+    Fold: Walk.fold,
+    Finish: Walk.finish,
+}
 
 
-def _finish_gather(gather: Gather, work: Work, arrivals: Arrivals) -> None:
-    parts = _wait(arrivals)
-    whole = work.empty(gather.kind, gather.whole)
-    for (_, key), tensors in parts.items():
-        rows = work.problem.rows(gather.whole, key)
-        for target, tensor in zip(whole, tensors, strict=True):
-            pieces = tensor.split([row.stop - row.start for row in rows], dim=1)
-            for row, piece in zip(rows, pieces, strict=True):
-                target[:, row] = piece
-    work.operands[gather.kind, gather.whole] = whole
+def _put(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> None:
+    """The tokens of a part go to their rows of the whole."""
+    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
+        whole[:, row] = piece
 
 
-def _reduce(reduce: ReduceScatter, work: Work, comm: Comm) -> Arrivals:
-    """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
-    mine = reduce.kind, reduce.part(work.problem.rank)
-    own = work.problem.rows(reduce.whole, mine[1])
-    kept = tuple(_rows_of(tensor, own) for tensor in work.accumulators[reduce.kind, reduce.whole])
-    whole = work.take((reduce.kind, reduce.whole))
-    work.merge(mine, kept)  # it does not travel, so it is not rounded to what travels
-    buffers = [work.empty(*mine) for _ in reduce.ranks]
-    rows = [work.problem.rows(reduce.whole, part) for part in reduce.parts]
-    handles = [
-        comm.all_to_all(reduce.ranks, reduce.kind, [_rows_of(tensor, r) for r in rows], list(received))
-        for tensor, received in zip(whole, zip(*buffers, strict=True), strict=True)
-    ]
-    return Together(handles), [(mine, x) for r, x in zip(reduce.ranks, buffers, strict=True) if r != work.problem.rank]
-
-
-def _rows_of(tensor: Tensor, rows: list[slice]) -> Tensor:
-    return torch.cat([tensor[:, row] for row in rows], dim=1)
-
-
-def _messages(peer: int, kind: str, key: Key, tensors: Tensors, work: Work) -> list[Message]:
-    """One message a tensor; the tag says what it is, so that several may be under way between two ranks."""
-    base = (KINDS.index(kind) * len(work.problem.blocks) + key[0]) * 8
-    return [Message(peer, kind, tensor, base + number) for number, tensor in enumerate(tensors)]
-
-
-def _wait(arrivals: Arrivals) -> dict[Unit, Tensors]:
-    handle, units = arrivals
-    handle.wait()
-    return dict(units)
-
-
-def _merge(work: Work, arrivals: Arrivals) -> None:
-    handle, units = arrivals
-    handle.wait()
-    for unit, tensors in units:
-        work.merge(unit, tensors)
+def _take(part: Tensor, whole: Tensor, rows: tuple[slice, ...]) -> None:
+    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
+        piece.copy_(whole[:, row])

@@ -219,7 +219,7 @@ SECOND_GROUP = {
     ),
     "fewer micro-batches": (
         lambda sp, rank: sp.shard_batches([batch(sp.data_rank)] * (2 - sp.data_rank)),
-        everywhere("InputError", "as many micro-batches", "[2, 2, 1, 1] by rank"),
+        everywhere("InputError", "as many micro-batches", "got ranks 0-1: 2; ranks 2-3: 1"),
     ),
 }
 

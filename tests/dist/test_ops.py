@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from ds_seqpar.running.ulysses import join_out, split_in
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, leaves, make, refusal
 from tests.launch import on_ranks
@@ -16,14 +17,17 @@ def check(heads, dtype):
     sp = make(size=2, ulysses=2, layout="contiguous")
     q, k, v = leaves(sp, *oracle.tensors(1, 8, heads, dtype=dtype)[:3])
     handle, ops = sp.runtime.handle, torch.ops.ds_seqpar
-    inner = [x.detach().requires_grad_() for x in ops.scatter_heads([q, k, v], handle, "qkv", None)]
+    counts = [q.shape[1]] * 2
+    arrived = ops.scatter_heads([q, k, v], counts, handle, "qkv", None)
+    inner = [x.detach().requires_grad_() for x in split_in(arrived, [max(1, x.shape[2] // 2) for x in (q, k, v)])]
     out, lse = (x.detach() for x in ops.attention(*inner, handle, True, 0.5, None))
+    joined = join_out([out.clone()])
     calls = [
         (ops.agree.default, (q, k, v, handle, True, None, True, False)),
-        (ops.scatter_heads.default, ([q, k, v], handle, "qkv", None)),
+        (ops.scatter_heads.default, ([q, k, v], counts, handle, "qkv", None)),
         (ops.attention.default, (*inner, handle, True, 0.5, None)),
         (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, handle, True, 0.5)),
-        (ops.gather_heads.default, ([out.clone().requires_grad_()], [heads[0]], handle, "out_heads")),
+        (ops.gather_heads.default, (joined.requires_grad_(), [heads[0]], counts, counts[0], handle, "out_heads")),
     ]
     found = [torch.library.opcheck(*call) for call in calls]
     return {result for results in found for result in results.values()}, copy.deepcopy(sp) is sp

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_seqpar.planning import schedules
 from tests import oracle
 from tests.dist.ranks import attend, make
 from tests.launch import on_ranks
+from tests.unit import toy_schedule
 
 HEADS = (8, 4)
 CASES = {
@@ -72,6 +74,22 @@ def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
         for case, (gap, received, plan) in zip(CASES[ranks], found, strict=True):
             assert gap < 1e-10, (case, rank)
             assert sum(received.values()) == plan, (case, rank, received)
+
+
+def work_of_its_own(case):
+    """As `work`, for a schedule that is registered on these ranks."""
+    schedules.register(toy_schedule.SCHEDULE)
+    with make(**case) as sp:
+        members = sorted(sp.groups.members)
+    return work([case])[0], members
+
+
+def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
+    case = {"size": 4, "ulysses": 1, "schedule": "carousel", "seats": 2, "backward": "q"}
+    for rank, ((gap, received, plan), members) in enumerate(on_ranks(4, work_of_its_own, case)):
+        assert gap < 1e-10
+        assert sum(received.values()) == plan
+        assert members == [(0, 1) if rank < 2 else (2, 3)]
 
 
 def travel(dtype):

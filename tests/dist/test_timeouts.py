@@ -47,11 +47,11 @@ def only_rank_0(call):
 CALLS = {
     "ring": ({}, attention, "a transfer"),
     "Ulysses": ({"ulysses": WORLD}, attention, "the Ulysses all-to-all"),
-    "agreement": ({}, only_rank_0(lambda sp: sp.attention(*oracle.tensors(1, 8, (4, 2))[:3])), "attention"),
-    "gather": ({}, only_rank_0(lambda sp: sp.gather(torch.zeros(8), 0)), "gather"),
 }
 # these wait in the group of all ranks, which is of no use after that: the last ones of a launch
 WORLDS = {
+    "agreement": ({}, only_rank_0(lambda sp: sp.attention(*oracle.tensors(1, 8, (4, 2))[:3])), "attention"),
+    "gather": ({}, only_rank_0(lambda sp: sp.gather(torch.zeros(8), 0)), "gather"),
     "mean_loss": ({}, only_rank_0(lambda sp: sp.mean_loss(torch.ones(()))), "mean_loss"),
     "shard_batches": ({}, only_rank_0(lambda sp: sp.shard_batch({"labels": torch.arange(8)[None]})), "shard_batches"),
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.config import LAYOUTS
-from ds_seqpar.planning.shapes import divisors
+from ds_seqpar.planning.topology import divisors
 from tests.fuzz import ranks
 
 IGNORE = -100

@@ -1,5 +1,7 @@
 """Process-free tests: one thread each, and hypothesis without clocks or stored examples, the same on every run."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -21,14 +23,7 @@ def _one_thread():
 def replace_schedule(monkeypatch):
     """A function that lets another builder stand in for a schedule, until the test ends."""
 
-    def forget():
-        schedules.build.cache_clear()
-        schedules._build.cache_clear()
-
     def replace(name, builder):
-        monkeypatch.setitem(schedules.SCHEDULES, name, builder)
-        forget()
+        monkeypatch.setitem(schedules.SCHEDULES, name, dataclasses.replace(schedules.SCHEDULES[name], build=builder))
 
-    yield replace
-    monkeypatch.undo()
-    forget()
+    return replace

@@ -6,17 +6,15 @@ import random
 
 from hypothesis import strategies as st
 
-from ds_seqpar.planning import shapes
 from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shapes import divisors
 from ds_seqpar.planning.topology import Topology
 
 DIRECTIONS = ("forward", "backward")
-# (schedule, direction, what travels); both sides travel in distflash by themselves
+# (schedule, direction, what travels)
 FORMS = tuple(
-    (schedule, direction, travels)
-    for schedule, direction, travels in itertools.product(SCHEDULES, DIRECTIONS, ("kv", "q"))
-    if (schedule, travels) != ("distflash", "q")
+    (name, direction, travels)
+    for name, schedule in SCHEDULES.items()
+    for direction, travels in itertools.product(DIRECTIONS, schedule.travellers)
 )
 
 
@@ -24,29 +22,26 @@ def topology(*axes):
     return Topology(axes=(("ulysses", 1), *axes, ("data", 1)))
 
 
+def shaped(schedule, size, **own):
+    """The ranks of a schedule, with these settings of its own; what is not given is chosen."""
+    return topology(*SCHEDULES[schedule].axes(size, SCHEDULES[schedule].resolve(size, own, None)))
+
+
 def ring(size):
-    return topology(*shapes.ring(size))
+    return shaped("ring", size)
 
 
 def mesh(a, b, r):
-    return topology(*shapes.mesh(a * b * r, (a, b, r), None))
+    return shaped("mesh", a * b * r, mesh=(a, b, r))
 
 
 def double_ring(size, window):
-    return topology(*shapes.double_ring(size, window))
+    return shaped("double_ring", size, window=window)
 
 
 def topologies(schedule, size):
     """Every shape that `size` inner ranks can take for this schedule."""
-    if schedule == "double_ring":
-        return [double_ring(size, window) for window in divisors(size)]
-    if schedule == "attention2d":
-        return [mesh(a, size // a, 1) for a in divisors(size)]
-    if schedule == "wallfacer":
-        return [mesh(c, c, size // c**2) for c in divisors(size) if size % c**2 == 0]
-    if schedule == "mesh":
-        return [mesh(a, b, size // (a * b)) for a in divisors(size) for b in divisors(size // a)]
-    return [ring(size)]
+    return [shaped(schedule, size, **own) for own in SCHEDULES[schedule].shapes(size)]
 
 
 def ranks(topology):
@@ -63,10 +58,10 @@ def causal_contiguous(size):
 
 
 def build(schedule, topology, direction, travels="kv", pairs=None):
-    """The schedule's plan for these pairs; default: all, for distflash all that its mask leaves."""
+    """The schedule's plan for these pairs; default: all that it can take."""
     if pairs is None:
-        pairs = (causal_contiguous if schedule == "distflash" else everything)(ranks(topology))
-    return SCHEDULES[schedule](topology, lambda i, j: (i, j) in pairs, direction, travels)
+        pairs = {pair for pair in everything(ranks(topology)) if SCHEDULES[schedule].takes(*pair)}
+    return SCHEDULES[schedule].build(topology, lambda i, j: (i, j) in pairs, direction, travels)
 
 
 @st.composite

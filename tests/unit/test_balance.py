@@ -166,7 +166,7 @@ def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(sch
             config = SequenceParallelConfig(
                 size=size, ulysses=ulysses, schedule=schedule, placement=placement, **fields
             ).resolve(size)
-            topology = Topology.of(config, size)
+            topology = config.topology(size)
             # tokens are numbered by mesh coordinates, so a placement changes no plan
             plain = Topology(axes=(("ulysses", ulysses), *config.inner_axes, ("data", 1)))
             for direction in DIRECTIONS:

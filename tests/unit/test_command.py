@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ds_seqpar.__main__ import main
-from ds_seqpar.config import SCHEDULES, SequenceParallelConfig
+from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning.draw import COLORS
-from ds_seqpar.planning.topology import Topology
+from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.running.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ def _plans(heads=(8, 8), causal=True, **settings):
     """The plans that ranks would walk for bf16 attention with these heads, forward and backward."""
     size = settings.setdefault("size", 4)
     config = SequenceParallelConfig(**{"ulysses": 1, **settings}).resolve(size, heads)
-    runtime = Runtime(config, Topology.of(config, size), 0, comm=None)
+    runtime = Runtime(config, config.topology(size), 0, comm=None)
     members = config.ulysses
     q = torch.empty(1, 8, heads[0] // members, 128, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, 8, 2, max(1, heads[1] // members), 128, dtype=torch.bfloat16, device="meta")
@@ -203,11 +203,11 @@ REFUSED = [
     (["--schedule", "rings"], "(did you mean 'ring'?)"),
     (["--layout", "zig"], "(did you mean 'zigzag'?)"),
     (["--schedule", "distflash", "--full"], "distflash needs causal attention"),
-    (["--schedule", "distflash", "--layout", "zigzag"], 'use "contiguous"'),
+    (["--schedule", "distflash", "--layout", "zigzag"], 'layout must be "contiguous" with schedule "distflash"'),
     (["--schedule", "ring", "--team", 2], 'belongs to schedule "wallfacer"'),
     (["--schedule", "mesh", "--mesh", 2, 2, 2], "must multiply to the 4 inner ranks"),
     (["--schedule", "attention2d", "--rows", 3], "use one of (rows, cols)"),
-    (["--placement", "collectives_intra"], "needs a schedule with collectives"),
+    (["--placement", "collectives_intra"], 'use schedule "attention2d", "mesh" or "wallfacer"'),
     (["--placement", "ring", "x"], "must order the axes ulysses, ring"),
     (["--placement", "ring"], "placement must be one of"),
     (["--forward", "v"], "forward must be one of auto, kv, q"),

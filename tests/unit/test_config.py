@@ -1,15 +1,16 @@
 """Settings: what is accepted, how "auto" is resolved, and what each error says."""
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 
 import pytest
 
-from ds_seqpar.config import KERNELS, LAYOUTS, SCHEDULES, SequenceParallelConfig, legal_ulysses
+from ds_seqpar.config import KERNELS, SequenceParallelConfig, legal_ulysses
 from ds_seqpar.errors import ConfigError, SeqParError
-from ds_seqpar.planning.layout import LAYOUTS as LAYOUT_FUNCTIONS
-from ds_seqpar.planning.schedules import SCHEDULES as BUILDERS
+from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.running.kernels import KERNELS as KERNEL_OBJECTS
 
 Config = SequenceParallelConfig
@@ -21,15 +22,20 @@ def _message(call, *arguments, **settings):
     return str(caught.value)
 
 
+KEYS = (
+    "size", "ulysses", "schedule", "layout", "forward", "backward", "overlap", "placement", "travel_dtype", "kernel",
+    "rows", "cols", "window", "mesh", "team",
+)  # fmt: skip
+
+
 def test_names_in_the_config_are_the_names_that_exist():
-    assert set(SCHEDULES) == set(BUILDERS)
-    assert set(LAYOUTS) == set(LAYOUT_FUNCTIONS)
     assert set(KERNELS) == {"auto", *KERNEL_OBJECTS}
 
 
 def test_a_config_is_frozen_and_its_error_a_value_error():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().size = 2
+    for name in ("size", "window"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(Config(window=2), name, 4)
     assert issubclass(ConfigError, SeqParError)
     assert issubclass(SeqParError, ValueError)
 
@@ -65,8 +71,10 @@ def test_names_are_words_that_exist(field, value):
 
 def test_an_unknown_key_is_answered_with_all_keys_and_the_nearest():
     message = _message(Config.from_dict, {"ulyses": 2})
-    keys = ", ".join(field.name for field in dataclasses.fields(Config))
-    assert message == f"\"sequence_parallel\" takes {keys}; got 'ulyses' (did you mean 'ulysses'?)"
+    assert message == f"\"sequence_parallel\" takes {', '.join(KEYS)}; got 'ulyses' (did you mean 'ulysses'?)"
+    assert _message(Config, ulyses=2) == message
+    assert _message(Config.from_dict, {"cosl": 2}).endswith("got 'cosl' (did you mean 'cols'?)")
+    assert "got 'own'" in _message(Config.from_dict, {"own": {"window": 2}})
     assert _message(Config.from_dict, {"qqqq": 2}).endswith("got 'qqqq'")
     assert "got 5" in _message(Config.from_dict, {5: 2})
 
@@ -188,6 +196,25 @@ def test_resolving_again_changes_nothing():
 
 # ---- what a schedule's own fields may be
 
+
+def test_a_schedules_own_settings_are_read_compared_and_replaced_as_the_others():
+    config = Config(schedule="attention2d", rows=2)
+    assert (config.rows, config.cols, config.window) == (2, "auto", "auto")
+    assert config != Config(schedule="attention2d", rows=4)
+    assert config == Config(schedule="attention2d", rows=2, cols="auto")
+    assert dataclasses.replace(config, rows=4, cols=1) == Config(schedule="attention2d", cols=1, rows=4)
+    assert dataclasses.replace(config, rows="auto") == Config(schedule="attention2d")
+    assert config.resolve(8) == dataclasses.replace(config, size=8, ulysses=1, layout="zigzag", cols=4)
+    assert Config(**config.settings()) == config
+    assert "rows=2" in repr(config)
+    assert eval(repr(config), {"SequenceParallelConfig": Config}) == config
+    for again in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert again == config
+        assert hash(again) == hash(config)
+    with pytest.raises(AttributeError, match="no attribute 'height'"):
+        config.height  # noqa: B018
+
+
 _COUNTS = ["window", "rows", "cols", "team"]
 
 
@@ -269,7 +296,10 @@ def test_a_placement_is_made_of_names(value):
 
 def test_a_placement_of_axes_that_do_not_exist_is_refused():
     message = _message(Config(size=8, placement="collectives_intra").resolve, 8)
-    assert 'placement "collectives_intra" needs a schedule with collectives' in message
+    assert message == (
+        'sequence_parallel.placement must be "auto", "ulysses_intra" or "ring_intra" with schedule "ring"; got '
+        '"collectives_intra", change it, or use schedule "attention2d", "mesh" or "wallfacer"'
+    )
     for placement in (["ring"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], []):
         message = _message(Config(size=8, placement=placement).resolve, 8)
         assert "must order the axes ulysses, ring (data is last unless named)" in message

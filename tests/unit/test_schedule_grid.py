@@ -9,10 +9,9 @@ import functools
 import pytest
 import torch
 
-from ds_seqpar.config import LAYOUTS, SCHEDULES, SequenceParallelConfig
+from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.schedules import build
-from ds_seqpar.planning.topology import Topology
+from ds_seqpar.planning.schedules import SCHEDULES, build
 from ds_seqpar.running import work
 from ds_seqpar.running.kernels import KERNELS
 from ds_seqpar.running.virtual import attention
@@ -166,7 +165,7 @@ def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, 
     assert len(shapes) > 10
     sizes = tuple({"q": 3, "kv": 5, "out": 7, "dq": 11, "dkv": 13}.items())
     for shape in shapes:
-        topology = Topology.of(shape.config().resolve(shape.size), shape.size)
+        topology = shape.config().resolve(shape.size).topology(shape.size)
         settings = shape.schedule, topology, "zigzag", 4 * shape.size, True, direction
         kv, q, auto = (build(*settings, travels=side, overlap=overlap, sizes=sizes) for side in ("kv", "q", "auto"))
         assert kv == q == auto, shape

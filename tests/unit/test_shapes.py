@@ -5,11 +5,10 @@ import math
 
 import pytest
 
-from ds_seqpar.config import PLACEMENTS, SCHEDULES, SequenceParallelConfig, legal_ulysses
+from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig, legal_ulysses
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning import shapes
-from ds_seqpar.planning.shapes import divisors
-from ds_seqpar.planning.topology import Topology
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.topology import divisors
 from ds_seqpar.running.virtual import attention
 from tests.oracle import tensors
 from tests.unit.plans import build, mesh
@@ -22,12 +21,38 @@ def test_divisors_are_all_of_them_in_order():
         assert divisors(number) == [d for d in range(1, number + 1) if number // d * d == number]
 
 
+def _axes(schedule, size, heads=None, **own):
+    """Of `size` inner ranks, with these settings of the schedule's own and the others "auto"."""
+    own = SCHEDULES[schedule].resolve(size, own, heads)
+    return SCHEDULES[schedule].axes(size, own)
+
+
+# ---- what shapes there are
+
+
+def test_windows_are_all_divisors_and_teams_all_whose_square_divides_the_ranks():
+    for size in SIZES:
+        windows = [own["window"] for own in SCHEDULES["double_ring"].shapes(size)]
+        assert windows == [w for w in range(1, size + 1) if size % w == 0]
+        teams = [own["team"] for own in SCHEDULES["wallfacer"].shapes(size)]
+        assert teams == [c for c in range(1, size + 1) if size % (c * c) == 0]
+
+
+def test_grids_and_meshes_are_all_that_multiply_to_the_ranks():
+    for size in range(1, 25):
+        sides = range(1, size + 1)
+        grids = [(own["rows"], own["cols"]) for own in SCHEDULES["attention2d"].shapes(size)]
+        assert sorted(grids) == [(a, b) for a, b in itertools.product(sides, repeat=2) if a * b == size]
+        meshes = [own["mesh"] for own in SCHEDULES["mesh"].shapes(size)]
+        assert sorted(meshes) == [s for s in itertools.product(sides, repeat=3) if math.prod(s) == size]
+
+
 # ---- "auto"
 
 
 def test_a_window_is_the_divisor_nearest_to_the_square_root():
     for size in SIZES:
-        (_, window), (_, windows) = shapes.double_ring(size, "auto")
+        (_, window), (_, windows) = _axes("double_ring", size)
         assert window * windows == size
         gaps = {divisor: abs(divisor - math.sqrt(size)) for divisor in divisors(size)}
         assert gaps[window] == min(gaps.values())
@@ -35,7 +60,7 @@ def test_a_window_is_the_divisor_nearest_to_the_square_root():
 
 def test_a_team_is_the_largest_whose_square_divides_the_ranks():
     for size in SIZES:
-        (_, a), (_, b), (_, r) = shapes.wallfacer(size, "auto")
+        (_, a), (_, b), (_, r) = _axes("wallfacer", size)
         assert a == b
         assert a * b * r == size
         assert a == max(c for c in range(1, size + 1) if size % (c * c) == 0)
@@ -55,7 +80,7 @@ def _elements(cols, rows, q_heads, kv_heads):
 def test_attention2d_takes_the_rows_and_columns_that_receive_least(heads):
     for size in SIZES:
         received = {cols: _elements(cols, size // cols, *heads) for cols in divisors(size)}
-        (_, cols), (_, rows), (_, ring) = shapes.attention2d(size, "auto", "auto", heads)
+        (_, cols), (_, rows), (_, ring) = _axes("attention2d", size, heads)
         assert (cols * rows, ring) == (size, 1)
         assert received[cols] == min(received.values()), size
         # the formula is the plan's
@@ -67,27 +92,27 @@ def test_attention2d_takes_the_rows_and_columns_that_receive_least(heads):
 
 
 def test_few_kv_heads_are_gathered_widely():
-    found = {heads: shapes.attention2d(64, "auto", "auto", heads)[:2] for heads in ((8, 8), (8, 2), (8, 1))}
+    found = {heads: _axes("attention2d", 64, heads)[:2] for heads in ((8, 8), (8, 2), (8, 1))}
     assert found == {
         (8, 8): (("x", 8), ("y", 8)),
         (8, 2): (("x", 4), ("y", 16)),
         (8, 1): (("x", 4), ("y", 16)),
     }
-    assert shapes.attention2d(64, "auto", "auto", None) == shapes.attention2d(64, "auto", "auto", (1, 1))
+    assert _axes("attention2d", 64) == _axes("attention2d", 64, (1, 1))
 
 
 def test_one_side_gives_the_other():
     for size in SIZES:
         for cols in divisors(size):
             wanted = (("x", cols), ("y", size // cols), ("z", 1))
-            assert shapes.attention2d(size, "auto", cols, (8, 8)) == wanted
-            assert shapes.attention2d(size, size // cols, "auto", (8, 8)) == wanted
+            assert _axes("attention2d", size, (8, 8), cols=cols) == wanted
+            assert _axes("attention2d", size, (8, 8), rows=size // cols) == wanted
 
 
 def test_a_mesh_is_as_attention2d_with_a_ring_for_its_rows():
     for size, heads in itertools.product(SIZES, (*HEADS, None)):
-        (_, cols), (_, rows), _ = shapes.attention2d(size, "auto", "auto", heads)
-        assert shapes.mesh(size, "auto", heads) == (("x", cols), ("y", 1), ("z", rows))
+        (_, cols), (_, rows), _ = _axes("attention2d", size, heads)
+        assert _axes("mesh", size, heads) == (("x", cols), ("y", 1), ("z", rows))
 
 
 # with more members than k/v heads each has one of these, and so a smaller share of queries than the model
@@ -98,10 +123,7 @@ def test_auto_counts_the_heads_of_a_member(schedule):
             size = 16 * ulysses
             config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule=schedule)
             member = q_heads // ulysses, max(1, kv_heads // ulysses)
-            wanted = {
-                "attention2d": shapes.attention2d(16, "auto", "auto", member),
-                "mesh": shapes.mesh(16, "auto", member),
-            }[schedule]
+            wanted = _axes(schedule, 16, member)
             assert config.resolve(size, (q_heads, kv_heads)).inner_axes == wanted, (q_heads, kv_heads, ulysses)
 
 
@@ -116,10 +138,11 @@ REFUSED = [
     ({"schedule": "ring", "team": 2}, '"wallfacer"'),
     ({"schedule": "wallfacer", "mesh": [2, 2, 2]}, '"mesh"'),
     ({"schedule": "distflash", "layout": "striped"}, '"contiguous"'),
-    ({"schedule": "distflash", "layout": "zigzag"}, '"contiguous"'),
-    ({"schedule": "distflash", "backward": "q"}, '"ring" or "mesh"'),
+    ({"schedule": "distflash", "layout": "zigzag"}, '"ring" or "wallfacer"'),
+    ({"schedule": "distflash", "backward": "q"}, '"ring" or "wallfacer"'),
     ({"schedule": "ring", "placement": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
     ({"schedule": "double_ring", "placement": "collectives_intra"}, '"ulysses_intra" or "ring_intra"'),
+    ({"schedule": "ring", "placement": "collectives_intra"}, '"attention2d", "mesh" or "wallfacer"'),
     ({"schedule": "mesh", "placement": ["x", "y", "z"]}, "ulysses, x, y, z"),
     ({"schedule": "mesh", "placement": ["x", "y", "y", "z", "ulysses"]}, "ulysses, x, y, z"),
     ({"schedule": "ring", "placement": ["ulysses", "x"]}, "ulysses, ring"),
@@ -171,7 +194,7 @@ def _topologies():
         presets = [preset for preset in PLACEMENTS if preset != "collectives_intra" or "x" in names]
         for placement in (*presets, *orders):
             config = SequenceParallelConfig(placement=placement, **fields).resolve(2 * fields["size"])
-            yield config, Topology.of(config, 2 * config.size)
+            yield config, config.topology(2 * config.size)
 
 
 def test_every_schedule_is_placed():

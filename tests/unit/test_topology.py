@@ -80,7 +80,7 @@ def test_a_mesh_numbers_its_inner_ranks_with_the_first_axis_fastest():
 # deepspeed#7672: fewer ranks share a sequence than there are, and a rank looks itself up in the wrong group
 def test_a_config_makes_ulysses_fastest_then_the_ring_then_data():
     config = SequenceParallelConfig(size=4, ulysses=2).resolve(8)
-    topology = Topology.of(config, 8)
+    topology = config.topology(8)
     assert topology.groups("ulysses") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert topology.groups("ring") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert topology.groups("ulysses", *topology.inner_axes) == [(0, 1, 2, 3), (4, 5, 6, 7)]

@@ -10,7 +10,6 @@ from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.schedules import build
-from ds_seqpar.planning.topology import Topology
 from ds_seqpar.running.kernels import KERNELS
 from ds_seqpar.running.virtual import attention
 from ds_seqpar.running.work import Work
@@ -183,7 +182,7 @@ def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
     # a query block brings q, do, lse and delta in backward
     units = {"kv": kv, "dkv": kv, "q": q, "out": q + lse, "dq": q}, {"kv": kv, "dkv": kv, "q": 2 * (q + lse), "dq": q}
     planned = [
-        build("ring", Topology.of(config, size), layout, seq, causal, direction, travels).received(elements)
+        build("ring", config.topology(size), layout, seq, causal, direction, travels).received(elements)
         for direction, elements in zip(("forward", "backward"), units, strict=True)
     ]
     # one fused all-to-all in and one out, each way

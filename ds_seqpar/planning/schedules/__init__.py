@@ -1,81 +1,60 @@
-"""Schedules: one pure function a file, `builder(topology, needed, direction, travels) -> Plan`.
-
-needed(q block, kv block) says whether any query of the one sees any key of the other; a schedule may leave out products
-*and moves* that nobody needs. A new schedule is one file and one line in SCHEDULES (and its axes in ds_seqpar.shapes).
+"""Schedules: one a file, found by themselves; `register` takes others. A file says all there is to know of a schedule,
+in a `Schedule`; nobody else spells its name.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
+import importlib
+import pkgutil
 
-from ..layout import LAYOUTS, visible
-from ..overlap import overlapped
-from ..plan import Needed, Plan, validate
-from ..topology import Topology
-from .distflash import distflash
-from .double_ring import double_ring
-from .mesh import mesh
-from .ring import ring
+from ...errors import SECTION, ConfigError, choose
+from .base import Schedule, Setting
 
-SCHEDULES: dict[str, Callable[[Topology, Needed, str, str], Plan]] = {
-    "attention2d": mesh,
-    "distflash": distflash,
-    "double_ring": double_ring,
-    "mesh": mesh,
-    "ring": ring,
-    "wallfacer": mesh,
-}
-Sizes = tuple[tuple[str, float], ...]  # bytes of one block of each kind, or anything in that proportion
+DEFAULT = "ring"  # what "auto" is
+SCHEDULES: dict[str, Schedule] = {}
 
 
-@functools.lru_cache(maxsize=256)
-def build(
-    schedule: str,
-    topology: Topology,
-    layout: str,
-    seq: int,
-    causal: bool,
-    direction: str,
-    travels: str = "kv",
-    overlap: bool = False,
-    sizes: Sizes | None = None,
-) -> Plan:
-    """The validated plan for these settings and a sequence of `seq` tokens, made once.
-
-    travels "auto" takes what makes the busiest rank receive less; it and `overlap` need `sizes`.
-    """
-    pairs = _needed_pairs(layout, seq, topology.size(*topology.inner_axes), causal)
-    return _build(schedule, topology, pairs, direction, travels, overlap, sizes)
+def register(schedule: Schedule) -> None:
+    """From now on the schedule can be chosen by its name, on this rank: do it on every one, before any configuration is
+    made. Raises ConfigError where its name or that of a setting is taken."""
+    names = [schedule.name, *(setting.name for setting in schedule.settings)]
+    if taken := [schedule.name] * (schedule.name in ("auto", *SCHEDULES)) + [n for n in names[1:] if n in settings()]:
+        raise ConfigError(f"a schedule and its settings need names of their own; got {', '.join(taken)}, rename it")
+    axes = {name for name, _ in schedule.axes(1, schedule.resolve(1, {}, None))}
+    named = {*schedule.collective_axes, *schedule.ring_axes}
+    if axes & {"ulysses", "data"} or not named <= axes:
+        raise ConfigError(
+            f"a schedule's axes must be neither ulysses nor data, and hold those of its collectives and its ring; got "
+            f"{', '.join(sorted(axes))}, and {', '.join(sorted(named)) or 'none'} for {schedule.name}"
+        )
+    SCHEDULES[schedule.name] = schedule
 
 
-@functools.lru_cache(maxsize=64)
-def _needed_pairs(layout: str, seq: int, size: int, causal: bool) -> frozenset[tuple[int, int]]:
-    blocks = [LAYOUTS[layout](seq, size, rank) for rank in range(size)]
-    return frozenset((i, j) for i in range(size) for j in range(size) if visible(blocks[i], blocks[j], causal))
+def remove(name: str) -> None:
+    """Takes a schedule off again. Raises ConfigError where there is none of this name."""
+    choose("a schedule that is removed", name, SCHEDULES)
+    del SCHEDULES[name]
 
 
-@functools.lru_cache(maxsize=64)
-def _build(
-    schedule: str,
-    topology: Topology,
-    pairs: frozenset[tuple[int, int]],
-    direction: str,
-    travels: str,
-    overlap: bool,
-    sizes: Sizes | None,
-) -> Plan:
-    def needed(i: int, j: int) -> bool:
-        return (i, j) in pairs
+def schedule(name: str) -> Schedule:
+    """The schedule of this name, or "auto". Raises ConfigError, naming the nearest, where there is none."""
+    choose(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
+    return SCHEDULES[DEFAULT if name == "auto" else name]
 
-    choices = (
-        ("kv", "q") if travels == "auto" and schedule != "distflash" else ("kv" if travels == "auto" else travels,)
-    )
-    plans = [SCHEDULES[schedule](topology, needed, direction, choice) for choice in choices]
-    plan = min(plans, key=lambda plan: max(plan.received(dict(sizes)))) if len(plans) > 1 else plans[0]
-    plan = dataclasses.replace(plan, name=schedule)  # not the family's
-    if overlap:
-        plan = overlapped(plan, needed, dict(sizes))
-    validate(plan, pairs)
-    return plan
+
+def settings() -> dict[str, tuple[Setting, Schedule]]:
+    """Name -> setting and the schedule that it belongs to, of all that schedules have of their own."""
+    return {setting.name: (setting, schedule) for schedule in SCHEDULES.values() for setting in schedule.settings}
+
+
+def _register_own() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        found = getattr(importlib.import_module(f".{module.name}", __name__), "SCHEDULE", None)
+        if isinstance(found, Schedule):
+            register(found)
+
+
+_register_own()
+
+
+__all__ = ["SCHEDULES", "Schedule", "Setting", "register", "remove", "schedule", "settings"]

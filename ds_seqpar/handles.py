@@ -6,7 +6,7 @@ import itertools
 import weakref
 from typing import Any
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 _OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()

@@ -1,0 +1,232 @@
+"""From settings, mask and lengths to the program of one rank; each part of it made once for what it depends on.
+
+The structure (what is computed and moved in which order, in which slots) depends on which blocks meet, which for a
+causal or full mask no length changes. A length gives slots their tokens and products their tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+from . import overlap
+from .actions import Key, Steps
+from .lower import lower
+from .masks import Mask, visibility
+from .plan import Pattern, Plan
+from .program import Program, Slot
+from .schedules import Schedule
+from .shape import Field, Place, Shape, buffer_bytes, places_of
+from .shards import EvenShards, Shards
+from .tiles import Tile, tiles
+from .topology import Topology
+
+KEPT = 64  # of each: more masks and lengths than a run has at one time
+PROBE = 4  # tokens of a run from which on what is visible only grows with it
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings that plans are made from, whatever is attended to. forward, backward: what travels."""
+
+    schedule: Schedule
+    topology: Topology
+    layout: str
+    forward: str = "auto"
+    backward: str = "auto"
+    overlap: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.topology.size(*self.topology.inner_axes)
+
+    def travels(self, direction: str, sizes: dict[str, int]) -> str:
+        """What travels; "auto" is what makes the busiest rank receive fewer bytes of whole blocks."""
+        chosen = self.forward if direction == "forward" else self.backward
+        if chosen != "auto" or len(self.schedule.travellers) == 1:
+            return self.schedule.travellers[0] if chosen == "auto" else chosen
+        axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
+        return min(self.schedule.travellers, key=lambda way: max(self.schedule.received(axes, direction, way, sizes)))
+
+    def plan(self, direction: str, pattern: Pattern, shape: Shape) -> Plan:
+        """The whole plan, of all ranks. Raises ConfigError where the schedule has none for what is visible."""
+        sizes = shape.bytes_per_token(direction)
+        steps = self.schedule.build(self.topology, pattern, direction, self.travels(direction, sizes))
+        plan = Plan.of(self.schedule.name, direction, self.size, steps)
+        return overlap.overlapped(plan, pattern, sizes) if self.overlap else plan
+
+    def steps(self, direction: str, pattern: Pattern, shape: Shape, rank: int) -> Steps:
+        """One rank's. The overlap pass needs the others' too."""
+        if self.overlap:
+            return self.plan(direction, pattern, shape).ranks[rank]
+        travels = self.travels(direction, shape.bytes_per_token(direction))
+        return self.schedule.build(self.topology, pattern, direction, travels)(rank)
+
+
+class Bound:
+    """A program with the lengths of one call: read by the walker, the simulator and the memory figure."""
+
+    def __init__(self, program: Program, shape: Shape, shards: Shards, mask: Mask, square: bool) -> None:
+        self.program, self.shape, self.shards, self.mask, self.square = program, shape, shards, mask, square
+        self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
+        self._per_token = shape.elements_per_token(program.direction)
+        self._fields = tuple(self._fields_of(slot) for slot in program.slots)
+        self._bytes: dict[tuple[int, str, Key], int] = {}
+        self._places: dict[tuple[int, str, Key], tuple[Place, ...]] = {}
+
+    def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+        """The kernel calls of a product."""
+        found = self._tiles.get((q, kv))
+        if found is None:
+            found = self._tiles[q, kv] = _tiles(q, kv, self.mask, self.shards, self.square)
+        return found
+
+    def tokens(self, kind: str, key: Key) -> int:
+        """Of some blocks of q (or its results), or of k/v."""
+        return self.shards.tokens(side_of(kind), key)
+
+    def elements(self, kind: str, key: Key) -> int:
+        """What a unit brings."""
+        return self.tokens(kind, key) * self._per_token[kind]
+
+    def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
+        """What a unit takes of a slot."""
+        found = self._bytes.get((slot, kind, key))
+        if found is None:
+            found = buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
+            self._bytes[slot, kind, key] = found
+        return found
+
+    def places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
+        """Where a unit's tensors stand in its part of a slot."""
+        found = self._places.get((slot, kind, key))
+        if found is None:
+            found = places_of(self.fields(slot), self.shape.batch, self.tokens(kind, key))
+            self._places[slot, kind, key] = found
+        return found
+
+    def fields(self, slot: int) -> tuple[Field, ...]:
+        """The tensors of a unit in this slot."""
+        return self._fields[slot]
+
+    def _fields_of(self, slot: Slot) -> tuple[Field, ...]:
+        dtype = self.shape.wide if slot.role == "wide" else None
+        return self.shape.fields(self.program.direction, slot.kind, dtype)
+
+    def slot_bytes(self, slot: int) -> int:
+        """What it must hold: the largest of its units, or one part after the other."""
+        kind, _, keys = self.program.slots[slot]
+        tokens = max(self.tokens(kind, key) for key in (keys[:1] if self.shards.even else keys))
+        parts = len(keys[0])
+        return parts * buffer_bytes(self.fields(slot), self.shape.batch * -(-tokens // parts))
+
+
+class Compiler:
+    """Makes and keeps the programs of one rank."""
+
+    def __init__(self, recipe: Recipe, rank: int) -> None:
+        self.recipe, self.rank = recipe, rank
+        self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
+
+    def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, square: bool) -> Bound:
+        """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
+        key = direction, mask, shards, shape, square
+        found = self._bound.get(key)
+        if found is None:
+            program = self.program(direction, mask, shards, shape)
+            found = _kept(self._bound, key, lambda: Bound(program, shape, shards, mask, square))
+        return found
+
+    def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
+        pattern = self.pattern(mask, shards)
+        wide_travel = shape.travel == shape.wide
+        # of the shape only what a choice hangs on
+        sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
+        travels = self.recipe.travels(direction, shape.bytes_per_token(direction))
+        return _kept(
+            self._programs,
+            (direction, pattern, travels, wide_travel, sizes),
+            lambda: lower(
+                self.recipe.schedule.name,
+                direction,
+                self.rank,
+                self.recipe.size,
+                self.recipe.steps(direction, pattern, shape, self.rank),
+                wide_travel,
+            ),
+        )
+
+    def pattern(self, mask: Mask, shards: Shards) -> Pattern:
+        standing = _stand_in(mask, shards)
+        return _kept(self._patterns, (mask, standing), lambda: pattern_of(mask, standing))
+
+
+def pattern_of(mask: Mask, shards: Shards) -> Pattern:
+    """Which blocks meet."""
+    q, kv = ([shards.runs(side, (block,)) for block in range(shards.size)] for side in ("q", "kv"))
+    return Pattern(visibility(q, kv, mask), even=shards.even)
+
+
+def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
+    """The share of the product of a q block and a kv block that the mask leaves."""
+
+    def share(q: int, kv: int) -> float:
+        whole = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
+        seen = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        return seen / whole if whole else 0.0
+
+    return share
+
+
+def _stand_in(mask: Mask, shards: Shards) -> Shards:
+    """Shards of few tokens whose blocks meet where these do."""
+    if mask.scale_free and isinstance(shards, EvenShards):
+        run = shards.runs("q", (0,))[0].length
+        if run > 2:
+            return dataclasses.replace(shards, seq=shards.seq // run * 2)
+    return shards
+
+
+def _tiles(q: Key, kv: Key, mask: Mask, shards: Shards, square: bool) -> tuple[Tile, ...]:
+    if mask.scale_free and isinstance(shards, EvenShards) and (run := shards.runs("q", (0,))[0].length) > PROBE:
+        return tuple(
+            Tile(*(at + (run - PROBE) * slope for at, slope in zip(low[:4], growth, strict=True)), *low[4:])
+            for low, growth in _growing_tiles(q, kv, mask, shards.layout, shards.size, shards.seq // run, square)
+        )
+    return tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _growing_tiles(
+    q: Key, kv: Key, mask: Mask, layout: str, size: int, runs: int, square: bool
+) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
+    """Tiles for runs of PROBE tokens, and by how much each edge grows with a run's length: under a mask of order alone
+    all edges are straight lines of it."""
+    small, large = (
+        tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square)
+        for shards in (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))
+    )
+    return tuple(
+        (low, tuple(b - a for a, b in zip(low[:4], high[:4], strict=True)))
+        for low, high in zip(small, large, strict=True)
+    )
+
+
+def side_of(kind: str) -> str:
+    """Whose tokens a unit of this kind has: those of "q" or of "kv"."""
+    return "kv" if kind in ("kv", "dkv") else "q"
+
+
+def _kept(cache: OrderedDict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
+    """What was made for this key; the oldest goes when there are too many."""
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > KEPT:
+            cache.popitem(last=False)
+    return cache[key]

@@ -1,0 +1,201 @@
+"""Which keys a query sees, as integers: a causal edge, a left window, documents, and products of the three."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from ..errors import InputError
+from ..handles import handle_of
+from .layout import Run, Runs
+
+Triple = tuple[int, int, int]  # start, step, length: a Run's fields, quicker to take apart
+END = sys.maxsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """A query at global position p sees the keys in [lo(p), hi(p)); both edges never fall, and p lies between them.
+
+    causal: no key after p. window: no key before p - window + 1. documents: the first positions of the sequence's
+    documents, ascending from 0; a query sees keys of its own document only; () is one document (and (0,) becomes it).
+    What is given together holds together. Raises InputError.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    handle: int = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise InputError(f"causal must be True or False; got {self.causal!r}")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise InputError(f"a window must be a whole number of keys from 1 on, or None for all; got {self.window!r}")
+        _check_documents(self.documents)
+        if len(self.documents) == 1:
+            object.__setattr__(self, "documents", ())
+        # of numbers only, so that it is the same in every process
+        object.__setattr__(self, "_hash", hash((self.causal, self.window or 0, self.documents)))
+        object.__setattr__(self, "handle", handle_of(self))
+
+    def __reduce__(self) -> tuple:
+        """Copied, or sent to another process, it is made again: a handle is good in its own process only."""
+        return functools.partial(Mask, causal=self.causal, window=self.window, documents=self.documents), ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        words = ["causal"] * self.causal + [f"window {self.window}"] * bool(self.window)
+        return ", ".join(words + [f"{len(self.documents)} documents"] * bool(self.documents)) or "full"
+
+    @property
+    def full(self) -> bool:
+        """Whether every query sees every key."""
+        return not (self.causal or self.window or self.documents)
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether what is visible depends on the order of positions only, not on how far they are apart."""
+        return not (self.window or self.documents)
+
+    def bounds(self, p: int) -> tuple[int, int]:
+        """(lo, hi): a query at p sees the keys at lo .. hi - 1. hi is END where nothing ends it."""
+        lo, hi = 0, p + 1 if self.causal else END
+        if self.documents:
+            document = bisect_right(self.documents, p)
+            lo = self.documents[document - 1]
+            if not self.causal and document < len(self.documents):
+                hi = self.documents[document]
+        if self.window and p - self.window >= lo:
+            lo = p - self.window + 1
+        return lo, hi
+
+    @staticmethod
+    def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
+        """`documents` for documents of these lengths, one after the other from position 0. Raises InputError."""
+        if wrong := [length for length in lengths if type(length) is not int or length < 1]:
+            raise InputError(f"documents must have one token or more each; got a length of {wrong[0]!r}")
+        return tuple(itertools.accumulate(lengths[:-1], initial=0)) if lengths else ()
+
+
+def _check_documents(documents: tuple[int, ...]) -> None:
+    if type(documents) is not tuple or any(type(start) is not int for start in documents):
+        raise InputError(f"documents must be a tuple of whole numbers, their first positions; got {documents!r:.80}")
+    if documents and documents[0] != 0:
+        raise InputError(f"documents must start with position 0; got {documents[0]}")
+    for before, after in itertools.pairwise(documents):
+        if after <= before:
+            raise InputError(f"first positions of documents must ascend; got {after} after {before}")
+
+
+CAUSAL, FULL = Mask(), Mask(causal=False)
+
+
+def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
+    """How many tokens of a run lie before position lo, and the part of it in [lo, hi); its length may be below 1."""
+    start, step, length = run
+    before = -((start - lo) // step) if start < lo else 0
+    end = min(length, -((start - hi) // step))
+    return before, (start + before * step, step, end - before)
+
+
+def sees(q: Runs, kv: Runs, mask: Mask) -> bool:
+    """Whether any query of the one sees any key of the other."""
+    for run in q:
+        if not run.length:
+            continue
+        lo, hi = _reach(run, mask)
+        for keys in kv:
+            start, step, length = keys.start, keys.step, keys.length
+            if start < hi and length and start + step * (length - 1) >= lo and _meets(run, keys, lo, hi, mask):
+                return True
+    return False
+
+
+def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
+    """For each q block the kv blocks that it sees: bit j is set where `sees(q, kv_blocks[j], mask)`."""
+    held = [(run, 1 << block) for block, runs in enumerate(kv_blocks) for run in runs if run.length]
+    held.sort(key=lambda pair: pair[0].start)
+    starts, lasts = [run.start for run, _ in held], [run.last for run, _ in held]
+    bits = [bit for _, bit in held]
+    if mask.scale_free:
+        seen = [0, *itertools.accumulate(bits, operator.or_)]
+        return tuple(seen[bisect_left(starts, _end(runs, mask))] for runs in q_blocks)
+    # of runs without gaps that do not lie within one another, those that meet an interval follow each other
+    plain = all(run.step == 1 for run, _ in held) and all(a <= b for a, b in itertools.pairwise(lasts))
+    found = []
+    for runs in q_blocks:
+        seen = 0
+        for run in runs:
+            if not run.length:
+                continue
+            lo, hi = _reach(run, mask)
+            end = bisect_left(starts, hi)
+            if plain and run.step == 1:
+                seen |= functools.reduce(operator.or_, bits[bisect_left(lasts, lo) : end], 0)
+                continue
+            for keys, bit in held[:end]:
+                if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
+                    seen |= bit
+        found.append(seen)
+    return tuple(found)
+
+
+def _end(runs: Runs, mask: Mask) -> int:
+    return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
+
+
+def _reach(q: Run, mask: Mask) -> tuple[int, int]:
+    """The interval from the first to the last position that a run sees. The queries of a run without gaps see all of
+    it: what neighbours see has themselves in it, and so joins on."""
+    last = q.start + q.step * (q.length - 1)
+    return mask.bounds(q.start)[0], last + 1 if mask.causal else mask.bounds(last)[1]
+
+
+def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
+    """Whether a run sees another that has its first token before hi and its last at lo or after it (`_reach`)."""
+    if kv.step > 1 and kv.start < lo:
+        first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
+        if first > kv.last or first >= hi:
+            return False
+    if q.step == 1 or not (mask.documents or (mask.window and mask.window < q.step)):
+        return True  # no gap in what it sees
+    queries, keys = (q.start, q.step, q.length), (kv.start, kv.step, kv.length)
+    if mask.window and not _meets_in_document(queries, keys, mask):
+        return False
+    if not mask.documents:
+        return True
+    begin = bisect_right(mask.documents, max(q.start, kv.start)) - 1
+    for document in range(begin, bisect_right(mask.documents, min(q.last, kv.last))):
+        edges = (*mask.documents[document : document + 2], END)[:2]
+        (_, a), (_, b) = between(queries, *edges), between(keys, *edges)
+        if a[2] > 0 and b[2] > 0 and _meets_in_document(a, b, mask):
+            return True
+    return False
+
+
+def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
+    """The same of runs in one document. Under a window the nearest key before a query decides, and how near it is comes
+    round again after so many queries as the key's step has."""
+    (p, step, rows), (key, key_step, keys) = q, kv
+    last, last_key = p + step * (rows - 1), key + key_step * (keys - 1)
+    window = mask.window or END
+    if not mask.causal:
+        return p - last_key < window
+    p += max(0, -((p - key) // step)) * step
+    for _ in range(key_step // math.gcd(step, key_step)):
+        if p > last or p >= last_key:
+            break
+        if (p - key) % key_step < window:
+            return True
+        p += step
+    p += max(0, -((p - last_key) // step)) * step
+    return p <= last and p - last_key < window

@@ -1,0 +1,201 @@
+"""What one rank executes: a flat list of instructions over numbered slots. It is made once and walked at every call.
+
+The walker, the simulator, the memory figure and error texts all read it. A slot is a buffer for one unit at a time;
+`lower` makes the instructions, and `slots` says which of them share a buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+from .actions import Collective, Key, Unit
+
+OWN = -1  # in place of a slot: the caller's own tensors
+
+
+class Transfer(NamedTuple):
+    """A message to or from inner rank `peer`: everything that a unit brings, in one slot."""
+
+    peer: int
+    unit: Unit
+    slot: int
+    tag: int
+
+
+class Pack(NamedTuple):
+    """The caller's tensors of an operand are copied into a message."""
+
+    step: int
+    unit: Unit
+    into: int
+    SLOTS: ClassVar = ("into",)
+
+
+class Post(NamedTuple):
+    """Messages start; `Wait` for the same ticket ends them."""
+
+    step: int
+    ticket: int
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    SLOTS: ClassVar = ()
+
+
+class Wait(NamedTuple):
+    step: int
+    ticket: int
+    SLOTS: ClassVar = ()
+
+
+class GatherStart(NamedTuple):
+    """The members' `sent` start to arrive in `received`, member after member."""
+
+    step: int
+    ticket: int
+    collective: Collective
+    sent: int
+    received: int
+    SLOTS: ClassVar = ("sent", "received")
+
+
+class Assemble(NamedTuple):
+    """A gathered operand is put in order of position."""
+
+    step: int
+    collective: Collective
+    received: int
+    into: int
+    SLOTS: ClassVar = ("received", "into")
+
+
+class Product(NamedTuple):
+    """Attention of q and kv, added to the running results, each with the slot that it takes once it must be wide."""
+
+    step: int
+    q: Key
+    kv: Key
+    q_slot: int
+    kv_slot: int
+    results: tuple[tuple[Unit, int], ...]
+    SLOTS: ClassVar = ("q_slot", "kv_slot")
+
+
+class Merge(NamedTuple):
+    """A result that arrived and the running one (in slot `own`, if there is one) become one, in slot `into`."""
+
+    step: int
+    unit: Unit
+    arrived: int
+    own: int
+    into: int
+    SLOTS: ClassVar = ("arrived", "own", "into")
+
+
+class Export(NamedTuple):
+    """A running result ends as the message that takes it away."""
+
+    step: int
+    unit: Unit
+    own: int
+    into: int
+    SLOTS: ClassVar = ("own", "into")
+
+
+class ScatterStart(NamedTuple):
+    """The other members' parts of a running result start on their way; the own part is kept in slot `kept`."""
+
+    step: int
+    ticket: int
+    collective: Collective
+    own: int
+    kept: int
+    sent: int
+    received: int
+    SLOTS: ClassVar = ("own", "kept", "sent", "received")
+
+
+class Fold(NamedTuple):
+    """The parts that the other members sent are merged into the running result of `unit`."""
+
+    step: int
+    unit: Unit
+    received: int
+    own: int
+    parts: int
+    SLOTS: ClassVar = ("received", "own")
+
+
+class Finish(NamedTuple):
+    """What is left: the own block's results."""
+
+    step: int
+    results: tuple[tuple[Unit, int], ...]
+    SLOTS: ClassVar = ()
+
+
+Instruction = Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
+
+
+def slots_of(instruction: Instruction) -> list[int]:
+    """The slots that an instruction names."""
+    found = [getattr(instruction, name) for name in instruction.SLOTS]
+    if isinstance(instruction, Post):
+        found += [transfer.slot for transfer in (*instruction.sends, *instruction.receives)]
+    if isinstance(instruction, Product | Finish):
+        found += [slot for _, slot in instruction.results]
+    return [slot for slot in found if slot != OWN]
+
+
+def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
+    """The instruction with other slots."""
+    new = {field: name(getattr(instruction, field)) for field in instruction.SLOTS}
+    if isinstance(instruction, Post):
+        for field in ("sends", "receives"):
+            new[field] = tuple(t._replace(slot=name(t.slot)) for t in getattr(instruction, field))
+    if isinstance(instruction, Product | Finish):
+        new["results"] = tuple((unit, name(slot)) for unit, slot in instruction.results)
+    return instruction._replace(**new)
+
+
+class Slot(NamedTuple):
+    """A buffer. kind: of the units it holds. role: "operand"; "wide", a running result; "travel", a result in the dtype
+    that it travels in. keys: the units' blocks, as many in each."""
+
+    kind: str
+    role: str
+    keys: tuple[Key, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """code: in order. slots: by number. frees[i]: slots that nobody names after instruction i. words[s]: what the rank
+    does in step s, for people."""
+
+    name: str
+    direction: str
+    rank: int
+    size: int
+    code: tuple[Instruction, ...]
+    slots: tuple[Slot, ...]
+    frees: tuple[tuple[int, ...], ...]
+    words: tuple[str, ...]
+
+    def place(self, at: int, around: int = 2) -> str:
+        """Where instruction `at` stands: its step, some before and after it, and the ranks that take part in it."""
+        step = self.code[at].step
+        peers = sorted({peer for one in self.code if one.step == step for peer in _peers(one)} - {self.rank})
+        near = range(max(0, step - around), min(len(self.words), step + around + 1))
+        lines = [f"{'->' if s == step else '  '} step {s}: {self.words[s]}" for s in near]
+        who = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
+        head = f"{self.name} {self.direction}, inner rank {self.rank} of {self.size}, step {step}{who}"
+        return "\n".join([head, *lines])
+
+
+def _peers(instruction: Instruction) -> tuple[int, ...]:
+    if isinstance(instruction, Post):
+        return tuple(transfer.peer for transfer in (*instruction.sends, *instruction.receives))
+    if isinstance(instruction, GatherStart | ScatterStart):
+        return instruction.collective.ranks
+    return ()

@@ -1,0 +1,114 @@
+"""What a schedule says of itself, in one file: each in this folder that holds a `SCHEDULE` is one; yours may be too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ...errors import SECTION, ConfigError
+from ..layout import LAYOUTS
+from ..plan import Pattern, StepsOf
+from ..topology import Axes, Topology
+
+Value = int | tuple[int, ...]
+Own = Mapping[str, Any]  # name -> Value: a schedule's own settings without "auto"
+Heads = tuple[int, int]  # query heads, key/value heads
+Builder = Callable[[Topology, Pattern, str, str], StepsOf]
+TRAVELLERS = ("kv", "q")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Setting:
+    """A setting of a schedule's own, in the JSON, in Python and on the command line; "auto" lets the schedule choose.
+
+    help: a line. wanted: in words what `accepts` is true for. option: what argparse's add_argument is told of it.
+    """
+
+    name: str
+    help: str
+    wanted: str
+    accepts: Callable[[Any], bool]
+    option: Mapping[str, Any]
+
+    def checked(self, value: object) -> Value | str:
+        """The value, a list as a tuple. Raises ConfigError for one that is neither "auto" nor accepted."""
+        if isinstance(value, str) and value == "auto":
+            return value
+        if not self.accepts(value):
+            raise ConfigError(f'{SECTION}.{self.name} must be {self.wanted} or "auto"; got {value!r}')
+        return tuple(value) if isinstance(value, list) else value  # type: ignore[return-value]
+
+
+def count(name: str, help: str) -> Setting:
+    """A setting that is one whole number from 1."""
+    return Setting(name=name, help=help, wanted="a whole number from 1", accepts=is_count, option={"type": int})
+
+
+def three_counts(name: str, parts: tuple[str, str, str], help: str) -> Setting:
+    """A setting that is three whole numbers from 1, which messages and the command line name as in `parts`."""
+
+    def accepts(value: object) -> bool:
+        return isinstance(value, list | tuple) and len(value) == 3 and all(map(is_count, value))
+
+    option = {"type": int, "nargs": 3, "metavar": tuple(part.upper() for part in parts)}
+    wanted = f"three whole numbers [{', '.join(parts)}]"
+    return Setting(name=name, help=help, wanted=wanted, accepts=accepts, option=option)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Schedule:
+    """All that the rest of the house knows of a schedule for A inner ranks.
+
+    name, summary: its name and what it is, in a line.
+    build(topology, pattern, direction, travels): the steps of any rank. Raises ConfigError where it cannot.
+    axes(ranks, own): names and sizes of the axes of its ranks, the one that is numbered fastest first.
+    received(axes, direction, travels, units): elements that each rank receives, given those of one block of each kind
+        as `Plan.received` takes them; no plan is built. Exact where every product is needed that `takes` allows: under
+        full attention, and under causal attention on zigzag blocks; elsewhere plans may leave moves out and receive
+        less. The same with overlap.
+    settings: its own. shapes(ranks): all values that they can have together, one mapping a shape.
+    resolve(ranks, given, heads): those of one shape, with what is given; the others are chosen, for these heads where
+        known. Raises ConfigError for what does not fit.
+    layouts, default_layout: those that it takes, and what "auto" is.
+    travellers: the sides that it can let travel; "auto" takes what sends fewer bytes.
+    takes(q block, kv block): whether it can compute that product at all.
+    collective_axes: those along which it gathers and reduces: they need process groups. ring_axes: those that
+        neighbouring transfers go along. Placements put one or the other into a node.
+    """
+
+    name: str
+    summary: str
+    build: Builder
+    axes: Callable[[int, Own], Axes]
+    received: Callable[[Axes, str, str, Mapping[str, float]], list[float]]
+    settings: tuple[Setting, ...] = ()
+    shapes: Callable[[int], Iterable[Own]] = lambda ranks: ({},)
+    resolve: Callable[[int, Own, Heads | None], Own] = lambda ranks, given, heads: {}
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    default_layout: str = "zigzag"
+    travellers: tuple[str, ...] = TRAVELLERS
+    takes: Callable[[int, int], bool] = lambda q, kv: True
+    collective_axes: tuple[str, ...] = ()
+    ring_axes: tuple[str, ...] = ()
+
+    @property
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Preset -> the axes that it puts first. One whose axes the schedule has not is not among them."""
+        first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
+        return {"auto": ("ulysses",), **{preset: axes for preset, axes in first.items() if axes}}
+
+
+PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
+
+
+def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
+    """Where each rank receives as many: `queries` query blocks, and results of its own queries from as many ranks;
+    `keys` key/value blocks and, in backward, as many gradients."""
+    of_query = units["q"] + units["out" if direction == "forward" else "dq"]
+    of_key = units["kv"] + (units["dkv"] if direction == "backward" else 0)
+    return [queries * of_query + keys * of_key] * ranks

@@ -1,0 +1,132 @@
+"""Which tokens every inner rank's blocks hold: named layouts, or runs that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..errors import InputError
+from ..handles import handle_of
+from .actions import Key
+from .layout import LAYOUTS, Run, Runs, join
+
+
+class Shards(Protocol):
+    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, by position, which is the order
+    that they are kept in together."""
+
+    size: int
+    even: bool
+
+    def runs(self, side: str, key: Key) -> Runs: ...
+
+    def tokens(self, side: str, key: Key) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvenShards:
+    """A named layout of `seq` tokens on `size` inner ranks; queries and keys alike."""
+
+    layout: str
+    seq: int
+    size: int
+
+    @property
+    def even(self) -> bool:
+        return True
+
+    def runs(self, side: str, key: Key) -> Runs:
+        return join(LAYOUTS[self.layout](self.seq, self.size, block) for block in key)
+
+    def tokens(self, side: str, key: Key) -> int:
+        return self.seq // self.size * len(key)
+
+
+class UnevenShards:
+    """Blocks of any runs: q[p] and kv[p] are those of inner rank p.
+
+    Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
+    InputError. Hashable by value; the hash is kept.
+    """
+
+    def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None) -> None:
+        self.q = tuple(tuple(Run(*run) for run in runs) for runs in q)
+        self.kv = self.q if kv is None else tuple(tuple(Run(*run) for run in runs) for runs in kv)
+        if len(self.q) != len(self.kv):
+            raise InputError(f"shards need runs of q and of kv for every rank; got {len(self.q)} and {len(self.kv)}")
+        self.size = len(self.q)
+        self._lengths = {side: tuple(length(runs) for runs in blocks) for side, blocks in self._sides()}
+        for side, blocks in self._sides():
+            _check_cover(side, blocks)
+        self.even = all(len(set(lengths)) == 1 for lengths in self._lengths.values())
+        self._hash = hash((self.q, self.kv))
+        self.handle = handle_of(self)
+
+    def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
+        return ("q", self.q), ("kv", self.kv)
+
+    def __reduce__(self) -> tuple:
+        return UnevenShards, (self.q, self.kv)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnevenShards) and (self.q, self.kv) == (other.q, other.kv)
+
+    def __repr__(self) -> str:
+        return f"UnevenShards(q={self.q!r}, kv={self.kv!r})"
+
+    def runs(self, side: str, key: Key) -> Runs:
+        blocks = self.q if side == "q" else self.kv
+        return join(blocks[block] for block in key)
+
+    def tokens(self, side: str, key: Key) -> int:
+        return sum(self._lengths[side][block] for block in key)
+
+
+def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
+    """The global positions of the tokens of each Ulysses member of an inner rank: its tokens in order, cut into parts
+    that differ by one token at most, so that after the all-to-all the inner rank holds its runs again."""
+    held = [p for run in shards.runs(side, (inner,)) for p in run.positions]
+    cuts = [len(held) * member // members for member in range(members + 1)]
+    return [held[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
+    """How many tokens each of them holds."""
+    held = shards.tokens(side, (inner,))
+    return [held * (member + 1) // members - held * member // members for member in range(members)]
+
+
+def length(runs: Runs) -> int:
+    return sum(run.length for run in runs)
+
+
+def _check_cover(side: str, blocks: tuple[Runs, ...]) -> None:
+    runs = sorted(run for block in blocks for run in block)
+    if all(run.step == 1 for run in runs):  # without looking at every token
+        ends = [0, *(run.start + run.length for run in runs)]
+        covered = all(run.start == end for run, end in zip(runs, ends[:-1], strict=True))
+    else:
+        positions = sorted(p for run in runs for p in run.positions)
+        covered = positions == list(range(len(positions)))
+    if not covered or any(list(block) != sorted(block) for block in blocks):
+        raise InputError(
+            f"the runs of {side} must hold every position from 0 on once, each rank's in order; got others, "
+            "give each rank (start, step, length) of what it holds"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_of(shards: Shards, side: str, whole: Key, part: Key) -> tuple[slice, ...]:
+    """Where the tokens of `part`, in their order, stand among those of `whole`: both are in position order."""
+    wanted, rows, row = set(shards.runs(side, part)), [], 0
+    for run in shards.runs(side, whole):
+        if run in wanted:
+            rows.append(slice(row, row + run.length))
+        row += run.length
+    return tuple(rows)

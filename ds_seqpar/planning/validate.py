@@ -1,0 +1,225 @@
+"""Whether a plan is right, without a process or a tensor. Tests and the command line ask; runs trust the tests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ..errors import PlanError
+from .actions import ACCUMULATORS, OPERANDS, Action, Compute, Key, Move, ReduceScatter, Step, Unit, name_of
+from .plan import Plan
+
+
+def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
+    """Raises PlanError unless every needed (q block, kv block) product is computed exactly once, every operand is there
+    when it is used, every send is received in the same step, members of a collective agree on order, and every
+    accumulator ends merged on its owner and nowhere else."""
+    _Validator(plan, needed).run()
+
+
+def last_uses(steps: tuple[Step, ...], rank: int) -> list[set[Unit]]:
+    """For each step, the operands that `rank` never touches again after it (its own blocks too)."""
+    touched: list[set[Unit]] = [set() for _ in steps]
+    for index, step in enumerate(steps):
+        for move in step.moves:
+            at = index if move.src == rank else min(index + move.within, len(steps)) - 1
+            touched[at].add(move.unit)
+        for compute in step.computes:
+            touched[index] |= {("q", compute.q), ("kv", compute.kv)}
+        for gather in step.gathers:
+            touched[index] |= {(gather.kind, gather.part(rank)), (gather.kind, gather.whole)}
+    seen: set[Unit] = set()
+    frees: list[set[Unit]] = []
+    for units in reversed(touched):
+        frees.append(units - seen)
+        seen |= units
+    return frees[::-1]
+
+
+class _Validator:
+    """Walks all ranks step by step. A set of products is an integer, bit i * size + j for q(i) * kv(j)."""
+
+    def __init__(self, plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
+        self.plan, self.size = plan, plan.size
+        self.needed = self.bits(needed)
+        self.operands: list[set[Unit]] = [{("q", (r,)), ("kv", (r,))} for r in range(plan.size)]
+        self.held: list[dict[Unit, int]] = [{} for _ in range(plan.size)]  # accumulator -> the products in it
+        self.results: dict[int, list[tuple[Move, int]]] = defaultdict(list)  # due in step -> on their way
+        self.arrivals: dict[int, list[Move]] = defaultdict(list)
+        self.frees = [last_uses(steps, rank) for rank, steps in enumerate(plan.ranks)]
+        self.done = 0
+        self.step = 0
+
+    def bits(self, pairs: Iterable[tuple[int, int]]) -> int:
+        size, found = self.plan.size, 0
+        rows: dict[int, int] = defaultdict(int)
+        for i, j in pairs:
+            rows[i] |= 1 << j
+        for i, row in rows.items():
+            found |= row << i * size
+        return found
+
+    def column(self, j: int) -> int:
+        return self.bits((i, j) for i in range(self.size))
+
+    def row(self, i: int) -> int:
+        return (1 << self.size) - 1 << i * self.size
+
+    def side(self, kind: str, key: Key) -> int:
+        """All products that belong into an accumulator of these blocks."""
+        found = 0
+        for block in key:
+            found |= self.column(block) if kind == "dkv" else self.row(block)
+        return found
+
+    def words(self, products: int) -> str:
+        pairs = [(i, j) for i in range(self.size) for j in range(self.size) if products >> i * self.size + j & 1]
+        return ", ".join(f"q({i})*kv({j})" for i, j in pairs[:4]) + (", ..." if len(pairs) > 4 else "")
+
+    def fail(self, rank: int, message: str) -> None:
+        table = f"\n{self.plan.table()}" if self.size <= 16 else ""
+        raise PlanError(f"rank {rank}, step {self.step}: {message}{table}")
+
+    def run(self) -> None:
+        for rank, steps in enumerate(self.plan.ranks):
+            if len(steps) != len(self.plan.ranks[0]):
+                self.fail(rank, f"it has {len(steps)} steps, rank 0 has {len(self.plan.ranks[0])}")
+        every_step = list(zip(*self.plan.ranks, strict=True))
+        for check in (self.own_actions, self.matched, self.walk):
+            for index, steps in enumerate(every_step):
+                self.step = index
+                check(steps)
+        for due in sorted(self.results):
+            self.finish_results(due)
+        self.all_home()
+
+    def walk(self, steps: tuple[Step, ...]) -> None:
+        for act in (self.gather, self.send_operands, self.compute):
+            for rank, step in enumerate(steps):
+                act(rank, step)
+        self.finish_results(self.step)
+        for rank, step in enumerate(steps):
+            self.send_results(rank, step)
+        self.reduce(steps)
+        self.receive_operands()
+
+    def own_actions(self, steps: tuple[Step, ...]) -> None:
+        for rank, step in enumerate(steps):
+            for action in step.actions:
+                if rank not in action.ranks:
+                    self.fail(rank, f"{action} is not its own")
+                if not all(0 <= peer < self.size for peer in action.ranks):
+                    self.fail(rank, f"{action} names a rank that does not exist")
+                if len(set(action.ranks)) != len(action.ranks):
+                    self.fail(rank, f"{action} names a rank twice")
+                if isinstance(action, Move) and action.within < 1:
+                    self.fail(rank, f"{action} is due within {action.within} steps, before it was sent")
+
+    def matched(self, steps: tuple[Step, ...]) -> None:
+        """What several ranks do together stands in all their programs, in the same order for each pair (in each
+        direction) and each group: posting in program order then meets, and no message reaches the wrong buffer."""
+        for field in ("gathers", "moves", "results", "reduces"):
+            orders: list[dict[Key, list[Action]]] = [defaultdict(list) for _ in steps]
+            for rank, step in enumerate(steps):
+                for action in getattr(step, field):
+                    orders[rank][action.ranks].append(action)
+            for rank, order in enumerate(orders):
+                for ranks, mine in order.items():
+                    for peer in ranks:
+                        self.same(rank, peer, mine, orders[peer].get(ranks, []))
+
+    def same(self, rank: int, peer: int, mine: list[Action], theirs: list[Action]) -> None:
+        if mine == theirs:
+            return
+        for action in mine:
+            if action not in theirs:
+                self.fail(rank, f"{action} has no counterpart on rank {peer}")
+        self.fail(rank, f"{_words(mine)} does not stand in the order of rank {peer}: {_words(theirs)}")
+
+    def gather(self, rank: int, step: Step) -> None:
+        for gather in step.gathers:
+            for member in gather.ranks:
+                if (gather.kind, gather.part(member)) not in self.operands[member]:
+                    self.fail(member, f"{gather} needs {gather.kind}{name_of(gather.part(member))}, which is not there")
+            if (gather.kind, gather.whole) in self.operands[rank]:
+                self.fail(rank, f"{gather} brings what is there already")
+            self.operands[rank].add((gather.kind, gather.whole))
+
+    def send_operands(self, rank: int, step: Step) -> None:
+        for move in step.moves:
+            if move.kind not in OPERANDS:
+                self.fail(rank, f"{move} moves no operand")
+            if move.src == rank:
+                if move.unit not in self.operands[rank]:
+                    self.fail(rank, f"{move} sends {move.kind}{name_of(move.key)}, which is not there")
+                due = self.step + move.within - 1
+                if due >= len(self.plan.ranks[0]):
+                    self.fail(rank, f"{move} is due within {move.within} steps, outside the plan")
+                self.arrivals[due].append(move)
+
+    def receive_operands(self) -> None:
+        for move in self.arrivals.pop(self.step, []):
+            if move.unit in self.operands[move.dst]:
+                self.fail(move.dst, f"{move} brings what is there already")
+            self.operands[move.dst].add(move.unit)
+        for rank, frees in enumerate(self.frees):
+            self.operands[rank] -= frees[self.step]
+
+    def compute(self, rank: int, step: Step) -> None:
+        for compute in step.computes:
+            for unit in (("q", compute.q), ("kv", compute.kv)):
+                if unit not in self.operands[rank]:
+                    self.fail(rank, f"{compute} needs {unit[0]}{name_of(unit[1])}, which is not there")
+            products = self.bits((i, j) for i in compute.q for j in compute.kv)
+            if twice := products & self.done:
+                self.fail(rank, f"{compute} computes {self.words(twice)} a second time")
+            self.done |= products
+            self.add(rank, compute, products)
+
+    def add(self, rank: int, compute: Compute, products: int) -> None:
+        for kind in ACCUMULATORS[self.plan.direction]:
+            unit = kind, compute.kv if kind == "dkv" else compute.q
+            self.held[rank][unit] = self.held[rank].get(unit, 0) | products
+
+    def finish_results(self, due: int) -> None:
+        for move, products in self.results.pop(due, []):
+            self.held[move.dst][move.unit] = self.held[move.dst].get(move.unit, 0) | products
+
+    def send_results(self, rank: int, step: Step) -> None:
+        for move in step.results:
+            if move.kind not in ACCUMULATORS[self.plan.direction]:
+                self.fail(rank, f"{move} moves no {self.plan.direction} result")
+            if move.src == rank:
+                if move.unit not in self.held[rank]:
+                    self.fail(rank, f"{move} sends {move.kind}{name_of(move.key)}, which is not there")
+                self.results[self.step + move.within].append((move, self.held[rank].pop(move.unit)))
+
+    def reduce(self, steps: tuple[Step, ...]) -> None:
+        for reduce in (reduce for rank, step in enumerate(steps) for reduce in step.reduces if rank == reduce.ranks[0]):
+            whole = 0
+            for rank in reduce.ranks:
+                if (reduce.kind, reduce.whole) not in self.held[rank]:
+                    self.fail(rank, f"{reduce} needs {reduce.kind}{name_of(reduce.whole)}, which is not there")
+                whole |= self.held[rank].pop((reduce.kind, reduce.whole))
+            self.scatter(reduce, whole)
+
+    def scatter(self, reduce: ReduceScatter, whole: int) -> None:
+        for rank in reduce.ranks:
+            unit = reduce.kind, reduce.part(rank)
+            self.held[rank][unit] = self.held[rank].get(unit, 0) | whole & self.side(*unit)
+
+    def all_home(self) -> None:
+        if missing := self.needed & ~self.done:
+            first = (missing & -missing).bit_length() - 1
+            self.fail(first // self.size, f"the product {self.words(missing)} is missing")
+        for rank in range(self.size):
+            for kind in ACCUMULATORS[self.plan.direction]:
+                want = self.done & self.side(kind, (rank,))
+                if absent := want & ~self.held[rank].pop((kind, (rank,)), 0):
+                    self.fail(rank, f"{kind}({rank}) is not home: products {self.words(absent)} are not in it")
+            for kind, key in self.held[rank]:
+                self.fail(rank, f"{kind}{name_of(key)} is left over and never sent home")
+
+
+def _words(actions: Iterable[Action]) -> str:
+    return ", ".join(map(str, actions))

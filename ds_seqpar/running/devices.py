@@ -1,0 +1,62 @@
+"""This rank's device, and which of a group's backends work on it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+
+ON_HOST = ("gloo", "fake", "mpi", "ucc")  # what has no communicator on a device, whatever tensors it takes
+
+
+def own_device() -> torch.device | None:
+    """The accelerator that this rank works on: what the process has chosen, or else number LOCAL_RANK; None on a
+    machine without one. Raises ConfigError where the machine has fewer than it has ranks."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None
+    count, chosen = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if chosen or count == 1:  # one that was set already, or the only one that the launcher lets this process see
+        return torch.device(accelerator.type, chosen)
+    if local_rank >= count:
+        raise ConfigError(
+            f"every rank of a machine needs a device of its own; got LOCAL_RANK {local_rank} and {count} devices, "
+            f"start at most {count} ranks on it"
+        )
+    return torch.device(accelerator.type, local_rank)
+
+
+def set_device() -> torch.device | None:
+    """Makes this rank's accelerator the current one. Before any group is made: a communicator stays on the device that
+    was current when it was made."""
+    if (device := own_device()) is not None:
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> the backend of the group that carries its tensors."""
+    return {device.type: group._get_backend(device).name() for device in group._device_types}
+
+
+def accelerated(group: dist.ProcessGroup) -> torch.device | None:
+    """This rank's device, where a backend of the group has communicators on it, as NCCL has for "cuda"."""
+    for kind, backend in backends(group).items():
+        if kind != "cpu" and backend not in ON_HOST:
+            return torch.device(kind, torch.accelerator.current_device_index())
+    return None
+
+
+def bind(group: dist.ProcessGroup) -> torch.device | None:
+    """Sets this rank's device, if a backend of the group works on one: that which the group was bound to, or its own.
+    Returns it for groups to be bound to."""
+    if accelerated(group) is None:
+        return None
+    device = group.bound_device_id or own_device()
+    if device is not None:
+        torch.accelerator.set_device_index(device.index)
+    return device

@@ -1,0 +1,89 @@
+"""Which groups a rank makes, which it shares, and that members of one find each other whatever else they are in."""
+
+import pytest
+import torch.distributed as dist
+
+from ds_seqpar.running import devices
+from tests.dist.ranks import attention_error, make
+from tests.launch import on_ranks
+
+WORLD = 4
+# settings -> which of the groups are one, and which there are none of
+CASES = {
+    "one rank a sequence": {"size": 1},
+    "ring of all": {"size": 4, "ulysses": 1},
+    "ring of half": {"size": 2, "ulysses": 1},
+    "Ulysses of all": {"size": 4, "ulysses": 4},
+    "Ulysses of half": {"size": 2, "ulysses": 2},
+    "both": {"size": 4, "ulysses": 2},
+    "mesh": {"size": 4, "ulysses": 1, "schedule": "attention2d", "rows": 4, "cols": 1},
+}
+
+
+def of_case(config):
+    """({name of a group: number of the group object}, how many were made, error of attention)."""
+    with make(**config) as sp:
+        groups = sp.groups
+        named = {"world": dist.group.WORLD, "sp": groups.sp, "inner": groups.inner, "ulysses": groups.ulysses}
+        named |= {"control": groups.control, **{f"members {i}": m.group for i, m in enumerate(groups.members.values())}}
+        numbers = {id(group): number for number, group in reversed(list(enumerate(named.values())))}
+        same = {name: None if group is None else numbers[id(group)] for name, group in named.items()}
+        names = sorted(group.group_name for group in groups.made)
+        assert sp.device.type == "cpu"
+        return same, names, attention_error(sp)
+
+
+def all_cases():
+    return {name: of_case(config) for name, config in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return on_ranks(WORLD, all_cases)
+
+
+def test_equal_groups_are_one_and_a_rank_alone_has_none(found):
+    for rank in found:
+        same = {name: case[0] for name, case in rank.items()}
+        nobody = {"sp": None, "inner": None, "ulysses": None, "control": None}
+        assert same["one rank a sequence"] == {"world": 0, **nobody}
+        # what attention sends does not meet what others send to all ranks
+        assert same["ring of all"] == {"world": 0, "sp": 0, "inner": 2, "ulysses": None, "control": 0}
+        assert same["ring of half"] == {"world": 0, "sp": 1, "inner": 1, "ulysses": None, "control": 1}
+        assert same["Ulysses of all"] == {"world": 0, "sp": 0, "inner": None, "ulysses": 3, "control": 0}
+        assert same["Ulysses of half"] == {"world": 0, "sp": 1, "inner": None, "ulysses": 1, "control": 1}
+        assert same["both"] == {"world": 0, "sp": 0, "inner": 2, "ulysses": 3, "control": 0}
+        assert same["mesh"]["members 0"] == same["mesh"]["inner"] == 2
+        assert max(error for _, _, error in rank.values()) < 1e-10
+        made = {name: len(case[1]) for name, case in rank.items()}
+        assert made == {name: {"one rank a sequence": 0, "both": 2}.get(name, 1) for name in CASES}
+
+
+def test_no_name_comes_twice(found):
+    for rank in found:
+        names = [name for _, names, _ in rank.values() for name in names]
+        assert len(names) == len(set(names))
+
+
+def after_groups_of_some():
+    """torch numbers a rank's groups: here ranks have made different numbers of them, and one freed them again."""
+    mine = [dist.new_group([0, 1]), dist.new_group([0])]
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(mine[1])
+    return [attention_error(make(**CASES[name])) for name in ("ring of half", "both", "ring of half")]
+
+
+def test_ranks_that_are_in_other_groups_too_find_each_other():
+    for errors in on_ranks(WORLD, after_groups_of_some):
+        assert max(errors) < 1e-10
+
+
+def asked():
+    world = dist.group.WORLD
+    return devices.backends(world), devices.accelerated(world), devices.bind(world)
+
+
+def test_gloo_has_nothing_on_a_device():
+    ((backends, *others),) = on_ranks(1, asked)
+    assert backends["cpu"] == "gloo"
+    assert others == [None, None]

@@ -1,0 +1,96 @@
+"""How much memory tensors take: the storages that are alive, seen after every operation, inside custom ops too.
+
+What an allocator reports would miss what other threads free (gloo's hold the tensors that they send); here every
+storage that an operation returned is asked by weak reference whether it is still there. What a kernel allocates for
+itself and frees before it returns is not seen.
+"""
+
+import dataclasses
+import gc
+import time
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+OURS = "ds_seqpar"  # the namespace of the ops that are looked into
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Bytes of tensors beyond the inputs, q, k, v and the output's gradient. forward: the most at once; kept: what
+    there is after it, result included; backward: the most at once during it, with what was kept, the result and the
+    gradients; gradients: what there is after it, but for the result; left: once results and gradients are dropped."""
+
+    forward: int
+    kept: int
+    backward: int
+    gradients: int
+    left: int
+
+
+def measure(attend, q, k, v, do):
+    """Figures of `attend(q, k, v)` and of its backward; the tensors are leaves."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with Live(q, k, v, do) as live:
+        out = attend(q, k, v)
+        forward, kept = live.peak, live.settled()
+        live.restart()
+        out.backward(do)
+        backward = live.peak
+        del out
+        gradients = live.settled()
+        q.grad = k.grad = v.grad = None
+        left = live.settled()
+    return Figures(forward=forward, kept=kept, backward=backward, gradients=gradients, left=left)
+
+
+class Live(TorchDispatchMode):
+    """Within it, `peak` is the greatest number of bytes alive at once since the last `restart`, of storages that an
+    operation within it returned, but for those of the tensors `ignored`."""
+
+    def __init__(self, *ignored):
+        super().__init__()
+        self.storages = {}  # address of the storage's header -> (weak reference, bytes)
+        self.ignored = {x.untyped_storage()._cdata: StorageWeakRef(x.untyped_storage()) for x in ignored}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == OURS:
+            with self:  # a mode is off while it is asked; for what happens inside the op it is to be on
+                result = function.redispatch(CPU, *args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                self._see(x.untyped_storage())
+        self.peak = max(self.peak, self.bytes())
+        return result
+
+    def _see(self, storage):
+        key = storage._cdata
+        known = self.ignored.get(key) or self.storages.get(key, (None,))[0]
+        if known is None or known.expired():  # an address is used again
+            self.ignored.pop(key, None)
+            self.storages[key] = StorageWeakRef(storage), storage.nbytes()
+
+    def bytes(self):
+        """Of storages that are alive now."""
+        self.storages = {key: seen for key, seen in self.storages.items() if not seen[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+    def restart(self):
+        self.peak = self.bytes()
+
+    def settled(self, patience=5.0):
+        """`bytes` once nobody frees anything any more: another thread may be about to."""
+        gc.collect()
+        until = time.monotonic() + patience
+        before, now = -1, self.bytes()
+        while now and now != before and time.monotonic() < until:
+            time.sleep(0.05)
+            before, now = now, self.bytes()
+        return now

@@ -1,0 +1,386 @@
+"""Tiles of all kinds run by kernels that know one block, into running results that are copied and widened only where
+they must be."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_seqpar.planning.layout import LAYOUTS, Run
+from ds_seqpar.planning.masks import Mask
+from ds_seqpar.planning.tiles import Tile, tiles
+from ds_seqpar.running.kernels import reference
+from ds_seqpar.running.kernels.accumulate import Rows, Softmax, Sum, backward, forward
+from ds_seqpar.running.kernels.cpu_flash import CpuFlash
+from ds_seqpar.running.kernels.reference import Reference
+from tests.kernel_suite import SCALE, LowerRight
+from tests.oracle import tensors
+
+INF = float("inf")
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+class Strict(LowerRight):
+    """Aligned lower-right, and says so where it is given a causal block that is not square."""
+
+    def forward(self, q, k, v, causal, scale):
+        assert not causal or q.shape[1] == k.shape[1]
+        return super().forward(q, k, v, causal, scale)
+
+    def backward(self, do, q, k, v, out, lse, causal, scale):
+        assert not causal or q.shape[1] == k.shape[1]
+        return super().backward(do, q, k, v, out, lse, causal, scale)
+
+
+KERNELS = [Reference(), CpuFlash(), Strict()]
+named = pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu_flash", "square"])
+
+
+def _seen(found, rows, columns):
+    seen = torch.zeros(rows, columns, dtype=torch.bool)
+    for tile in found:
+        i, j = torch.arange(tile.q1 - tile.q0)[:, None], torch.arange(tile.k1 - tile.k0)[None, :]
+        part = {"full": i >= 0, "causal": j <= i, "upper": j >= i, "band": (i <= j) & (j < i + tile.width)}[tile.kind]
+        seen[tile.q0 : tile.q1, tile.k0 : tile.k1] |= part
+    return seen
+
+
+def _dense(q, k, v, do, seen):
+    """(out, lse, dq, dk, dv) in fp64, by autograd; a row that sees nothing is 0, -inf."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    some = seen.any(1)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * SCALE
+    scores = scores.masked_fill(~(seen | ~some[:, None]), -INF)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values) * some[:, None, None]
+    lse = scores.logsumexp(-1).transpose(1, 2).masked_fill(~some[:, None], -INF)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), do.double())
+
+
+def _makers(q, k):
+    """Buffers with NaN in them: whoever reads what nobody has written is found out."""
+    wide = torch.promote_types(q.dtype, F32)
+    blank = lambda *shape: torch.full(shape, float("nan"), dtype=wide)  # noqa: E731
+    return (
+        Softmax(lambda: (blank(*q.shape), blank(*q.shape[:3]))),
+        Sum(lambda: (blank(*q.shape),)),
+        Sum(lambda: (blank(*k.shape), blank(*k.shape))),
+    )
+
+
+def _run(kernel, q, k, v, do, found):
+    """(out, lse, dq, dk, dv)."""
+    into, dq, dkv = _makers(q, k)
+    forward(kernel, q, k, v, found, SCALE, into)
+    out, lse = into.finish(q.dtype)
+    backward(kernel, do, q, k, v, out, lse, found, SCALE, dq, dkv)
+    found = out, lse, *dq.finish(q.dtype), *dkv.finish(k.dtype)
+    assert all(x.is_contiguous() for x in found)
+    assert {x.dtype for x in (found[0], *found[2:])} == {q.dtype}
+    assert lse.dtype == torch.promote_types(q.dtype, F32)
+    return found
+
+
+def _inputs(rows, columns, heads=(4, 2), dtype=F64, batch=2):
+    q, k, v, do = tensors(batch, max(rows, columns), heads, 8, dtype, seed=rows + 50 * columns)
+    return q[:, :rows], k[:, :columns], v[:, :columns], do[:, :rows]
+
+
+def _check(kernel, inputs, found, tolerance):
+    wanted = _dense(*inputs, _seen(found, inputs[0].shape[1], inputs[1].shape[1]))
+    got = _run(kernel, *inputs, found)
+    empty = wanted[1] == -INF
+    assert torch.equal(got[1] == -INF, empty)
+    assert not got[0][empty].any()
+    got, wanted = ((x[0], x[1].masked_fill(empty, 0.0), *x[2:]) for x in (got, wanted))
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert not a.isnan().any(), name
+        assert (a.double() - b).abs().max() <= tolerance * max(1.0, b.abs().max()), name  # a lone key's dq is 0
+
+
+# (rows, columns) of the whole and its tiles; some rows and columns in none
+TILES = {
+    "full": (20, 30, [Tile(0, 20, 0, 30, "full")]),
+    "full in part": (20, 30, [Tile(3, 15, 4, 29, "full")]),
+    "causal": (24, 24, [Tile(0, 24, 0, 24, "causal")]),
+    "causal with more rows": (24, 20, [Tile(2, 24, 5, 17, "causal")]),
+    "upper": (24, 24, [Tile(0, 24, 0, 24, "upper")]),
+    "upper in part": (24, 30, [Tile(3, 20, 11, 28, "upper")]),
+    "upper of one": (3, 3, [Tile(1, 2, 1, 2, "upper")]),
+    "band wider than long": (12, 40, [Tile(1, 10, 2, 30, "band", 20)]),
+    "band as wide as long": (12, 40, [Tile(0, 12, 3, 26, "band", 12)]),
+    "band of two squares": (24, 35, [Tile(0, 24, 0, 35, "band", 12)]),
+    "band with a rest": (41, 60, [Tile(0, 41, 5, 55, "band", 10)]),
+    "band with a rest of one": (41, 60, [Tile(9, 40, 5, 45, "band", 10)]),
+    "band of one key": (20, 24, [Tile(0, 20, 2, 22, "band", 1)]),
+    "band of one key in part": (20, 24, [Tile(4, 19, 2, 17, "band", 1)]),
+    "band of two keys": (20, 24, [Tile(0, 20, 2, 23, "band", 2)]),
+    "two bands": (30, 30, [Tile(0, 10, 0, 10, "causal"), Tile(10, 30, 1, 30, "band", 10), Tile(0, 9, 20, 29, "full")]),
+    "none": (6, 5, []),
+}
+
+
+@named
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_tiles_of_every_kind_are_exact(kernel, name, heads, dtype):
+    rows, columns, found = TILES[name]
+    for batch in (1, 2):
+        _check(kernel, _inputs(rows, columns, heads, dtype, batch), found, kernel.tolerance[dtype])
+
+
+def _own_error(kernel, inputs, seen, monkeypatch):
+    """Of one kernel call in bf16: with just that mask, which only the reference could have, and with a causal one."""
+    some, scores = seen.any(1), reference._scores
+    q, k, v, do = inputs
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "_scores", lambda *x: scores(*x).masked_fill(~seen[some], -INF))
+        out, lse = Reference().forward(q[:, some], k, v, False, SCALE)
+        grads = Reference().backward(do[:, some], q[:, some], k, v, out, lse, False, SCALE)
+    wanted = _dense(*inputs, seen)
+    pairs = [(out, wanted[0][:, some]), (grads[0], wanted[2][:, some]), *zip(grads[1:], wanted[3:], strict=True)]
+    causal = [Tile(0, q.shape[1], 0, q.shape[1], "causal")]
+    square = _inputs(q.shape[1], q.shape[1], dtype=BF16)
+    wanted = _dense(*square, _seen(causal, q.shape[1], q.shape[1]))
+    pairs += zip(_run(kernel, *square, causal), wanted, strict=True)
+    return max(((a - b).abs().max() / max(1.0, b.abs().max())).item() for a, b in pairs)
+
+
+@named
+@pytest.mark.parametrize("name", [name for name in TILES if name != "none"])
+def test_half_precision_costs_no_more_than_twice_the_kernels_own_error(kernel, name, monkeypatch):
+    rows, columns, found = TILES[name]
+    inputs = _inputs(rows, columns, dtype=BF16)
+    own = _own_error(kernel, inputs, _seen(found, rows, columns), monkeypatch)
+    assert 0 < own <= 1e-2
+    _check(kernel, inputs, found, 2 * own)
+
+
+@named
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sequence_in_blocks_is_the_whole(kernel, layout):
+    """Masks as they come out of planning, for queries and keys in the order of all the blocks."""
+    seq, ranks = 48, 3
+    for window, lengths, causal in itertools.product((None, 1, 7, 30), ([48], [5, 30, 1, 12]), (True, False)):
+        mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
+        blocks = [LAYOUTS[layout](seq, ranks, rank) for rank in range(ranks)]
+        order = [position for runs in blocks for run in runs for position in run.positions]
+        runs = tuple(run for runs in blocks for run in runs)
+        inputs = _inputs(seq, seq)
+        whole = _dense(*inputs, _seen(tiles((Run(0, 1, seq),), (Run(0, 1, seq),), mask), seq, seq))
+        mixed = tuple(x[:, order] for x in inputs)
+        got = _run(kernel, *mixed, tiles(runs, runs, mask, kernel.square))
+        for a, b in zip(got, whole, strict=True):
+            torch.testing.assert_close(a, b[:, order], rtol=0, atol=1e-12)
+
+
+@named
+def test_operands_may_be_strided(kernel):
+    rows, columns, found = TILES["band with a rest"]
+    q, k, v, do = _inputs(rows, columns)
+    pair = torch.stack([k, v], dim=2)
+    wanted = _run(kernel, q, k, v, do, found)
+    strided = torch.stack([q, do], dim=3)[..., 0, :], *pair.unbind(2), torch.stack([q, do], dim=2)[:, :, 1]
+    assert not any(x.is_contiguous() for x in strided)
+    for a, b in zip(_run(kernel, *strided, found), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_a_band_is_few_calls_however_long_it_is():
+    class Counting(Reference):
+        calls = 0
+
+        def forward(self, *arguments):
+            self.calls += 1
+            return super().forward(*arguments)
+
+    for rows, width, calls in ((64, 8, 2), (64, 1, 1), (66, 8, 5), (8, 64, 3), (8, 8, 2)):
+        kernel, (q, k, v, _) = Counting(), _inputs(rows, rows + width - 1)
+        forward(kernel, q, k, v, [Tile(0, rows, 0, rows + width - 1, "band", width)], SCALE, _makers(q, k)[0])
+        assert kernel.calls == calls, (rows, width)
+
+
+def test_a_kernel_that_accumulates_by_itself_is_given_all_tiles_at_once():
+    class Native(Reference):
+        def forward_tiles(self, q, k, v, tiles, scale, into):
+            forward(Reference(), q, k, v, tiles, scale, into)
+            self.given = [*tiles]
+
+        def backward_tiles(self, do, q, k, v, out, lse, tiles, scale, dq, dkv):
+            backward(Reference(), do, q, k, v, out, lse, tiles, scale, dq, dkv)
+            self.given += tiles
+
+    kernel, (rows, columns, found) = Native(), TILES["two bands"]
+    _check(kernel, _inputs(rows, columns), found, 1e-12)
+    assert kernel.given == found + found
+
+
+# ---- running results
+
+
+def _partial(seed, dtype=BF16, rows=6, narrow=True):
+    """(out, lse) of a block, out in that dtype; with a row without keys."""
+    dice = torch.Generator().manual_seed(seed)
+    out = torch.randn(2, rows, 3, 4, generator=dice, dtype=F64).to(dtype)
+    lse = torch.randn(2, rows, 3, generator=dice, dtype=F64).to(torch.promote_types(dtype, F32))
+    out[:, 1], lse[:, 1] = 0, -INF
+    return out, lse
+
+
+def _merged(*parts):
+    """By the definition, in fp64."""
+    total = torch.logsumexp(torch.stack([lse.double() for _, lse in parts]), 0)
+    weights = [torch.exp(lse.double() - total).nan_to_num(0.0)[..., None] for _, lse in parts]
+    return sum(weight * out.double() for weight, (out, _) in zip(weights, parts, strict=True)), total
+
+
+def _softmax(rows=6, wide=F32):
+    """An empty one, and how often its buffers were asked for."""
+    made = []
+
+    def make():
+        made.append(tuple(torch.full(shape, float("nan"), dtype=wide) for shape in ((2, rows, 3, 4), (2, rows, 3))))
+        return made[-1]
+
+    return Softmax(make), made
+
+
+ALL = Rows(0, 6)
+
+
+def test_a_first_result_is_adopted_as_it_is():
+    into, made = _softmax()
+    out, lse = _partial(1)
+    into.add(out, lse, ALL, 6)
+    assert into.held[0] is out
+    found = into.finish(BF16)
+    assert found[0] is out
+    assert found[1] is lse
+    assert not made
+    assert into.held is None
+    for dtype in (F32, F64):  # wide as it comes: a second one goes into it
+        into, made = _softmax(wide=dtype)
+        out, lse = _partial(1, dtype)
+        into.add(out, lse, ALL, 6)
+        into.add(*_partial(2, dtype), ALL, 6)
+        assert into.finish(dtype)[0] is out
+        assert not made
+    total, made = Sum(lambda: made.append(1)), []
+    total.add((out,), ALL, 6)
+    assert total.finish(out.dtype)[0] is out
+    assert not made
+
+
+def test_a_second_result_widens():
+    into, made = _softmax()
+    parts = [_partial(1), _partial(2)]
+    wanted = _merged(*parts)
+    for part in parts:
+        into.add(*part, ALL, 6)
+    assert into.held is made[0]
+    out, lse = into.finish(F32)
+    assert out is made[0][0]
+    for a, b in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-6, atol=1e-6)
+    assert len(made) == 1
+
+
+def test_parts_of_the_rows_leave_the_others_untouched():
+    for rows in (Rows(0, 2), Rows(2, 2), Rows(4, 2), Rows(0, 1, 3, 2), Rows(1, 2, 2, 3)):
+        into, _ = _softmax()
+        out, lse = (x.contiguous() for x in map(rows.of, _partial(3)))
+        into.add(out, lse, rows, 6)
+        found = into.finish(F32)
+        assert torch.equal(rows.of(found[0]), out.float())
+        assert torch.equal(rows.of(found[1]), lse)
+        assert (found[1] == -INF).sum() >= found[1].numel() - lse.numel()
+        assert not found[0][found[1] == -INF].any()
+
+
+def test_what_nothing_has_touched_is_zero():
+    into, _ = _softmax()
+    out, lse = into.finish(BF16)
+    assert out.dtype == BF16
+    assert not out.any()
+    assert (lse == -INF).all()
+    total = Sum(lambda: (torch.full((2, 3), float("nan")), torch.full((2, 3), float("nan"))))
+    assert not any(x.any() for x in total.finish(BF16))
+
+
+STATES = ["empty", "narrow", "wide"]
+
+
+@pytest.mark.parametrize("arriving", [BF16, F32])
+@pytest.mark.parametrize("state", STATES)
+def test_absorb_in_every_state(state, arriving):
+    into, made = _softmax()
+    parts = [_partial(seed) for seed in range(STATES.index(state))]
+    arrived = _partial(7, arriving)
+    wanted = _merged(*parts, arrived)
+    for part in parts:
+        into.add(*part, ALL, 6)
+    into.absorb(*arrived)
+    home = into.held[0]
+    if state == "empty" or (state == "narrow" and arriving == F32):
+        assert home is arrived[0]  # merged into what arrived, and no buffer made
+        assert not made
+    else:
+        assert home is made[0][0]
+    for a, b in zip(into.finish(home.dtype), wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("arriving", [BF16, F32])
+@pytest.mark.parametrize("state", STATES)
+def test_gradients_absorb_in_every_state(state, arriving):
+    made = []
+
+    def make():
+        made.append(tuple(torch.full((2, 6, 3, 4), float("nan")) for _ in range(2)))
+        return made[-1]
+
+    total = Sum(make)
+    parts = [tuple(_partial(seed + at)[0] for at in (0, 50)) for seed in range(STATES.index(state))]
+    arrived = tuple(_partial(7 + at, arriving)[0] for at in (0, 50))
+    wanted = [sum(x.double() for x in column) for column in zip(*parts, arrived, strict=True)]
+    for part in parts:
+        total.add(part, ALL, 6)
+    total.absorb(*arrived)
+    adopted = state == "empty" or (state == "narrow" and arriving == F32)
+    assert (total.held[0] is arrived[0]) == adopted
+    assert len(made) == (not adopted)
+    for a, b in zip(total.finish(F32), wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that anything allocated, in elements."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.elements = {x.untyped_storage().data_ptr() for x in known}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in self.known:
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+# the temporaries of a merge were as large as what is merged, in fp32
+@pytest.mark.parametrize("shape", [(1, 4096, 8, 128), (64, 64, 8, 128), (2, 2, 1024, 1024)])
+def test_adding_needs_little_memory_beside_the_results(shape):
+    whole = torch.zeros(shape), torch.zeros(shape[:3])
+    part = torch.ones(shape, dtype=BF16), torch.zeros(shape[:3])
+    into, total = Softmax(lambda: whole), Sum(lambda: whole[:1])
+    rows, of = Rows(0, shape[1]), shape[1]
+    into.absorb(*whole)
+    with _Largest(*whole, *part) as largest:
+        into.add(*part, rows, of)
+        total.absorb(whole[0])
+        total.add(part[:1], rows, of)
+    assert 0 < largest.elements <= whole[0].numel() // 16
+    assert into.held[0] is whole[0]
+    torch.testing.assert_close(whole[0], torch.full(shape, 1.5))  # half of one, and one

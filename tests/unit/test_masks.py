@@ -1,0 +1,278 @@
+"""Masks as values; tiles that cover exactly what a mask leaves visible, in few kernel calls; who sees whom."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ds_seqpar.errors import InputError
+from ds_seqpar.planning.layout import LAYOUTS, Run, join, visible
+from ds_seqpar.planning.masks import END, Mask, sees, visibility
+from ds_seqpar.planning.tiles import Tile, tiles
+
+CAUSAL, FULL = Mask(), Mask(causal=False)
+
+
+def _blocks(layout, ranks, per_rank):
+    return [LAYOUTS[layout](ranks * per_rank, ranks, rank) for rank in range(ranks)]
+
+
+def _held(runs):
+    return torch.tensor([position for run in runs for position in run.positions], dtype=torch.int64)
+
+
+def _dense(q, kv, mask):
+    """The definition, pair by pair; not by way of `Mask.bounds`."""
+    q, kv = _held(q)[:, None], _held(kv)[None, :]
+    seen = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
+    if mask.causal:
+        seen &= kv <= q
+    if mask.window:
+        seen &= kv > q - mask.window
+    for start in mask.documents:
+        seen &= (q >= start) == (kv >= start)  # no document begins between the two
+    return seen
+
+
+def _part(tile):
+    """What the tile's definition says of its rectangle."""
+    rows, columns = torch.arange(tile.q1 - tile.q0)[:, None], torch.arange(tile.k1 - tile.k0)[None, :]
+    return {
+        "full": rows >= 0,
+        "causal": columns <= rows,
+        "upper": columns >= rows,
+        "band": (rows <= columns) & (columns < rows + tile.width),
+    }[tile.kind].expand(tile.q1 - tile.q0, tile.k1 - tile.k0)
+
+
+def _assert_exact(q, kv, mask, square=False):
+    """Every visible pair lies in exactly one tile and no other pair in any."""
+    seen = _dense(q, kv, mask)
+    covered = torch.zeros(seen.shape, dtype=torch.int64)
+    found = tiles(q, kv, mask, square)
+    for tile in found:
+        assert 0 <= tile.q0 < tile.q1 <= seen.shape[0], tile
+        assert 0 <= tile.k0 < tile.k1 <= seen.shape[1], tile
+        part = _part(tile).long()
+        assert tile.products == part.sum() > 0, tile
+        covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += part
+        rows, columns = part.shape
+        assert tile.kind != "band" or columns == rows + tile.width - 1, tile
+        assert tile.kind == "band" or tile.width == 0, tile
+        assert tile.kind != "upper" or rows == columns, tile
+        assert not (square and tile.kind == "causal") or rows == columns, tile
+    assert torch.equal(covered, seen.long()), (q, kv, mask, found)
+
+
+# ---- the value
+
+
+def test_bounds_are_the_first_and_last_key_that_a_query_sees():
+    for causal, window, documents in itertools.product((True, False), (None, 1, 3, 40), ((), (0, 4, 5, 11))):
+        mask = Mask(causal=causal, window=window, documents=documents)
+        seen = _dense((Run(0, 1, 20),), (Run(0, 1, 20),), mask)
+        for p in range(20):
+            lo, hi = mask.bounds(p)
+            assert list(range(lo, min(hi, 20))) == seen[p].nonzero().flatten().tolist(), (mask, p)
+    assert FULL.bounds(7) == (0, END)
+
+
+def test_a_mask_is_a_value():
+    packed = Mask(documents=(0, 3, 9))
+    assert packed == Mask(documents=(0, 3, 9))
+    assert len({packed, Mask(documents=(0, 3, 9)), CAUSAL, FULL, Mask(window=3)}) == 4
+    assert Mask(documents=(0,)) == CAUSAL  # one document is no documents
+    assert Mask(documents=Mask.documents_of([3, 6, 2])) == packed
+    assert Mask.documents_of([]) == ()
+    copy = pickle.loads(pickle.dumps(packed))
+    assert copy == packed
+    assert hash(copy) == hash(packed)
+
+
+def test_the_hash_of_a_mask_is_of_numbers_only():
+    # None has another hash in every process, and a mask may be sent to one
+    assert hash(Mask(documents=(0, 3))) == hash((True, 0, (0, 3)))
+
+
+def test_masks_say_what_they_are():
+    documents = tuple(range(64))
+    assert str(Mask(window=128, documents=documents)) == "causal, window 128, 64 documents"
+    assert str(CAUSAL) == "causal"
+    assert str(FULL) == "full"
+    assert str(Mask(causal=False, window=4)) == "window 4"
+    assert [mask.scale_free for mask in (CAUSAL, FULL, Mask(window=4), Mask(documents=(0, 4)))] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"causal": 1}, "causal must be True or False; got 1"),
+        ({"window": 0}, "a window must be a whole number of keys from 1 on, or None for all; got 0"),
+        ({"window": True}, "got True"),
+        ({"window": 2.0}, "got 2.0"),
+        ({"documents": [0, 2]}, "documents must be a tuple of whole numbers, their first positions; got [0, 2]"),
+        ({"documents": (0, 2.0)}, "got (0, 2.0)"),
+        ({"documents": (0, True)}, "got (0, True)"),
+        ({"documents": (1, 2)}, "documents must start with position 0; got 1"),
+        ({"documents": (0, 5, 5)}, "first positions of documents must ascend; got 5 after 5"),
+    ],
+)
+def test_a_wrong_mask_is_refused_in_one_sentence(fields, words):
+    with pytest.raises(InputError) as caught:
+        Mask(**fields)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.0, True])
+def test_a_document_without_tokens_is_refused(length):
+    with pytest.raises(InputError, match="one token or more"):
+        Mask.documents_of([3, length])
+
+
+# ---- tiles are exact
+
+_steps = st.integers(1, 6)
+_runs = st.builds(Run, st.integers(0, 40), _steps, st.integers(1, 12))
+_any_runs = st.lists(_runs, min_size=1, max_size=4).map(tuple)
+_documents = st.sets(st.integers(1, 70), max_size=24).map(lambda starts: (0, *sorted(starts)))
+_masks = st.builds(
+    Mask, causal=st.booleans(), window=st.none() | st.integers(1, 12) | st.integers(1, 80), documents=_documents
+)
+_both = st.tuples(_any_runs, _any_runs)
+
+
+@st.composite
+def _equal_steps(draw):
+    step = draw(st.integers(1, 4))
+    run = st.builds(Run, st.integers(0, 40), st.just(step), st.integers(1, 12))
+    return tuple(tuple(draw(st.lists(run, min_size=1, max_size=4))) for _ in range(2))
+
+
+@st.composite
+def _gathered(draw):
+    """Two groups of blocks, each of a layout of its own and in the order of a gathered operand."""
+    found = []
+    for _ in range(2):
+        layout, ranks = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.integers(1, 9))
+        blocks = _blocks(layout, ranks, draw(st.integers(1, 4)) * (2 if layout == "zigzag" else 1))
+        found.append(join(blocks[rank] for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1))))
+    return tuple(found)
+
+
+@st.composite
+def _uneven(draw):
+    """Blocks of any length, one after the other; some queries, and some keys."""
+    lengths = draw(st.lists(st.integers(0, 9), min_size=2, max_size=8))
+    runs = [Run(sum(lengths[:index]), 1, length) for index, length in enumerate(lengths)]
+    pick = st.sets(st.sampled_from(runs)).map(lambda group: tuple(sorted(group)))
+    return draw(pick), draw(pick)
+
+
+@settings(max_examples=300)
+# one query may be the first to see two keys, where runs of one step follow each other closely
+@example(((Run(1, 2, 3),), (Run(4, 2, 1), Run(5, 2, 1))), CAUSAL, False)
+# the keys end in a later document than the queries
+@example(((Run(14, 2, 4),), (Run(17, 2, 7),)), Mask(causal=False, documents=(0, 14, 15)), False)
+@given(_both | _equal_steps() | _gathered() | _uneven(), _masks, st.booleans())
+def test_tiles_are_exact(runs, mask, square):
+    _assert_exact(*runs, mask, square)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_of_every_window_are_exact(layout, causal):
+    for ranks, per_rank in ((1, 8), (2, 6), (3, 4)):
+        blocks, seq = _blocks(layout, ranks, per_rank), ranks * per_rank
+        for window in range(1, seq + 2):
+            for q, kv in itertools.product(blocks, repeat=2):
+                _assert_exact(q, kv, Mask(causal=causal, window=window))
+            _assert_exact(join(blocks), join(blocks), Mask(causal=causal, window=window), True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_of_packed_documents_are_exact(layout):
+    packs = [[1] * 24, [8, 8, 8], [5, 7, 12], [1, 22, 1], [24], [3, 1, 1, 9, 2, 8]]
+    for lengths, ranks, window in itertools.product(packs, (1, 2, 4), (None, 1, 3, 8)):
+        blocks = _blocks(layout, ranks, 24 // ranks)
+        mask = Mask(window=window, documents=Mask.documents_of(lengths))
+        for q, kv in itertools.product(blocks, repeat=2):
+            _assert_exact(q, kv, mask)
+            _assert_exact(q, kv, mask, square=True)
+
+
+# ---- and few
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_causal_edge_needs_no_more_calls_than_prefixes_do(layout, square):
+    for ranks, per_rank in itertools.product((1, 2, 3, 4, 8), (2, 6)):
+        blocks = _blocks(layout, ranks, per_rank)
+        groups = [*((block,) for block in blocks), blocks[:2], blocks[::2], blocks]
+        for q, kv in itertools.product(map(join, groups), repeat=2):
+            for mask in (CAUSAL, FULL):
+                found, before = tiles(q, kv, mask, square), visible(q, kv, mask.causal, square)
+                # a query on its own is one rectangle, which before could be a rectangle and a triangle of one
+                alone = any(tile.causal and tile.k1 - tile.k0 == 1 for tile in before)
+                assert len(found) <= len(before) if alone else len(found) == len(before), (q, kv, found, before)
+
+
+def test_a_full_mask_is_one_call():
+    assert tiles((Run(3, 2, 4), Run(0, 1, 2)), (Run(9, 1, 5),), FULL) == (Tile(0, 6, 0, 5, "full"),)
+    assert tiles((), (Run(9, 1, 5),), FULL) == tiles((Run(9, 1, 5),), (), CAUSAL) == ()
+
+
+def test_a_window_on_one_rank_is_a_triangle_and_a_band():
+    runs = (Run(0, 1, 64),)
+    assert tiles(runs, runs, Mask(window=16)) == (Tile(0, 16, 0, 16, "causal"), Tile(16, 64, 1, 64, "band", 16))
+    assert tiles(runs, runs, Mask(window=64)) == tiles(runs, runs, CAUSAL)
+
+
+def test_a_window_that_ends_in_the_block_before_is_its_upper_triangle():
+    before, after = (Run(0, 1, 16),), (Run(16, 1, 16),)
+    assert tiles(after, before, Mask(window=17)) == (Tile(0, 16, 0, 16, "upper"),)
+    assert tiles(after, before, Mask(window=16)) == (Tile(0, 15, 1, 16, "upper"),)
+    assert tiles(after, before, Mask(window=1)) == ()
+
+
+def test_documents_that_end_with_blocks_are_a_triangle_each():
+    runs = (Run(0, 1, 24),)
+    found = tiles(runs, runs, Mask(documents=(0, 8, 16)))
+    assert found == tuple(Tile(at, at + 8, at, at + 8, "causal") for at in (0, 8, 16))
+    found = tiles(runs, runs, Mask(causal=False, documents=(0, 8, 16)))
+    assert found == tuple(Tile(at, at + 8, at, at + 8, "full") for at in (0, 8, 16))
+
+
+def test_a_window_of_one_key_is_one_band_whatever_the_documents():
+    runs = (Run(0, 1, 24),)
+    for documents in ((), (0, 8, 9)):
+        assert tiles(runs, runs, Mask(window=1, documents=documents)) == (Tile(0, 24, 0, 24, "band", 1),)
+
+
+# ---- who sees whom
+
+
+@given(st.lists(_both | _equal_steps() | _gathered() | _uneven(), min_size=1, max_size=4), _masks)
+def test_a_block_sees_another_where_any_query_sees_any_key(blocks, mask):
+    queries, keys = zip(*blocks, strict=True)
+    found = visibility(queries, keys, mask)
+    assert len(found) == len(queries)
+    for (i, q), (j, kv) in itertools.product(enumerate(queries), enumerate(keys)):
+        seen = bool(_dense(q, kv, mask).any())
+        assert sees(q, kv, mask) == seen, (q, kv, mask)
+        assert found[i] >> j & 1 == seen, (q, kv, mask)
+        assert bool(tiles(q, kv, mask)) == seen, (q, kv, mask)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_visibility_of_a_sequence_is_exact(layout):
+    for ranks, per_rank in ((4, 6), (6, 2), (8, 4)):
+        blocks, seq = _blocks(layout, ranks, per_rank), ranks * per_rank
+        for window, lengths in itertools.product((None, 1, 2, 5, seq), ([seq], [1] * seq, [seq - 7, 3, 4])):
+            for causal in (True, False):
+                mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
+                for q, found in zip(blocks, visibility(blocks, blocks, mask), strict=True):
+                    assert found == sum(1 << j for j, kv in enumerate(blocks) if _dense(q, kv, mask).any())

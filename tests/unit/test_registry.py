@@ -1,0 +1,191 @@
+"""What every schedule says of itself is true, a user's own too; and nobody else knows a schedule's name."""
+
+import argparse
+import ast
+import dataclasses
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import ds_seqpar
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning import schedules
+from ds_seqpar.planning.layout import LAYOUTS
+from ds_seqpar.planning.plan import Collective, validate
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.schedules.base import PLACEMENTS, TRAVELLERS, count
+from tests.unit import toy_schedule
+from tests.unit.plans import DIRECTIONS, everything, topology
+from tests.unit.test_schedule_bytes import UNITS
+
+RANKS = range(1, 17)
+ALL = pytest.mark.parametrize("schedule", [*SCHEDULES.values(), toy_schedule.SCHEDULE], ids=lambda its: its.name)
+
+
+def _forms(schedule):
+    """(topology, direction, what travels) of every shape up to 16 ranks."""
+    shapes = [topology(*schedule.axes(ranks, own)) for ranks in RANKS for own in schedule.shapes(ranks)]
+    return itertools.product(shapes, DIRECTIONS, schedule.travellers)
+
+
+@ALL
+def test_help_is_a_line_and_what_is_legal_exists(schedule):
+    for line in (schedule.summary, *(setting.help for setting in schedule.settings)):
+        assert line
+        assert "\n" not in line
+    assert schedule.default_layout in schedule.layouts
+    assert set(schedule.layouts) <= set(LAYOUTS)
+    assert set(schedule.travellers) <= set(TRAVELLERS)
+    assert set(schedule.placements) <= set(PLACEMENTS)
+    parser = argparse.ArgumentParser(prefix_chars="-")
+    for setting in schedule.settings:
+        parser.add_argument(f"--{setting.name}", **setting.option)
+
+
+@ALL
+def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule):
+    for ranks in RANKS:
+        shapes = list(schedule.shapes(ranks))
+        assert len({str(own) for own in shapes}) == len(shapes)
+        for own in shapes:
+            assert set(own) == {setting.name for setting in schedule.settings}
+            assert all(setting.checked(own[setting.name]) == own[setting.name] for setting in schedule.settings)
+            assert schedule.resolve(ranks, own, None) == own
+            assert math.prod(size for _, size in schedule.axes(ranks, own)) == ranks
+        for heads in (None, (8, 8), (8, 1)):
+            assert schedule.resolve(ranks, {}, heads) in shapes
+
+
+@ALL
+def test_the_closed_form_is_what_a_plan_receives(schedule):
+    for shape, direction, travels in _forms(schedule):
+        axes = tuple((name, shape.size(name)) for name in shape.inner_axes)
+        plan = schedule.build(shape, schedule.takes, direction, travels)
+        units = UNITS[direction]
+        assert schedule.received(axes, direction, travels, units) == plan.received(units), (axes, direction, travels)
+
+
+@ALL
+def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedule):
+    met = set()
+    for shape, direction, travels in _forms(schedule):
+        ranks = shape.size(*shape.inner_axes)
+        plan = schedule.build(shape, schedule.takes, direction, travels)
+        validate(plan, {pair for pair in everything(ranks) if schedule.takes(*pair)})
+        groups = {ranks: axis for axis in schedule.collective_axes for ranks in shape.groups(axis) if len(ranks) > 1}
+        for action in (action for step in plan.steps for action in step.actions if isinstance(action, Collective)):
+            met.add(groups[action.ranks])
+    assert met == set(schedule.collective_axes)
+
+
+@ALL
+def test_what_it_cannot_compute_is_refused(schedule):
+    for shape, direction, travels in _forms(schedule):
+        ranks = shape.size(*shape.inner_axes)
+        if not all(itertools.starmap(schedule.takes, everything(ranks))):
+            with pytest.raises(ConfigError, match=schedule.name):
+                schedule.build(shape, lambda q, kv: True, direction, travels)
+
+
+def test_schedules_are_found_by_themselves():
+    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")}
+    assert set(SCHEDULES) <= files
+    assert len(SCHEDULES) == 6
+    assert all(schedules.schedule(name) is its and its.name == name for name, its in SCHEDULES.items())
+    assert schedules.schedule("auto") is SCHEDULES[schedules.DEFAULT]
+
+
+# ---- what cannot be registered
+
+
+def _changed(**facts):
+    return dataclasses.replace(toy_schedule.SCHEDULE, **facts)
+
+
+REFUSED = {
+    "a name that is taken": (_changed(name="ring"), "got ring, rename it"),
+    "the name of the default": (_changed(name="auto"), "got auto, rename it"),
+    "a setting that is taken": (_changed(settings=(count("team", "a team"),)), "got team, rename it"),
+    "an axis that every topology has": (_changed(axes=lambda ranks, own: (("data", ranks),)), "neither ulysses nor"),
+    "an axis that it has not": (_changed(collective_axes=("row",)), "got car, seat, and car, row for carousel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_mistaken_for_something_else_is_not_registered(name):
+    before = dict(SCHEDULES)
+    schedule, words = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        schedules.register(schedule)
+    assert words in str(caught.value)
+    assert before == SCHEDULES
+
+
+def test_a_setting_that_every_schedule_has_is_refused_with_the_first_configuration():
+    schedules.register(_changed(settings=(count("size", "of what?"),)))
+    try:
+        with pytest.raises(ConfigError, match="need names of their own; got size, rename it"):
+            SequenceParallelConfig()
+    finally:
+        schedules.remove("carousel")
+    assert SequenceParallelConfig().size == "auto"
+
+
+def test_what_was_not_registered_cannot_be_removed():
+    with pytest.raises(ConfigError, match=r"got 'rings' \(did you mean 'ring'\?\)"):
+        schedules.remove("rings")
+
+
+# ---- nobody else knows a schedule's name
+
+# English too: allowed in what is prose
+PROSE = {"ring", "mesh"}
+
+
+def _spelled(path, names):
+    """(line, name) wherever a file's code, or what it prints, spells one of the names; docstrings may say `PROSE`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        words = {value for value in vars(node).values() if isinstance(value, str)}
+        for name in names - (PROSE if id(node) in docstrings else set()):
+            if any(re.search(rf"\b{name}\b", word) for word in words):
+                yield getattr(node, "lineno", 0), name
+
+
+def test_no_file_but_its_own_spells_a_schedules_name():
+    root = Path(ds_seqpar.__file__).parent
+    own = root / "planning" / "schedules"
+    names = set(SCHEDULES)
+    found = {
+        path.relative_to(root): set(_spelled(path, names)) for path in root.rglob("*.py") if own not in path.parents
+    }
+    assert len(found) > 20
+    assert {path: spelled for path, spelled in found.items() if spelled} == {}
+
+
+def test_a_name_that_is_spelled_would_be_found(tmp_path):
+    file = tmp_path / "code.py"
+    lines = {
+        'kind = "ring"': "ring",
+        "x = a.mesh": "mesh",
+        "from schedules import wallfacer": "wallfacer",
+        "def distflash(): return 0": "distflash",
+        'raise ValueError(f"use ring or {x}")': "ring",
+        "f(mesh=3)": "mesh",
+        '"""A double_ring."""': "double_ring",
+    }
+    for line, name in lines.items():
+        file.write_text(line, encoding="utf-8")
+        assert {name} == {its for _, its in _spelled(file, set(SCHEDULES))}, line
+    file.write_text('"""In a ring."""\nring_intra = "mesh_param"', encoding="utf-8")
+    assert not set(_spelled(file, set(SCHEDULES)))

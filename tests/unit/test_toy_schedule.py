@@ -1,0 +1,161 @@
+"""A schedule that is registered is a schedule: in the JSON, in Python, on the command line, in groups and in plans."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ds_seqpar.__main__ import main
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning import schedules
+from ds_seqpar.running.virtual import attention
+from tests.oracle import dense, errors, tensors
+from tests.unit import toy_schedule
+from tests.unit.plans import build, shaped
+
+Config = SequenceParallelConfig
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    schedules.register(toy_schedule.SCHEDULE)
+    yield
+    schedules.remove("carousel")
+
+
+def _message(call, *arguments, **settings):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **settings)
+    return str(caught.value)
+
+
+# ---- configuration
+
+
+def test_it_is_configured_in_the_json_as_in_python(tmp_path):
+    path = tmp_path / "ds.json"
+    section = {"size": 8, "ulysses": 2, "schedule": "carousel", "seats": 4}
+    path.write_text(json.dumps({"train_batch_size": 8, "sequence_parallel": section}), encoding="utf-8")
+    config = Config.from_deepspeed(path)
+    assert config == Config(**section) == dataclasses.replace(Config(**{**section, "seats": 2}), seats=4)
+    assert hash(config) == hash(Config(**section))
+    assert config != Config(**{**section, "seats": 2})
+    assert config.seats == 4
+    assert "seats=4" in repr(config)
+
+
+def test_auto_is_its_own_choice():
+    assert Config().seats == "auto"
+    config = Config(schedule="carousel", ulysses=1).resolve(6)
+    assert (config.seats, config.layout, config.inner_axes) == (2, "striped", (("seat", 2), ("car", 3)))
+    assert Config(size=8, schedule="carousel", seats=4).resolve(8, (8, 8)).ulysses == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({"schedule": "carrousel"}, "got 'carrousel' (did you mean 'carousel'?)"),
+        ({"schedule": "rings"}, "one of attention2d, auto, carousel, distflash, "),
+        ({"seat": 2}, ", seats; got 'seat' (did you mean 'seats'?)"),
+        ({"seats": 0}, 'sequence_parallel.seats must be a whole number from 1 or "auto"; got 0'),
+        ({"seats": 2}, 'sequence_parallel.seats belongs to schedule "carousel"; got it with "ring", '),
+        ({"schedule": "carousel", "team": 2}, 'team belongs to schedule "wallfacer"; got it with "carousel", set'),
+        ({"schedule": "carousel", "seats": 3}, "seats must divide the 8 ranks of the carousel; got 3, use one of [1, "),
+        ({"schedule": "carousel", "layout": "contiguous"}, 'layout must be "striped" or "zigzag" with schedule "carou'),
+        (
+            {"schedule": "distflash", "layout": "zigzag"},
+            'use schedule "attention2d", "double_ring", "mesh", "ring", "w',
+        ),
+        (
+            {"schedule": "ring", "placement": "collectives_intra"},
+            'use schedule "attention2d", "mesh", "wallfacer" or "',
+        ),
+        ({"schedule": "carousel", "placement": ["car"]}, "must order the axes ulysses, seat, car (data is last"),
+    ],
+    ids=str,
+)
+def test_errors_know_it(section, sentence):
+    assert sentence in _message(lambda: Config.from_dict({"size": 8, "ulysses": 1, **section}).resolve(8))
+
+
+def test_a_shape_that_fits_no_ulysses_is_refused_with_what_there_is():
+    message = _message(Config(size=8, schedule="carousel", seats=3).resolve, 8, (8, 8))
+    assert message.startswith(
+        "sequence_parallel.seats must fit the inner ranks, size / ulysses; got seats 3 for size 8"
+    )
+
+
+def test_it_is_unknown_once_it_is_taken_off():
+    schedules.remove("carousel")
+    try:
+        assert "got 'carousel'" in _message(Config, schedule="carousel")
+        assert "got 'seats'" in _message(Config, seats=2)
+        with pytest.raises(AttributeError):
+            Config().seats  # noqa: B018
+    finally:
+        schedules.register(toy_schedule.SCHEDULE)
+
+
+# ---- command line
+
+
+def test_the_command_line_helps_with_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--seats SEATS for schedule carousel: ranks that k/v is gathered over" in said
+    assert "one of attention2d, carousel, distflash, " in said
+    assert f"carousel {toy_schedule.SCHEDULE.summary}" in said
+
+
+def test_the_command_line_shows_it(capsys):
+    words = ["show", "--schedule", "carousel", "--size", "6", "--seats", "3", "--full"]
+    assert main([*words, "--forward", "kv", "--backward", "kv"]) == 0
+    tables = [part.rsplit("\ncritical path ", 1)[0] for part in capsys.readouterr().out.strip().split("\n\n")]
+    plans = [build("carousel", shaped("carousel", 6, seats=3), direction) for direction in ("forward", "backward")]
+    assert tables == [plan.table() for plan in plans]
+    assert tables[0].startswith("carousel forward, 6 ranks\n")
+
+
+def test_the_command_line_refuses_what_does_not_fit_it(capsys):
+    assert main(["show", "--schedule", "carousel", "--seats", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "ds-seqpar: sequence_parallel.seats must divide the 4 ranks of the carousel; got 3, use one of [1, 2, 4]\n"
+    )
+
+
+# ---- places and plans
+
+
+@pytest.mark.parametrize(
+    ("placement", "order"),
+    [
+        ("auto", ["ulysses", "seat", "car", "data"]),
+        ("collectives_intra", ["seat", "ulysses", "car", "data"]),
+        ("ring_intra", ["car", "ulysses", "seat", "data"]),
+        (["data", "car", "seat", "ulysses"], ["data", "car", "seat", "ulysses"]),
+    ],
+    ids=str,
+)
+def test_its_ranks_are_placed_and_its_groups_known(placement, order):
+    config = Config(size=12, ulysses=2, schedule="carousel", seats=3, placement=placement).resolve(24)
+    topology = config.topology(24)
+    assert [name for name, _ in topology.axes] == order
+    assert topology.inner_axes == ("seat", "car")
+    assert topology.collective_axes == ("seat",)
+    assert (topology.size("seat"), topology.size("car"), topology.size("data")) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("travels", ["kv", "q", "auto"])
+def test_it_equals_dense_attention(layout, overlap, travels):
+    sides = {"forward": travels, "backward": travels}
+    for size, ulysses, seats, causal in ((4, 1, 2, True), (6, 1, 3, False), (8, 2, "auto", True), (3, 1, 1, True)):
+        config = Config(size=size, ulysses=ulysses, schedule="carousel", seats=seats, layout=layout, overlap=overlap,
+                        **sides)  # fmt: skip
+        inputs = tensors(1, 4 * size, (4, 2), 8)
+        found = attention(config, *inputs, causal=causal)
+        wanted = dense(*inputs, causal=causal)
+        assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) <= 1e-10, (size, ulysses, seats)
