@@ -4,5 +4,7 @@ from .config import SequenceParallelConfig
 from .engine import initialize
 from .errors import SeqParError
 from .parallel import SequenceParallel
+from .planning.masks import Mask
+from .planning.shards import UnevenShards
 
-__all__ = ["SeqParError", "SequenceParallel", "SequenceParallelConfig", "initialize"]
+__all__ = ["Mask", "SeqParError", "SequenceParallel", "SequenceParallelConfig", "UnevenShards", "initialize"]

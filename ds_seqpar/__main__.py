@@ -8,15 +8,17 @@ import sys
 
 from . import cpu_op
 from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
-from .errors import SeqParError
-from .planning.compile import pattern_of, weight
+from .errors import ConfigError, SeqParError
+from .planning.compile import Compiler, pattern_of, weight
 from .planning.draw import draw
 from .planning.layout import multiple
+from .planning.listing import listing
 from .planning.masks import CAUSAL, FULL
 from .planning.schedules import SCHEDULES, settings
 from .planning.shards import EvenShards
 from .planning.simulate import Costs, communication, computation, programs_of, simulate
 from .planning.validate import validate
+from .running.inputs import check_length
 from .running.runtime import recipe_of, shape_of
 
 
@@ -44,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--travel-dtype", default="fp32", help=f"one of {', '.join(TRAVEL_DTYPES)}")
     show.add_argument("--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; 8 8")
     show.add_argument("--full", action="store_true", help="without a causal mask")
+    show.add_argument("--program", type=int, metavar="RANK", help="also print what one inner rank executes")
+    show.add_argument("--seq", type=int, help="tokens of the sequence, for the program's bytes; 4 in every run")
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
@@ -65,7 +69,10 @@ def _show(args: argparse.Namespace) -> None:
     recipe = recipe_of(config, config.topology(args.size))
     heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses), 128  # of a Ulysses member
     shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
-    seq = 4 * multiple(config.layout, config.size, config.ulysses)
+    seq = args.seq or 4 * multiple(config.layout, config.size, config.ulysses)
+    check_length(config, seq)
+    if args.program is not None and args.program not in range(recipe.size):
+        raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
@@ -79,6 +86,9 @@ def _show(args: argparse.Namespace) -> None:
         print(plan.table())
         ratio = simulate(programs_of(plan), costs).seconds / bound
         print(f"critical path {ratio:.2f} x max(compute, links), the two being equal\n")
+        if args.program is not None:
+            compiler = Compiler(recipe, args.program)
+            print(listing(compiler.bound(direction, mask, shards, shape, square=False)), end="\n\n")
         if args.png and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")

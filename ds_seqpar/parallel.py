@@ -112,16 +112,15 @@ class SequenceParallel:
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
         after, lse_too = None, bool(return_lse)
         meant = inputs.mask_of(causal, mask)
-        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, scale):
-            handles = meant.handle, ops.CONFIGURED if shards is None else shards.handle
+        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, shards, scale):
+            handles = meant.handle, ops.handle_of_shards(shards)
             after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too)
         else:
             inputs.agree_on_inputs(self.runtime, q, k, v, inputs.Asked(meant, shards, scale, backward, lse_too))
         out, lse = self._attention((q, k, v), meant, shards, scale, after)
         if not lse_too:
             return out
-        handle = ops.CONFIGURED if shards is None else shards.handle
-        return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], handle))
+        return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], shards))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
@@ -138,8 +137,7 @@ class SequenceParallel:
         after: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-        handle = ops.CONFIGURED if shards is None else shards.handle
-        return ops.attention(self.runtime, tensors, mask.handle, handle, scale, after)
+        return ops.attention(self.runtime, tensors, mask, shards, scale, after)
 
     @property
     def multiple(self) -> int:

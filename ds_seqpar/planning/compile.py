@@ -17,7 +17,7 @@ from .layout import LAYOUTS
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Pattern, Plan
-from .program import Program, Slot
+from .program import Product, Program, Slot
 from .schedules import Schedule
 from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards
@@ -87,6 +87,10 @@ class Bound:
         if found is None:
             found = self._tiles[q, kv] = self._made(q, kv)
         return found
+
+    def all_tiles(self) -> int:
+        """How many kernel calls the whole program has."""
+        return sum(len(self.tiles(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
 
     def _made(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         if self._growing:

@@ -71,7 +71,7 @@ class Plan:
         for index in range(max(map(len, self.ranks))):
             here = (steps[index : index + 1] for steps in self.ranks)  # a plan that is being rejected may end unevenly
             rows.append([str(index), *("".join(s.words(rank) for s in step) for rank, step in enumerate(here))])
-        return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *_columns(rows)])
+        return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
 
 
 def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
@@ -88,6 +88,6 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
     return sum(units[kind] * blocks for kind, blocks in total.items())
 
 
-def _columns(rows: list[list[str]]) -> list[str]:
+def columns(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

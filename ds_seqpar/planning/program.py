@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .actions import Collective, Key, Unit
 
+LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
 OWN = -1  # in place of a slot: the caller's own tensors
 
 
@@ -190,7 +191,8 @@ class Program:
         step = self.code[at].step
         peers = sorted({peer for one in self.code if one.step == step for peer in _peers(one)} - {self.rank})
         near = range(max(0, step - around), min(len(self.words), step + around + 1))
-        lines = [f"{'->' if s == step else '  '} step {s}: {self.words[s]}" for s in near]
+        words = {s: self.words[s][:LINE] + " ..." * (len(self.words[s]) > LINE) for s in near}
+        lines = [f"{'->' if s == step else '  '} step {s}: {words[s]}" for s in near]
         who = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
         head = f"{self.name} {self.direction}, inner rank {self.rank} of {self.size}, step {step}{who}"
         return "\n".join([head, *lines])

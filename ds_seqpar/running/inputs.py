@@ -18,17 +18,18 @@ from ..config import SequenceParallelConfig, check_heads
 from ..errors import InputError, SeqParError, as_error
 from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
-from ..planning.shards import EvenShards, Shards, UnevenShards, members_tokens
+from ..planning.shards import Shards, UnevenShards, members_tokens
 from .agreement import agree
 from .comm import TorchComm
 from .runtime import Runtime
 from .ulysses import heads_of_member
 
 
-def traceable(q: object, k: object, v: object, mask: object, scale: object) -> bool:
+def traceable(q: object, k: object, v: object, mask: object, shards: object, scale: object) -> bool:
     """Whether a compiler can take the op that asks; it needs the right types only, the op finds what else is wrong."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    return tensors and isinstance(mask, Mask) and (scale is None or isinstance(scale, int | float))
+    values = isinstance(mask, Mask) and (shards is None or isinstance(shards, UnevenShards))
+    return tensors and values and (scale is None or isinstance(scale, int | float))
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
@@ -72,9 +73,9 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
         given = {name: f"{tuple(x.shape[::2])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
     mask = asked.mask
-    given["causal" if mask.scale_free else "mask"] = (
-        mask.causal if mask.scale_free else f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
-    )
+    given["causal"] = mask.causal
+    if not mask.scale_free:
+        given["mask"] = f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
     return given | {"scale": asked.scale, "backward": asked.backward, "return_lse": asked.lse}
 
 
@@ -82,6 +83,11 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
     """Why this rank cannot take part in attention over these."""
     try:
         check_arguments(q, k, v, asked.mask, asked.scale, lengths_differ=asked.shards is not None)
+        if not isinstance(asked.shards, UnevenShards | None):
+            raise InputError(
+                f"attention needs shards that are UnevenShards, or None for the configured layout; "
+                f"got {type(asked.shards).__name__}"
+            )
         check_shares(runtime, q, k, asked.mask, asked.shards)
     except SeqParError as error:
         return error
@@ -104,9 +110,8 @@ def check_arguments(q: object, k: object, v: object, mask: object, scale: object
 
 def _check_settings(mask: object, scale: object) -> None:
     if not isinstance(mask, Mask):
-        raise InputError(
-            f"attention needs causal True or False, or a Mask; got {mask!r:.80}, full attention is causal=False"
-        )
+        got = "a tensor" if isinstance(mask, Tensor) else f"{' '.join(repr(mask).split()):.80}"
+        raise InputError(f"attention needs causal True or False, or a Mask; got {got}, full attention is causal=False")
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not _in_range(scale):
@@ -212,19 +217,22 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Sha
 
 
 def _check_documents(runtime: Runtime, q: Tensor, mask: Mask, shards: Shards | None) -> None:
+    if not mask.documents:
+        return
     seq = q.shape[1] * runtime.config.size
-    if shards is None and mask.documents and mask.documents[-1] >= seq:
+    if shards is not None:
+        seq = max(shards.tokens(side, tuple(range(shards.size))) for side in ("q", "kv"))
+    if mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
             "give first positions in the whole sequence, not in a rank's part of it"
         )
 
 
-def _check_shards(runtime: Runtime, q: Tensor, k: Tensor, shards: object) -> None:
+def _check_shards(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
     size, members = runtime.compiler.recipe.size, runtime.config.ulysses
-    if not isinstance(shards, UnevenShards | EvenShards) or shards.size != size:
-        got = f"{shards.size} ranks" if isinstance(shards, UnevenShards | EvenShards) else type(shards).__name__
-        raise InputError(f"attention needs shards of the {size} inner ranks; got {got}")
+    if shards.size != size:
+        raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
     if runtime.member is None:
         return
     wanted = [members_tokens(shards, side, runtime.rank, members)[runtime.member] for side in ("q", "kv")]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..handles import of_handle
-from ..planning.shards import Shards, members_tokens
+from ..handles import hold, of_handle
+from ..planning.masks import Mask
+from ..planning.shards import Shards, UnevenShards, members_tokens
 from . import ulysses
 from .buffers import Tensors
 from .inputs import Asked, agree_on_inputs
@@ -30,14 +31,15 @@ CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
 def attention(
-    runtime: Runtime, tensors: Tensors, mask: int, shards: int, scale: float, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scale: float,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (B, s, Hq, D), k and v (B, s, Hkv, D) of this rank's tokens -> out as q, differentiable, and the lse of the
-    heads that this Ulysses member works on. mask, shards: handles. after: what must have been computed before anything
-    is sent."""
+    heads that this Ulysses member works on. after: what must have been computed before anything is sent."""
     handle, members = runtime.handle, runtime.config.ulysses
+    handles = handle, mask.handle, handle_of_shards(shards)
     if members == 1:
-        return _attention(*tensors, handle, mask, shards, scale, after)
+        return _attention(*tensors, *handles, scale, after)
     (q, k, v), counts = tensors, _counts(runtime, tensors, shards)
     tokens, heads = q.shape[1], q.shape[2]
     if counts[0] == counts[1]:
@@ -45,7 +47,7 @@ def attention(
     else:  # queries and keys are shared otherwise
         (q,) = _inward([q], counts[0], handle, after)
         k, v = _inward([k, v], counts[1], handle, after)
-    out, lse = _attention(q, k, v, handle, mask, shards, scale, None)
+    out, lse = _attention(q, k, v, *handles, scale, None)
     return _gather_heads(ulysses.join_out([out]), [heads], counts[0], tokens, handle, "out_heads")[0], lse
 
 
@@ -54,21 +56,26 @@ def _inward(tensors: list[Tensor], counts: list[int], handle: int, after: Tensor
     return ulysses.split_in(_scatter_heads(tensors, counts, handle, "qkv", after), mine)
 
 
-def _counts(runtime: Runtime, tensors: Tensors, shards: int) -> list[list[int]]:
+def handle_of_shards(shards: UnevenShards | None) -> int:
+    """None: those of the configured layout."""
+    return CONFIGURED if shards is None else shards.handle
+
+
+def _counts(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[list[int]]:
     """The tokens of every Ulysses member, of q and of k/v."""
     members = runtime.config.ulysses
-    if shards == CONFIGURED:
+    if shards is None:
         return [[tensors[0].shape[1]] * members] * 2
-    return [members_tokens(of_handle(shards), side, runtime.rank, members) for side in ("q", "kv")]
+    return [members_tokens(shards, side, runtime.rank, members) for side in ("q", "kv")]
 
 
-def gather_lse(runtime: Runtime, lse: Tensor, tokens: int, shards: int) -> Tensor:
+def gather_lse(runtime: Runtime, lse: Tensor, tokens: int, shards: UnevenShards | None) -> Tensor:
     """The lse (B, s, Hq) of this rank's own `tokens`, from what `attention` returns."""
     if (members := runtime.config.ulysses) == 1:
         return lse
     counts = [tokens] * members
-    if shards != CONFIGURED:
-        counts = members_tokens(of_handle(shards), "q", runtime.rank, members)
+    if shards is not None:
+        counts = members_tokens(shards, "q", runtime.rank, members)
     joined, heads = ulysses.join_out([lse.unsqueeze(-1)]), lse.shape[2] * members
     return _gather_heads(joined, [heads], counts, tokens, runtime.handle, "lse_heads")[0].squeeze(-1)
 
@@ -122,6 +129,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float, after: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     runtime = of_handle(handle)
+    hold(mask, *(() if shards == CONFIGURED else (shards,)))
     out, lse = _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scale), q.device)
     return out, lse
 
@@ -135,8 +143,8 @@ def _(
 
 def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
     q, k, v, *ctx.handles, ctx.scale, _ = inputs
-    # backward needs them even where the caller has let go of them
-    ctx.held = [of_handle(handle) for handle in ctx.handles if handle != CONFIGURED]
+    # backward needs them even where the caller has let go of them; a compiler has symbols for numbers that change
+    ctx.held = [of_handle(handle) for handle in ctx.handles if type(handle) is int and handle != CONFIGURED]
     ctx.save_for_backward(q, k, v, *output)
 
 

@@ -1,0 +1,100 @@
+"""A program as text: an instruction a line, with the slots that it names, and what each slot takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import memory
+from .actions import Unit, name_of
+from .compile import Bound
+from .plan import columns
+from .program import (
+    OWN,
+    Assemble,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Instruction,
+    Merge,
+    Pack,
+    Post,
+    Product,
+    ScatterStart,
+    Transfer,
+    Wait,
+)
+
+
+def listing(bound: Bound) -> str:
+    """The instructions of one rank, in order; its slots; and the most bytes that it has at once. `[3]` is slot 3, `own`
+    the rank's own tensors, `#2` a ticket: what is posted with it runs until the wait for it."""
+    program = bound.program
+    code = [["step", "instruction", "free after it"]]
+    for one, frees in zip(program.code, program.frees, strict=True):
+        code.append([str(one.step), _words(one), " ".join(map(_slot, frees))])
+    slots = [["slot", "holds", "bytes"]]
+    for number, (kind, role, keys) in enumerate(program.slots):
+        units = ", ".join(dict.fromkeys(_unit((kind, key)) for key in keys))
+        slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
+                      str(bound.slot_bytes(number))])  # fmt: skip
+    head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
+    most = f"at most {memory.peak(bound)} bytes at once beyond what it is given, its results included"
+    return "\n".join([head, *columns(code), "", *columns(slots), "", most])
+
+
+def _words(one: Instruction) -> str:
+    match one:
+        case Pack(unit=unit, into=into):
+            return f"pack {_unit(unit)} into {_slot(into)}"
+        case Post():
+            return f"post #{one.ticket}: {', '.join([*_sent(one.sends), *_received(one.receives)])}"
+        case Wait(ticket=ticket):
+            return f"wait #{ticket}"
+        case GatherStart(collective=gather):
+            whole = _unit((gather.kind, gather.whole))
+            return f"gather #{one.ticket}: {whole}, {_slot(one.sent)} -> {_slot(one.received)}"
+        case Assemble(collective=gather):
+            return f"assemble {_unit((gather.kind, gather.whole))}, {_slot(one.received)} -> {_slot(one.into)}"
+        case _:
+            return _of_results(one)
+
+
+def _of_results(one: Instruction) -> str:
+    match one:
+        case Product():
+            operands = f"q{name_of(one.q)} {_slot(one.q_slot)} * kv{name_of(one.kv)} {_slot(one.kv_slot)}"
+            return f"product {operands} -> {_results(one.results)}"
+        case Merge():
+            running = "none" if one.own == OWN else _slot(one.own)
+            return f"merge {_unit(one.unit)} {_slot(one.arrived)} and {running} -> {_slot(one.into)}"
+        case Export():
+            return f"export {_unit(one.unit)} {_slot(one.own)} -> {_slot(one.into)}"
+        case ScatterStart(collective=reduce):
+            parts = f"own part -> {_slot(one.kept)}, others {_slot(one.sent)} -> {_slot(one.received)}"
+            return f"scatter #{one.ticket}: {_unit((reduce.kind, reduce.whole))} {_slot(one.own)}, {parts}"
+        case Fold():
+            return f"fold {one.parts} of {_unit(one.unit)} {_slot(one.received)} -> {_slot(one.own)}"
+        case Finish():
+            return f"finish {_results(one.results)}"
+    raise AssertionError(f"an instruction without words: {one}")
+
+
+def _results(results: Sequence[tuple[Unit, int]]) -> str:
+    return ", ".join(f"{_unit(unit)} {_slot(slot)}" for unit, slot in results)
+
+
+def _sent(transfers: Sequence[Transfer]) -> list[str]:
+    return [f"{_slot(t.slot)} {_unit(t.unit)} to rank {t.peer}" for t in transfers]
+
+
+def _received(transfers: Sequence[Transfer]) -> list[str]:
+    return [f"{_slot(t.slot)} {_unit(t.unit)} from rank {t.peer}" for t in transfers]
+
+
+def _unit(unit: Unit) -> str:
+    return f"{unit[0]}{name_of(unit[1])}"
+
+
+def _slot(slot: int) -> str:
+    return "own" if slot == OWN else f"[{slot}]"
