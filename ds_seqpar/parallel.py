@@ -46,15 +46,8 @@ class SequenceParallel:
             )
         self.device = devices.bind(groups.all_ranks()) or torch.device("cpu")
         world = groups.control_world()
-        given, error = {}, None
         try:
-            config = _config(config)
-            self.config = config.resolve(dist.get_world_size(), heads)
-            given = {**config.settings(), "heads": heads}
-        except ConfigError as reason:
-            error = reason
-        try:
-            agree(world, "sequence parallel configuration", given, error=error, call="SequenceParallel")
+            self.config = _agreed(world, config, heads)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -252,6 +245,19 @@ class SequenceParallel:
         """
         mean, own = mean_of(self.control_world, losses)
         return own + (mean - own.detach()) if differentiable else mean
+
+
+def _agreed(world: dist.ProcessGroup, given: object, heads: tuple[int, int] | None) -> SequenceParallelConfig:
+    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit."""
+    settings, error = {}, None
+    try:
+        config = _config(given)
+        resolved = config.resolve(dist.get_world_size(), heads)
+        settings = {**config.settings(), "heads": heads}
+    except ConfigError as reason:
+        error = reason
+    agree(world, "sequence parallel configuration", settings, error=error, call="SequenceParallel")
+    return resolved
 
 
 def _config(given: object) -> SequenceParallelConfig:
