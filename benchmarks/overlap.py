@@ -12,17 +12,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.layout import LAYOUTS
-from ds_seqpar.planning.plan import Key, Plan
-from ds_seqpar.planning.simulate import Costs, communication, computation, simulate
+from ds_seqpar.planning.compile import Bound
+from ds_seqpar.planning.masks import FULL
+from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
+from ds_seqpar.planning.tiles import Tile
+from ds_seqpar.running.buffers import Tensors
 from ds_seqpar.running.kernels import KERNELS
-from ds_seqpar.running.walk import walk
-from ds_seqpar.running.work import Forward, Problem, bytes_per_token
+from ds_seqpar.running.kernels.accumulate import Running
+from ds_seqpar.running.walk import Walk
+from ds_seqpar.running.work import Forward
 
 SETTINGS = [
     {"schedule": "ring"},
@@ -38,9 +43,10 @@ class Sleeping(Forward):
 
     seconds = 0.0
 
-    def compute(self, q: Key, kv: Key) -> None:
-        until = time.perf_counter() + self.seconds * len(q) * len(kv)
-        self._accumulator(q)
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
+        own = self.operands["q"][0].shape[1]  # tokens of a block
+        until = time.perf_counter() + self.seconds * (q[0].shape[1] // own) * (kv[0].shape[1] // own)
+        results[0].placed()
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
@@ -52,18 +58,21 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     size = dist.get_world_size()
-    q, kv = torch.randn(1, args.tokens, 16, 64), torch.randn(1, args.tokens, 2, 16, 64)
+    tensors = [torch.randn(1, args.tokens, 16, 64) for _ in range(3)]
     rows = []
     for setting in SETTINGS:
         sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=1, **setting))
-        plan = sp.runtime.plan(q, kv, False, "forward")
-        bare = Costs(transfer=bytes_per_token("forward", q, kv, torch.float32), product=0.0)
-        rate = repeated(sp, plan, q, kv, 0.0, args.repeats) / simulate(plan, bare).seconds
+        shape = bound_of(sp, tensors).shape
+        compiler = sp.runtime.compiler
+        plan = compiler.recipe.plan("forward", compiler.pattern(FULL, sp.runtime.shards(args.tokens)), shape)
+        programs = programs_of(plan)
+        bare = Costs(transfer=shape.bytes_per_token("forward"), product=0.0)
+        rate = repeated(sp, tensors, 0.0, args.repeats) / simulate(programs, bare).seconds
         costs = Costs(transfer={kind: value * rate for kind, value in bare.transfer.items()}, product=1.0)
         costs = costs.balanced(plan)
-        took = repeated(sp, plan, q, kv, costs.product, args.repeats)
+        took = repeated(sp, tensors, costs.product, args.repeats)
         bound = max(communication(plan, costs), computation(plan, costs))
-        rows.append((setting, bound, simulate(plan, costs).seconds, took))
+        rows.append((setting, bound, simulate(programs, costs).seconds, took))
     if dist.get_rank() == 0:
         print("| schedule | max(compute, links), s | critical path, s | measured, s | measured / critical path |")
         print("|---|---|---|---|---|")
@@ -79,24 +88,22 @@ def slowest(seconds: float) -> float:
     return found.item()
 
 
-def repeated(
-    sp: SequenceParallel, plan: Plan, q: torch.Tensor, kv: torch.Tensor, product: float, repeats: int
-) -> float:
+def bound_of(sp: SequenceParallel, tensors: list[Tensor]) -> Bound:
+    q, k, _ = tensors
+    return sp.runtime.bound("forward", q, k, FULL, sp.runtime.shards(q.shape[1]))[0]
+
+
+def repeated(sp: SequenceParallel, tensors: list[Tensor], product: float, repeats: int) -> float:
     """The median over repeats, after a warm-up, of the slowest rank's seconds."""
-    return statistics.median([run(sp, plan, q, kv, product) for _ in range(repeats + 1)][1:])
+    return statistics.median([run(sp, tensors, product) for _ in range(repeats + 1)][1:])
 
 
-def run(sp: SequenceParallel, plan: Plan, q: torch.Tensor, kv: torch.Tensor, product: float) -> float:
-    seq = q.shape[1] * plan.size
-    blocks = tuple(LAYOUTS[sp.config.layout](seq, plan.size, rank) for rank in range(plan.size))
-    kernel = KERNELS["reference"]  # asked only whether its causal mask is square: products are sleeps
-    problem = Problem(rank=sp.runtime.rank, blocks=blocks, causal=False, scale=1.0, kernel=kernel, travel=torch.float32)
-    work = Sleeping(problem, q, kv)
+def run(sp: SequenceParallel, tensors: list[Tensor], product: float) -> float:
+    work = Sleeping(KERNELS["reference"], 1.0, *tensors)  # the kernel is never called: products are sleeps
     work.seconds = product
     dist.barrier()
     began = time.perf_counter()
-    for _ in walk(plan.program(sp.runtime.rank), work, sp.comm):
-        continue
+    Walk(bound_of(sp, tensors), work, sp.comm).run()
     return slowest(time.perf_counter() - began)
 
 

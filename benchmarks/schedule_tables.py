@@ -8,14 +8,18 @@ greatest over ranks, and the mean in brackets where ranks differ. Full attention
 
 from __future__ import annotations
 
-import torch
+import dataclasses
 
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.layout import LAYOUTS, multiple, visible
+from ds_seqpar.planning.compile import pattern_of
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.plan import Plan
-from ds_seqpar.planning.schedules import build
-from ds_seqpar.planning.simulate import Costs, communication, computation, simulate
-from ds_seqpar.running.work import bytes_per_token, travel_dtype
+from ds_seqpar.planning.shape import Shape
+from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
+from ds_seqpar.planning.tiles import tiles
+from ds_seqpar.running.runtime import recipe_of, shape_of
 
 HEAD_DIM = 128
 SHAPES = {"MHA (32/32 heads)": (32, 32), "GQA 8:1 (64/8 heads)": (64, 8)}
@@ -43,22 +47,18 @@ def name_of(setting: dict) -> str:
     return f"{setting['schedule']}{shape}{', ' if rest else ''}{rest}"
 
 
-def plan_of(ranks: int, setting: dict, direction: str, sizes: dict, overlap: bool = False) -> Plan:
+def plan_of(ranks: int, setting: dict, direction: str, shape: Shape, overlap: bool = False) -> Plan:
     config = SequenceParallelConfig(**{"size": ranks, "ulysses": 1, "forward": "kv", "backward": "kv", **setting})
     if config.schedule == "distflash":
         config = SequenceParallelConfig(size=ranks, ulysses=1, schedule="distflash")
-    config = config.resolve(ranks)
-    travels = {"forward": config.forward, "backward": config.backward}[direction]
-    causal = config.schedule == "distflash"
-    seq = 4 * multiple(config.layout, ranks, 1)
-    chosen = config.schedule, config.topology(ranks), config.layout, seq, causal, direction
-    return build(*chosen, travels=travels, overlap=overlap, sizes=tuple(sizes.items()))
+    config = dataclasses.replace(config, overlap=overlap).resolve(ranks)
+    shards = EvenShards(config.layout, 4 * multiple(config.layout, ranks, 1), ranks)
+    pattern = pattern_of(CAUSAL if config.schedule == "distflash" else FULL, shards)
+    return recipe_of(config, config.topology(ranks)).plan(direction, pattern, shape)
 
 
-def sizes_of(direction: str, heads: tuple[int, int], travel: str) -> dict:
-    q = torch.empty(1, 1, heads[0], HEAD_DIM, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(1, 1, 2, heads[1], HEAD_DIM, dtype=torch.bfloat16, device="meta")
-    return bytes_per_token(direction, q, kv, travel_dtype(travel, q.dtype))
+def shape_for(heads: tuple[int, int], travel: str) -> Shape:
+    return shape_of(travel, "bfloat16", 1, (*heads, HEAD_DIM))
 
 
 def received(plan: Plan, sizes: dict, unit: int) -> str:
@@ -73,20 +73,17 @@ def bytes_table(ranks: int, heads: tuple[int, int]) -> None:
         cells = []
         for direction in ("forward", "backward"):
             for travel in ("fp32", "bf16"):
-                sizes = sizes_of(direction, heads, travel)
-                cells.append(received(plan_of(ranks, setting, direction, sizes), sizes, 2 * heads[0] * HEAD_DIM))
+                shape = shape_for(heads, travel)
+                plan, sizes = plan_of(ranks, setting, direction, shape), shape.bytes_per_token(direction)
+                cells.append(received(plan, sizes, 2 * heads[0] * HEAD_DIM))
         print(f"| {name_of(setting)} | {' | '.join(cells)} |")
 
 
-def calls(plan: Plan, layout: str, causal: bool, square: bool) -> int:
-    """Kernel calls of the busiest rank in the busiest step."""
-    seq = 64 * multiple(layout, plan.size, 1)
-    blocks = [LAYOUTS[layout](seq, plan.size, rank) for rank in range(plan.size)]
-
-    def runs(key: tuple[int, ...]) -> tuple:
-        return tuple(sorted(run for block in key for run in blocks[block]))
-
-    return max(len(visible(runs(c.q), runs(c.kv), causal, square)) for step in plan.steps for c in step.computes)
+def calls(plan: Plan, layout: str, square: bool) -> int:
+    """Kernel calls of the busiest rank in the busiest step, under a causal mask."""
+    shards = EvenShards(layout, 64 * multiple(layout, plan.size, 1), plan.size)
+    products = {(c.q, c.kv) for steps in plan.ranks for step in steps for c in step.computes}
+    return max(len(tiles(shards.runs("q", q), shards.runs("kv", kv), CAUSAL, square)) for q, kv in products)
 
 
 def shape_table(ranks: int) -> None:
@@ -95,18 +92,18 @@ def shape_table(ranks: int) -> None:
         "| critical path | with overlap |\n|---|---|---|---|---|---|"
     )
     for setting in settings(ranks):
-        sizes = sizes_of("forward", (32, 32), "bf16")
-        plan = plan_of(ranks, setting, "forward", sizes)
-        costs = Costs(transfer=sizes, product=1.0).balanced(plan)
+        shape = shape_for((32, 32), "bf16")
+        plan = plan_of(ranks, setting, "forward", shape)
+        costs = Costs(transfer=shape.bytes_per_token("forward"), product=1.0).balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
-        over = plan_of(ranks, setting, "forward", sizes, overlap=True)
+        over = plan_of(ranks, setting, "forward", shape, overlap=True)
         if setting["schedule"] == "distflash":
             count = ["1 / 1 (contiguous)", "-"]
         else:
-            count = [f"{calls(plan, 'zigzag', True, False)} / {calls(plan, 'zigzag', True, True)}",
-                     str(calls(plan, "striped", True, False))]  # fmt: skip
-        times = [f"{simulate(p, costs).seconds / bound:.2f}" for p in (plan, over)]
-        print(f"| {name_of(setting)} | {count[0]} | {count[1]} | {len(plan.steps)} | {' | '.join(times)} |")
+            count = [f"{calls(plan, 'zigzag', False)} / {calls(plan, 'zigzag', True)}",
+                     str(calls(plan, "striped", False))]  # fmt: skip
+        times = [f"{simulate(programs_of(p), costs).seconds / bound:.2f}" for p in (plan, over)]
+        print(f"| {name_of(setting)} | {count[0]} | {count[1]} | {len(plan.ranks[0])} | {' | '.join(times)} |")
 
 
 def wallfacer_example() -> None:
@@ -114,7 +111,7 @@ def wallfacer_example() -> None:
     unit = 65536 // 64 * 6656 * 2 / 2**30
     sizes = {"q": unit, "kv": 2 * unit, "out": unit}
     for shape in ([4, 4, 4], [4, 1, 16], [8, 8, 1], [1, 1, 64]):
-        plan = plan_of(64, {"schedule": "mesh", "mesh": shape}, "forward", sizes)
+        plan = plan_of(64, {"schedule": "mesh", "mesh": shape}, "forward", shape_for((52, 52), "bf16"))
         print(f"| {tuple(shape)} | {max(plan.received(sizes)):.3f} |")
 
 
