@@ -209,7 +209,7 @@ def _stand_in(mask: Mask, shards: Shards) -> Shards:
     """Shards of few tokens whose blocks meet where these do."""
     if mask.scale_free and isinstance(shards, EvenShards):
         run = run_length(shards)
-        if run > 2:
+        if run > 2:  # two tokens have an order, which is all that such a mask looks at
             return dataclasses.replace(shards, seq=shards.seq // run * 2)
     return shards
 

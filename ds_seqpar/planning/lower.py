@@ -67,7 +67,7 @@ class _Lowering:
 
     def step(self, index: int, step: Step) -> None:
         started = [self.start_gather(index, gather) for gather in step.gathers]
-        for gather, ticket, received in started:
+        for gather, ticket, received in started:  # all are under way before the first is waited for
             self.code.append(Wait(index, ticket))
             whole = self.operands[gather.kind, gather.whole] = self.buffer(gather.kind, "operand", gather.whole)
             self.code.append(Assemble(index, gather, received, whole))
@@ -78,7 +78,7 @@ class _Lowering:
             self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
         for compute in step.computes:
             self.product(index, compute)
-        self.merge(index, index)
+        self.merge(index, index)  # before results leave: what arrived may have to leave with them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
             role = "wide" if self.wide_travel else "travel"
@@ -116,7 +116,8 @@ class _Lowering:
         return ticket, coming
 
     def tag(self, unit: Unit) -> int:
-        """The same on both ends without asking, and no other message's between the same two ranks meanwhile."""
+        """The same on both ends without asking, and no other message's between the same two ranks meanwhile: a unit
+        goes by its first block."""
         return KINDS.index(unit[0]) * self.size + unit[1][0]
 
     def product(self, index: int, compute: Compute) -> None:

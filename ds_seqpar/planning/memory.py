@@ -193,6 +193,7 @@ class _Follower:
             self.see(done)
 
     def blank(self, unit: Unit) -> int:
+        """A wide result in no slot."""
         fields = self.shape.fields(self.program.direction, unit[0], self.shape.wide)
         return buffer_bytes(fields, self.shape.batch * self.bound.tokens(*unit))
 

@@ -89,5 +89,6 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
 
 
 def columns(rows: list[list[str]]) -> list[str]:
+    """A table's lines, its columns aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
