@@ -83,11 +83,8 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
     """Why this rank cannot take part in attention over these."""
     try:
         check_arguments(q, k, v, asked.mask, asked.scale, lengths_differ=asked.shards is not None)
-        if not isinstance(asked.shards, UnevenShards | None):
-            raise InputError(
-                f"attention needs shards that are UnevenShards, or None for the configured layout; "
-                f"got {type(asked.shards).__name__}"
-            )
+        if asked.shards is not None:
+            check_shards(asked.shards, runtime.compiler.recipe.size)
         check_shares(runtime, q, k, asked.mask, asked.shards)
     except SeqParError as error:
         return error
@@ -206,8 +203,8 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Sha
     check_heads(members, q.shape[2], k.shape[2], size=config.size)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
-    else:
-        _check_shards(runtime, q, k, shards)
+    elif runtime.member is not None:
+        _check_tokens(runtime, runtime.member, q, k, shards)
     _check_documents(runtime, q, mask, shards)
     inner_q, inner_k = (x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k))
     held = runtime.shards(q.shape[1] * members) if shards is None else shards
@@ -217,25 +214,28 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Sha
 
 
 def _check_documents(runtime: Runtime, q: Tensor, mask: Mask, shards: Shards | None) -> None:
-    if not mask.documents:
-        return
     seq = q.shape[1] * runtime.config.size
-    if shards is not None:
-        seq = max(shards.tokens(side, tuple(range(shards.size))) for side in ("q", "kv"))
-    if mask.documents[-1] >= seq:
+    if shards is None and mask.documents and mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
             "give first positions in the whole sequence, not in a rank's part of it"
         )
 
 
-def _check_shards(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
-    size, members = runtime.compiler.recipe.size, runtime.config.ulysses
+def check_shards(shards: object, size: int) -> None:
+    """Raises InputError for what are not shards of so many inner ranks."""
+    if not isinstance(shards, UnevenShards):
+        raise InputError(
+            "attention needs shards that are UnevenShards, or None for the configured layout; "
+            f"got {type(shards).__name__}"
+        )
     if shards.size != size:
         raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
-    if runtime.member is None:
-        return
-    wanted = [members_tokens(shards, side, runtime.rank, members)[runtime.member] for side in ("q", "kv")]
+
+
+def _check_tokens(runtime: Runtime, member: int, q: Tensor, k: Tensor, shards: Shards) -> None:
+    members = runtime.config.ulysses
+    wanted = [members_tokens(shards, side, runtime.rank, members)[member] for side in ("q", "kv")]
     if [q.shape[1], k.shape[1]] != wanted:
         raise InputError(
             f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "

@@ -129,6 +129,8 @@ def attention(
     if shards is None:
         inputs.check_length(config, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
+    else:
+        inputs.check_shards(shards, config.size // config.ulysses)
     ranks = _Ranks(config, shards, meant, q.shape[3] ** -0.5 if scale is None else float(scale))
     inputs.check_shares(ranks.runtimes[0], q, k, meant, shards)
     return ranks.attention(q, k, v, do)

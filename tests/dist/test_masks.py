@@ -263,10 +263,6 @@ REFUSED = {
         asked(mask=Mask(documents=(0, 4, 16))),
         everywhere("InputError", "within the sequence of 16 tokens", "got one at 16", "in the whole sequence"),
     ),
-    "documents beyond the sequence of shards": (
-        lambda sp, rank: attention(sp, **EACH[rank], shards=SHARDS, mask=Mask(documents=(0, 4, 16))),
-        everywhere("InputError", "within the sequence of 16 tokens", "got one at 16"),
-    ),
     "one rank's documents": (
         instead({}, {"mask": Mask(documents=(0, 99))}),
         only_one("InputError", "within the sequence of 16 tokens", "got one at 99"),
