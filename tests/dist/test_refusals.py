@@ -42,6 +42,7 @@ def without_kernel(sp, rank):
     config, runtime.config = runtime.config, dataclasses.replace(runtime.config, kernel="cpu_flash")
     select.cache_clear()
     runtime.checked = None  # as if these tensors were the first of their kind
+    runtime.last.clear()
     try:
         attention(sp)
     finally:
