@@ -17,6 +17,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # what DeepSpeed compiles on CPUs stays with the environment that it was compiled for
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
+# what pip does on one core; some files of some packages are templates, and no Python
+BYTECODE := $(VENV)/bin/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
+
 .PHONY: demo test test-all lint format
 
 demo: $(VENV)/.ready
@@ -38,7 +41,8 @@ format: $(VENV)/.ready
 
 $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(BYTECODE)
 	touch $@
 
 # laid over the environment, which has all that it needs

@@ -104,18 +104,7 @@ def _prepare(
 
 def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
     """The batch without its mask and positions, which are checked. Raises InputError where it cannot be sharded."""
-    if not isinstance(batch, Mapping):
-        raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype != torch.int64:
-        raise InputError(
-            "a batch needs labels of shape (batch, seq), int64, -100 where a token does not count; "
-            f"got {_describe(labels)}, for a language model pass labels=input_ids.clone()"
-        )
-    if "shift_labels" in batch:
-        raise InputError(
-            "a batch needs labels that are not shifted; got shift_labels, leave the shift to shard_batches"
-        )
+    labels = _labels(batch)
     sp.check_length(labels.shape[1])
     rest = dict(batch)
     mask, positions = rest.pop("attention_mask", None), rest.pop("position_ids", None)
@@ -133,6 +122,23 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> dict[str
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
             )
     return rest
+
+
+def _labels(batch: Mapping[str, Any]) -> Tensor:
+    """What a batch must have. Raises InputError where it has not."""
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype != torch.int64:
+        raise InputError(
+            "a batch needs labels of shape (batch, seq), int64, -100 where a token does not count; "
+            f"got {_describe(labels)}, for a language model pass labels=input_ids.clone()"
+        )
+    if "shift_labels" in batch:
+        raise InputError(
+            "a batch needs labels that are not shifted; got shift_labels, leave the shift to shard_batches"
+        )
+    return labels
 
 
 def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:

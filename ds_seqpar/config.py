@@ -193,11 +193,12 @@ class SequenceParallelConfig:
                     f"it{f', or use schedule {in_words(others)}' if others else ''}"
                 )
 
-    def _shape(self, heads: tuple[int, int] | None) -> Mapping[str, Value]:
+    def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
         """The schedule's own settings without "auto"."""
         if heads:  # those of a Ulysses member; where members are more than key/value heads, each has one of these
             heads = heads[0] // self.ulysses, max(1, heads[1] // self.ulysses)
-        return schedules.schedule(self.schedule).resolve(self.size // self.ulysses, dict(self.own), heads)
+        chosen = schedules.schedule(self.schedule)
+        return tuple(chosen.resolve(self.size // self.ulysses, dict(self.own), heads).items())
 
     @property
     def inner_axes(self) -> Axes:

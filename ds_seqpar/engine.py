@@ -43,6 +43,7 @@ REFUSED_ARGUMENTS = {
     ),
     "collate_fn": "which belongs to training_data; collate batches yourself and give them to sp.shard_batches",
 }
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # what launchers say of a process; without any of it the process is alone
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -83,9 +84,7 @@ def initialize(
     if library:
         library.check_loss(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
-    own_args = copy.copy(args)
-    if own_args is not None and getattr(own_args, "deepspeed_config", None):
-        own_args.deepspeed_config = None
+    own_args = _without_config(args)
     returned = deepspeed.initialize(args=own_args, model=model, config=deepspeed_config(content, sp), **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
@@ -107,12 +106,7 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     section_of(content)
     check_auto(content)
     content = {key: value for key, value in content.items() if key not in left_out(content)}
-    sequences = content.get("train_batch_size")
-    micro, steps = content.get("train_micro_batch_size_per_gpu"), content.get("gradient_accumulation_steps")
-    for name, value in (("train_batch_size", sequences), ("train_micro_batch_size_per_gpu", micro),
-                        ("gradient_accumulation_steps", steps)):  # fmt: skip
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} must be a whole number from 1; got {value!r}")
+    sequences, micro, steps = (_count(content, name) for name in BATCH_SIZES)
     if sequences is not None:
         known = sp.data_size * (micro or 1) * (steps or 1)
         if sequences % known or (micro and steps and sequences != known):
@@ -123,6 +117,13 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
             )
         content["train_batch_size"] = sequences * sp.size
     return content
+
+
+def _count(content: Mapping[str, Any], name: str) -> int | None:
+    value = content.get(name)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a whole number from 1; got {value!r}")
+    return value
 
 
 def _read(
@@ -142,6 +143,14 @@ def _read(
             f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
         )
     return read_deepspeed(*given.values())
+
+
+def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
+    """A copy, in which DeepSpeed finds no second configuration."""
+    args = copy.copy(args)
+    if args is not None and getattr(args, "deepspeed_config", None):
+        args.deepspeed_config = None
+    return args
 
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:

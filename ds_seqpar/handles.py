@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 from .errors import ConfigError
 
+HELD = 256  # more than a run attends with between a forward and its backward
+_held: OrderedDict[int, Any] = OrderedDict()
 _OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -17,6 +20,15 @@ def handle_of(thing: Any) -> int:
     handle = next(_numbers)
     _OBJECTS[handle] = thing
     return handle
+
+
+def hold(*handles: int) -> None:
+    """Keeps what these stand for, a while: a compiled graph has the numbers only when its backward comes."""
+    for handle in handles:
+        _held[handle] = of_handle(handle)
+        _held.move_to_end(handle)
+    while len(_held) > HELD:
+        _held.popitem(last=False)
 
 
 def of_handle(handle: int) -> Any:

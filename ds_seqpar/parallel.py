@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 from . import batches
 from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError, SeqParError
+from .losses import mean_of
 from .planning.layout import multiple, positions
 from .planning.masks import CAUSAL, FULL, Mask
 from .planning.shards import UnevenShards
 from .running import devices, groups, inputs, ops, runtime
-from .running.agreement import agree, sums
+from .running.agreement import agree
 from .running.comm import TorchComm, failing
 from .running.telling import told_once
 
@@ -45,15 +46,8 @@ class SequenceParallel:
             )
         self.device = devices.bind(groups.all_ranks()) or torch.device("cpu")
         world = groups.control_world()
-        given, error = {}, None
         try:
-            config = _config(config)
-            self.config = config.resolve(dist.get_world_size(), heads)
-            given = {**config.settings(), "heads": heads}
-        except ConfigError as reason:
-            error = reason
-        try:
-            agree(world, "sequence parallel configuration", given, error=error, call="SequenceParallel")
+            self.config = _agreed(world, config, heads)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -118,16 +112,15 @@ class SequenceParallel:
         backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
         after, lse_too = None, bool(return_lse)
         meant = inputs.mask_of(causal, mask)
-        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, scale):
-            handles = meant.handle, ops.CONFIGURED if shards is None else shards.handle
+        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, shards, scale):
+            handles = meant.handle, ops.handle_of_shards(shards)
             after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too)
         else:
             inputs.agree_on_inputs(self.runtime, q, k, v, inputs.Asked(meant, shards, scale, backward, lse_too))
         out, lse = self._attention((q, k, v), meant, shards, scale, after)
         if not lse_too:
             return out
-        handle = ops.CONFIGURED if shards is None else shards.handle
-        return out, _Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], handle))
+        return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], shards))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
@@ -144,8 +137,7 @@ class SequenceParallel:
         after: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-        handle = ops.CONFIGURED if shards is None else shards.handle
-        return ops.attention(self.runtime, tensors, mask.handle, handle, scale, after)
+        return ops.attention(self.runtime, tensors, mask, shards, scale, after)
 
     @property
     def multiple(self) -> int:
@@ -251,42 +243,21 @@ class SequenceParallel:
         gradients of that, because DeepSpeed and DDP average gradients over ranks.
         Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
         """
-        losses, error = _losses(losses)
-        own = None if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
-        exact = (
-            0.0 if own is None else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
-        )
-        agree(self.control_world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
-        mean = sums(self.control_world, [exact], "mean_loss")[0] / dist.get_world_size()
-        return own + (mean - own.detach()) if differentiable and own is not None else mean
+        mean, own = mean_of(self.control_world, losses)
+        return own + (mean - own.detach()) if differentiable else mean
 
 
-def _losses(given: object) -> tuple[list[Tensor], InputError | None]:
-    wanted = (
-        "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
-    )
-    losses: list[Any] = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
-    if not losses:
-        return losses, InputError(f"{wanted}; got none")
-    for loss in losses:
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            return losses, InputError(f"{wanted}; got {what}")
-    return losses, None
-
-
-class _Constant(torch.autograd.Function):
-    """The identity; a gradient that reaches it is refused, where one that is lost would go unnoticed."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise InputError(
-            "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"
-        )
+def _agreed(world: dist.ProcessGroup, given: object, heads: tuple[int, int] | None) -> SequenceParallelConfig:
+    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit."""
+    settings, error = {}, None
+    try:
+        config = _config(given)
+        resolved = config.resolve(dist.get_world_size(), heads)
+        settings = {**config.settings(), "heads": heads}
+    except ConfigError as reason:
+        error = reason
+    agree(world, "sequence parallel configuration", settings, error=error, call="SequenceParallel")
+    return resolved
 
 
 def _config(given: object) -> SequenceParallelConfig:

@@ -64,6 +64,12 @@ ARGUMENTS = {
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
 }  # fmt: skip
+# setting of accelerate's data loaders -> (what it must be, why)
+BATCHING = {
+    "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
+    "split_batches": (False, "batch sizes are those of a group of ranks"),
+    "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
+}
 # what is not supported yet -> the Trainers of trl that do it, whose batches or losses are others
 KINDS = {
     "preference training": ("DPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
@@ -103,17 +109,7 @@ def check_json(args: TrainingArguments) -> None:
 
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raises ConfigError for how accelerate was set up, by TrainingArguments or by its launcher."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
-    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # nobody but its launcher sets it
-        raise ConfigError(
-            "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
-            "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
-        )
-    if not world:
-        raise ConfigError(
-            "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
-            "accelerate launch or torchrun"
-        )
+    world = _world_size()
     if accelerator.num_processes != world:
         raise ConfigError(
             f"the Trainer must see all ranks; it sees {accelerator.num_processes} of {world}, on a machine without "
@@ -126,21 +122,28 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise ConfigError(f"sequence parallel training needs {ARGUMENTS['parallelism_config'][1]}; got one by launcher")
-    if accelerator.dispatch_batches:
+    for name, (needed, why) in BATCHING.items():
+        if bool(getattr(accelerator, name)) is not needed:
+            raise ConfigError(
+                f"sequence parallel training needs {name}={needed}, {why}; got {name}={not needed} in "
+                "accelerator_config"
+            )
+
+
+def _world_size() -> int:
+    """The number of ranks. Raises ConfigError where nobody launched them."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # nobody but its launcher sets it
         raise ConfigError(
-            "sequence parallel training needs dispatch_batches=False, the first rank would hand every rank another "
-            "part of a batch; got dispatch_batches=True in accelerator_config"
+            "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
+            "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
         )
-    if accelerator.split_batches:
+    if not world:
         raise ConfigError(
-            "sequence parallel training needs split_batches=False, batch sizes are those of a group of ranks; got "
-            "split_batches=True in accelerator_config"
+            "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
+            "accelerate launch or torchrun"
         )
-    if not accelerator.even_batches:
-        raise ConfigError(
-            "sequence parallel training needs even_batches=True, groups would make unequal numbers of steps and wait "
-            "for one another; got even_batches=False in accelerator_config"
-        )
+    return world
 
 
 def check_trainer(trainer: ShardingTrainer) -> None:

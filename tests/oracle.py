@@ -3,21 +3,47 @@
 import torch
 from torch import Tensor
 
+from ds_seqpar.planning.masks import Mask
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
-    """The definition, differentiable. q (B, S, Hq, D); k and v (B, S, Hkv, D): query head h reads h * Hkv // Hq."""
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True, scale: float | None = None, mask: Mask | None = None
+) -> Tensor:
+    """The definition, differentiable. q (B, S, Hq, D); k and v (B, T, Hkv, D): query head h reads h * Hkv // Hq.
+    causal: or which keys each query sees, (S, T) of bool, as `seen` gives it. mask: in place of causal. A row that sees
+    no key is 0."""
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if causal:
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
+    if mask is not None:
+        causal = seen(mask, range(q.shape[1]), range(k.shape[1]))
+    if causal is True:
+        causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril()
+    if causal is False:
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
+    weights = scores.masked_fill(~causal, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~causal, 0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool = True, scale: float | None = None):
+def seen(mask: Mask, queries, keys) -> Tensor:
+    """Which of the keys each query sees, at these positions: the definition, pair by pair."""
+    q, kv = torch.as_tensor(queries)[:, None], torch.as_tensor(keys)[None, :]
+    found = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
+    if mask.causal:
+        found &= kv <= q
+    if mask.window:
+        found &= kv > q - mask.window
+    for start in mask.documents:
+        found &= (q >= start) == (kv >= start)  # no document begins between the two
+    return found
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool | Tensor = True, scale: float | None = None,
+    mask: Mask | None = None,
+):  # fmt: skip
     """(out, dq, dk, dv) in fp64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, causal, scale)
+    out = attention(q, k, v, causal, scale, mask)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), do.double())
 
 

@@ -13,6 +13,7 @@ the next.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 Key = tuple[int, ...]
@@ -107,7 +108,8 @@ class Step:
 
     @property
     def actions(self) -> Iterator[Action]:
-        yield from (*self.gathers, *self.moves, *self.computes, *self.results, *self.reduces)
+        parts: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
+        yield from itertools.chain.from_iterable(parts)
 
     def words(self, rank: int) -> str:
         """`>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .plan import Plan
-from .simulate import Costs, communication, computation, programs_of, simulate
+from .simulate import Costs, Timeline, communication, computation, programs_of, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8"}
 
@@ -24,22 +28,12 @@ def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
     except ImportError:
         raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
     timeline = simulate(programs_of(plan), costs)
-    unit = costs.product or 1.0
     figure = Figure(figsize=(13, 1.2 + 0.62 * plan.size))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    width = timeline.seconds / unit
-    for event in timeline.events:
-        lane = event.rank + (0.24 if event.kind == "move" else -0.2)
-        height = 0.3 if event.kind == "move" else 0.5
-        start, length = event.start / unit, (event.end - event.start) / unit
-        axes.barh(lane, length, left=start, height=height, color=COLORS[event.kind], edgecolor="white", linewidth=0.6)
-        label = event.label.split(":")[0] if event.kind == "move" else event.label if event.kind == "product" else ""
-        if label and length / max(width, 1e-9) * 150 > len(label):
-            axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)
+    _draw_events(axes, timeline, costs.product or 1.0)
     axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)])
     axes.invert_yaxis()
-    axes.set_xlim(0, width)
     axes.set_xlabel("time, in products of one query block and one key/value block")
     bound = max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
@@ -51,3 +45,17 @@ def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
         figure.savefig(file, dpi=110, bbox_inches="tight")
     except (OSError, ValueError) as error:  # no such folder, or an ending that matplotlib does not know
         raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
+
+
+def _draw_events(axes: Axes, timeline: Timeline, unit: float) -> None:
+    """unit: seconds that are 1 on the axis of time."""
+    width = timeline.seconds / unit
+    for event in timeline.events:
+        lane = event.rank + (0.24 if event.kind == "move" else -0.2)
+        height = 0.3 if event.kind == "move" else 0.5
+        start, length = event.start / unit, (event.end - event.start) / unit
+        axes.barh(lane, length, left=start, height=height, color=COLORS[event.kind], edgecolor="white", linewidth=0.6)
+        label = event.label.split(":")[0] if event.kind == "move" else event.label if event.kind == "product" else ""
+        if label and length / max(width, 1e-9) * 150 > len(label):
+            axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)
+    axes.set_xlim(0, width)

@@ -93,7 +93,8 @@ class _Lowering:
         for due in sorted(self.merging):
             self.merge(last, due)
         own = [(kind, (self.rank,)) for kind in ACCUMULATORS[self.direction]]
-        self.code.append(Finish(last, tuple((unit, self.results.get(unit, OWN)) for unit in own)))
+        # a slot also for what nothing is added to: an empty block, or keys that no query sees
+        self.code.append(Finish(last, tuple((unit, self.running(unit)) for unit in own)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:

@@ -32,6 +32,7 @@ class Mask:
     window: int | None = None
     documents: tuple[int, ...] = ()
     handle: int = dataclasses.field(init=False, compare=False, repr=False)
+    _hash: int = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
@@ -122,31 +123,38 @@ def sees(q: Runs, kv: Runs, mask: Mask) -> bool:
 
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
     """For each q block the kv blocks that it sees: bit j is set where `sees(q, kv_blocks[j], mask)`."""
-    held = [(run, 1 << block) for block, runs in enumerate(kv_blocks) for run in runs if run.length]
-    held.sort(key=lambda pair: pair[0].start)
-    starts, lasts = [run.start for run, _ in held], [run.last for run, _ in held]
-    bits = [bit for _, bit in held]
+    keys = _Keys(kv_blocks)
     if mask.scale_free:
-        seen = [0, *itertools.accumulate(bits, operator.or_)]
-        return tuple(seen[bisect_left(starts, _end(runs, mask))] for runs in q_blocks)
-    # of runs without gaps that do not lie within one another, those that meet an interval follow each other
-    plain = all(run.step == 1 for run, _ in held) and all(a <= b for a, b in itertools.pairwise(lasts))
-    found = []
-    for runs in q_blocks:
+        before = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
+        return tuple(before[bisect_left(keys.starts, _end(runs, mask))] for runs in q_blocks)
+    return tuple(keys.seen_by(runs, mask) for runs in q_blocks)
+
+
+class _Keys:
+    """The runs of all kv blocks by where they start. bits[i]: 1 << block of the i-th."""
+
+    def __init__(self, blocks: Sequence[Runs]) -> None:
+        held = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
+        self.held = sorted(held, key=lambda pair: pair[0].start)
+        self.bits = [bit for _, bit in self.held]
+        self.starts, self.lasts = [run.start for run, _ in self.held], [run.last for run, _ in self.held]
+        # of runs without gaps that do not lie within one another, those that meet an interval follow each other
+        self.plain = all(run.step == 1 for run, _ in held) and all(a <= b for a, b in itertools.pairwise(self.lasts))
+
+    def seen_by(self, queries: Runs, mask: Mask) -> int:
         seen = 0
-        for run in runs:
+        for run in queries:
             if not run.length:
                 continue
             lo, hi = _reach(run, mask)
-            end = bisect_left(starts, hi)
-            if plain and run.step == 1:
-                seen |= functools.reduce(operator.or_, bits[bisect_left(lasts, lo) : end], 0)
+            end = bisect_left(self.starts, hi)
+            if self.plain and run.step == 1:
+                seen |= functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], 0)
                 continue
-            for keys, bit in held[:end]:
+            for keys, bit in self.held[:end]:
                 if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
                     seen |= bit
-        found.append(seen)
-    return tuple(found)
+        return seen
 
 
 def _end(runs: Runs, mask: Mask) -> int:

@@ -7,6 +7,8 @@ What a kernel allocates for itself and frees before it returns is not in it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from .actions import Unit
 from .compile import Bound
@@ -17,12 +19,12 @@ from .program import (
     Finish,
     Fold,
     GatherStart,
-    Instruction,
     Merge,
     Pack,
     Post,
     Product,
     ScatterStart,
+    Wait,
 )
 from .shape import ITEMSIZE, Shape, buffer_bytes
 from .tiles import Tile
@@ -61,7 +63,7 @@ class _Follower:
 
     def run(self) -> int:
         for instruction, frees in zip(self.program.code, self.program.frees, strict=True):
-            self.execute(instruction)
+            FOLLOW[type(instruction)](self, instruction)
             for slot in frees:
                 self.slots.pop(slot, None)
                 self.outs.pop(slot, None)
@@ -77,32 +79,31 @@ class _Follower:
             self.slots.setdefault(slot, self.bound.slot_bytes(slot))
         self.see(more)
 
-    def execute(self, one: Instruction) -> None:
-        if isinstance(one, Pack):
-            self.make(one.into)
-        elif isinstance(one, Post):
-            for transfer in one.receives:
-                self.outs.pop(transfer.slot, None)
-            self.make(*(transfer.slot for transfer in one.receives))
-        elif isinstance(one, GatherStart):
-            self.make(one.received)
-        elif isinstance(one, Assemble):
-            self.outs.pop(one.into, None)
-            self.make(one.into)
-        elif isinstance(one, Product):
-            self.product(one)
-        elif isinstance(one, Merge):
-            self.merge(one)
-        elif isinstance(one, Export):
-            result = self.results.pop(one.unit, _Result())
-            self.settle(result, one.own, placed=one.into == one.own, more=result.loose)
-            self.make(one.into)
-        elif isinstance(one, ScatterStart):
-            self.scatter(one)
-        elif isinstance(one, Fold):
-            self.see(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
-        elif isinstance(one, Finish):
-            self.finish(one)
+    def pack(self, one: Pack) -> None:
+        self.make(one.into)
+
+    def post(self, one: Post) -> None:
+        for transfer in one.receives:
+            self.outs.pop(transfer.slot, None)
+        self.make(*(transfer.slot for transfer in one.receives))
+
+    def wait(self, one: Wait) -> None:
+        """Nothing is made or freed."""
+
+    def gather(self, one: GatherStart) -> None:
+        self.make(one.received)
+
+    def assemble(self, one: Assemble) -> None:
+        self.outs.pop(one.into, None)
+        self.make(one.into)
+
+    def export(self, one: Export) -> None:
+        result = self.results.pop(one.unit, _Result())
+        self.settle(result, one.own, placed=one.into == one.own, more=result.loose)
+        self.make(one.into)
+
+    def fold(self, one: Fold) -> None:
+        self.see(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
 
     def settle(self, result: _Result, slot: int, placed: bool = False, more: int = 0) -> None:
         """The result becomes wide and of all rows, in its slot where it has to be."""
@@ -195,6 +196,21 @@ class _Follower:
         """A wide result in no slot."""
         fields = self.shape.fields(self.program.direction, unit[0], self.shape.wide)
         return buffer_bytes(fields, self.shape.batch * self.bound.tokens(*unit))
+
+
+FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
+    Pack: _Follower.pack,
+    Post: _Follower.post,
+    Wait: _Follower.wait,
+    GatherStart: _Follower.gather,
+    Assemble: _Follower.assemble,
+    Product: _Follower.product,
+    Merge: _Follower.merge,
+    Export: _Follower.export,
+    ScatterStart: _Follower.scatter,
+    Fold: _Follower.fold,
+    Finish: _Follower.finish,
+}
 
 
 def whole_forward(bound: Bound, members: int, own: Shape) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from .actions import Collective, Key, Unit
 
+LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
 OWN = -1  # in place of a slot: the caller's own tensors
 
 
@@ -30,7 +31,6 @@ class Pack(NamedTuple):
     step: int
     unit: Unit
     into: int
-    SLOTS: ClassVar = ("into",)
 
 
 class Post(NamedTuple):
@@ -40,13 +40,11 @@ class Post(NamedTuple):
     ticket: int
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
-    SLOTS: ClassVar = ()
 
 
 class Wait(NamedTuple):
     step: int
     ticket: int
-    SLOTS: ClassVar = ()
 
 
 class GatherStart(NamedTuple):
@@ -57,7 +55,6 @@ class GatherStart(NamedTuple):
     collective: Collective
     sent: int
     received: int
-    SLOTS: ClassVar = ("sent", "received")
 
 
 class Assemble(NamedTuple):
@@ -67,7 +64,6 @@ class Assemble(NamedTuple):
     collective: Collective
     received: int
     into: int
-    SLOTS: ClassVar = ("received", "into")
 
 
 class Product(NamedTuple):
@@ -79,7 +75,6 @@ class Product(NamedTuple):
     q_slot: int
     kv_slot: int
     results: tuple[tuple[Unit, int], ...]
-    SLOTS: ClassVar = ("q_slot", "kv_slot")
 
 
 class Merge(NamedTuple):
@@ -90,7 +85,6 @@ class Merge(NamedTuple):
     arrived: int
     own: int
     into: int
-    SLOTS: ClassVar = ("arrived", "own", "into")
 
 
 class Export(NamedTuple):
@@ -100,7 +94,6 @@ class Export(NamedTuple):
     unit: Unit
     own: int
     into: int
-    SLOTS: ClassVar = ("own", "into")
 
 
 class ScatterStart(NamedTuple):
@@ -113,7 +106,6 @@ class ScatterStart(NamedTuple):
     kept: int
     sent: int
     received: int
-    SLOTS: ClassVar = ("own", "kept", "sent", "received")
 
 
 class Fold(NamedTuple):
@@ -124,7 +116,6 @@ class Fold(NamedTuple):
     received: int
     own: int
     parts: int
-    SLOTS: ClassVar = ("received", "own")
 
 
 class Finish(NamedTuple):
@@ -132,15 +123,28 @@ class Finish(NamedTuple):
 
     step: int
     results: tuple[tuple[Unit, int], ...]
-    SLOTS: ClassVar = ()
 
 
 Instruction = Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
+# the fields of each that are slots; transfers and results name more
+SLOTS: dict[type, tuple[str, ...]] = {
+    Pack: ("into",),
+    Post: (),
+    Wait: (),
+    GatherStart: ("sent", "received"),
+    Assemble: ("received", "into"),
+    Product: ("q_slot", "kv_slot"),
+    Merge: ("arrived", "own", "into"),
+    Export: ("own", "into"),
+    ScatterStart: ("own", "kept", "sent", "received"),
+    Fold: ("received", "own"),
+    Finish: (),
+}
 
 
 def slots_of(instruction: Instruction) -> list[int]:
     """The slots that an instruction names."""
-    found = [getattr(instruction, name) for name in instruction.SLOTS]
+    found = [getattr(instruction, name) for name in SLOTS[type(instruction)]]
     if isinstance(instruction, Post):
         found += [transfer.slot for transfer in (*instruction.sends, *instruction.receives)]
     if isinstance(instruction, Product | Finish):
@@ -150,7 +154,7 @@ def slots_of(instruction: Instruction) -> list[int]:
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
     """The instruction with other slots."""
-    new = {field: name(getattr(instruction, field)) for field in instruction.SLOTS}
+    new: dict[str, Any] = {field: name(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
     if isinstance(instruction, Post):
         for field in ("sends", "receives"):
             new[field] = tuple(t._replace(slot=name(t.slot)) for t in getattr(instruction, field))
@@ -187,7 +191,8 @@ class Program:
         step = self.code[at].step
         peers = sorted({peer for one in self.code if one.step == step for peer in _peers(one)} - {self.rank})
         near = range(max(0, step - around), min(len(self.words), step + around + 1))
-        lines = [f"{'->' if s == step else '  '} step {s}: {self.words[s]}" for s in near]
+        words = {s: self.words[s][:LINE] + " ..." * (len(self.words[s]) > LINE) for s in near}
+        lines = [f"{'->' if s == step else '  '} step {s}: {words[s]}" for s in near]
         who = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
         head = f"{self.name} {self.direction}, inner rank {self.rank} of {self.size}, step {step}{who}"
         return "\n".join([head, *lines])

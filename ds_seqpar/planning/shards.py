@@ -18,12 +18,19 @@ class Shards(Protocol):
     """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, by position, which is the order
     that they are kept in together."""
 
-    size: int
-    even: bool
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def even(self) -> bool:
+        """Whether all blocks of q, and all of k/v, have as many tokens."""
+        ...
 
     def runs(self, side: str, key: Key) -> Runs: ...
 
     def tokens(self, side: str, key: Key) -> int: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -120,7 +120,8 @@ def _in_documents(
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
     """The part of a chain from run `index` on in [lo, hi), and how many tokens from there on lie before."""
-    column, keys = 0, []
+    column = 0
+    keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
         before, part = between(chain[index], lo, hi)
         if part[2] > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..errors import SECTION, ConfigError
 
@@ -80,7 +80,7 @@ class Topology:
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
 
-def place(inner: Axes, placement: tuple[str, ...] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def place(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The order of "ulysses", the inner axes and "data" over ranks, the fastest first: its ranks are neighbours.
 
     placement: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes

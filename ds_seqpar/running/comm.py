@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import CommunicationError, SeqParError
 from .groups import Groups, timeout
 
+Group = dist.ProcessGroup | None  # None: of this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements that go to every member of a group, and that come from each
 
 
@@ -64,7 +65,7 @@ class Comm(Protocol):
 class _Works:
     """Owns works and tensors until they are done: a dropped isend loses its message."""
 
-    def __init__(self, what: str, group: dist.ProcessGroup | None, works: list, tensors: list[Tensor]) -> None:
+    def __init__(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
 
     def wait(self) -> None:
@@ -83,7 +84,7 @@ class failing:  # no generator: at every transfer that would be felt
     """Says in one sentence how communication failed: a rank that ended is another matter than one that did not come.
     What the backend said is the cause of the CommunicationError."""
 
-    def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, what: str, group: Group) -> None:
         self.what, self.group = what, group
 
     def __enter__(self) -> None: ...
@@ -93,7 +94,7 @@ class failing:  # no generator: at every transfer that would be felt
             raise CommunicationError(f"{self.what} {_reason(str(error), self.group)}") from error
 
 
-def _reason(said: str, group: dist.ProcessGroup | None) -> str:
+def _reason(said: str, group: Group) -> str:
     if TIMED_OUT.search(said):
         return (
             f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
@@ -128,12 +129,12 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     return known.tolist()
 
 
-def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, peers: tuple) -> list:
+def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
     works = [dist.irecv(m.buffer, group=group, tag=m.tag, group_src=peers[m.peer]) for m in receives]
     return works + [dist.isend(m.buffer, group=group, tag=m.tag, group_dst=peers[m.peer]) for m in sends]
 
 
-def _batched(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, peers: tuple) -> list:
+def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
     """NCCL starts what is posted together as one, or ranks that both send first would wait for each other."""
     ops = [
         dist.P2POp(op, m.buffer, group=group, tag=m.tag, group_peer=peers[m.peer])

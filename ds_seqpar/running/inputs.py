@@ -1,9 +1,13 @@
-"""What attention can be given, checked on this rank and then between ranks, before anything is sent."""
+"""What attention can be given, checked on this rank and then between ranks, before anything is sent.
+
+Annotations say what a user is meant to give. The checks take what was given, which may be anything (`object`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,42 +18,45 @@ from ..config import SequenceParallelConfig, check_heads
 from ..errors import InputError, SeqParError, as_error
 from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
-from ..planning.shards import EvenShards, UnevenShards, members_tokens
+from ..planning.shards import Shards, UnevenShards, members_tokens
 from .agreement import agree
+from .comm import TorchComm
 from .runtime import Runtime
 from .ulysses import heads_of_member
 
 
-def traceable(q: object, k: object, v: object, mask: object, scale: object) -> bool:
+def traceable(q: object, k: object, v: object, mask: object, shards: object, scale: object) -> bool:
     """Whether a compiler can take the op that asks; it needs the right types only, the op finds what else is wrong."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    return tensors and isinstance(mask, Mask) and (scale is None or isinstance(scale, int | float))
+    values = isinstance(mask, Mask) and (shards is None or isinstance(shards, UnevenShards))
+    return tensors and values and (scale is None or isinstance(scale, int | float))
 
 
-def mask_of(causal: object, mask: object) -> object:
+def mask_of(causal: bool, mask: Mask | None) -> Mask:
     """The mask that is meant, where `causal` is the short form of one. What cannot be one stays as it is."""
-    if mask is None:
-        return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
-    return mask
+    if mask is not None:
+        return mask
+    return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a call of attention asks for beside its tensors. shards None: the configured layout."""
 
-    mask: object
-    shards: object
-    scale: object
+    mask: Mask
+    shards: Shards | None
+    scale: float | None
     backward: bool = False
     lse: bool = False
 
 
-def agree_on_inputs(runtime: Runtime, q: object, k: object, v: object, asked: Asked) -> None:
+def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
     """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
     was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
         return torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
     error = attention_error(runtime, q, k, v, asked)
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
     if error is None and runtime.comm.groups.control is None:
         return None  # nobody to compare with
     # where there is an error nothing of it may be fit to be shown
@@ -66,16 +73,21 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
         given = {name: f"{tuple(x.shape[::2])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
     mask = asked.mask
-    given["causal" if mask.scale_free else "mask"] = (
-        mask.causal if mask.scale_free else f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
-    )
+    given["causal"] = mask.causal
+    if not mask.scale_free:
+        given["mask"] = f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
     return given | {"scale": asked.scale, "backward": asked.backward, "return_lse": asked.lse}
 
 
-def attention_error(runtime: Runtime, q: object, k: object, v: object, asked: Asked) -> SeqParError | None:
+def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> SeqParError | None:
     """Why this rank cannot take part in attention over these."""
     try:
         check_arguments(q, k, v, asked.mask, asked.scale, lengths_differ=asked.shards is not None)
+        if not isinstance(asked.shards, UnevenShards | None):
+            raise InputError(
+                f"attention needs shards that are UnevenShards, or None for the configured layout; "
+                f"got {type(asked.shards).__name__}"
+            )
         check_shares(runtime, q, k, asked.mask, asked.shards)
     except SeqParError as error:
         return error
@@ -98,14 +110,11 @@ def check_arguments(q: object, k: object, v: object, mask: object, scale: object
 
 def _check_settings(mask: object, scale: object) -> None:
     if not isinstance(mask, Mask):
-        raise InputError(
-            f"attention needs causal True or False, or a Mask; got {mask!r:.80}, full attention is causal=False"
-        )
+        got = "a tensor" if isinstance(mask, Tensor) else f"{' '.join(repr(mask).split()):.80}"
+        raise InputError(f"attention needs causal True or False, or a Mask; got {got}, full attention is causal=False")
     if scale is None:
         return
-    # below its range it is 0 in a kernel, and 0 times a mask's -inf is no number; above it is infinite
-    range_ = torch.finfo(torch.float32)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not range_.tiny <= scale <= range_.max:
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not _in_range(scale):
         got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise InputError(
             f"attention needs a scale that is a number above 0 (in fp32), or None for head_dim ** -0.5; got {got}, "
@@ -113,25 +122,40 @@ def _check_settings(mask: object, scale: object) -> None:
         )
 
 
+def _in_range(scale: Any) -> bool:
+    """Below it a kernel has 0, and 0 times a mask's -inf is no number; above it infinity."""
+    fp32 = torch.finfo(torch.float32)
+    return fp32.tiny <= scale <= fp32.max
+
+
 def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:
-    tensors = q, k, v
-    if wrong := [_kind(x) for x in tensors if _kind(x)]:
+    given = q, k, v
+    if wrong := [_kind(x) for x in given if _kind(x)]:
         raise InputError(
             f"attention needs dense tensors of this rank's own tokens; got {wrong[0]}, call to_dense(), to_local() or "
             "to_padded_tensor() on it"
         )
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors):
+    if not _of_four_dims(given):
         raise InputError(
             "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
             f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
+    _check_shapes(*given, lengths_differ)
+    check_derivatives(*given)
+
+
+def _of_four_dims(given: tuple[object, object, object]) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:
+    return all(isinstance(x, Tensor) and x.dim() == 4 for x in given)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None:
     alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
     if k.shape != v.shape or not alike or q.shape[3] != k.shape[3]:
         raise InputError(
             "attention needs k and v of one shape that differs from q's in the number of heads only; "
             f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
         )
-    if not all(size for x in tensors for size in (x.shape[0], *x.shape[2:])):
+    if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
         raise InputError(
             "attention needs at least one sequence, head and head_dim; "
             f"got q {_shape(q)}, k and v {_shape(k)} of shape (batch, local_seq, heads, head_dim)"
@@ -141,7 +165,6 @@ def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> Non
             f"attention needs q, k and v of one dtype on one device; got {q.dtype} on {q.device}, "
             f"{k.dtype} on {k.device}, {v.dtype} on {v.device}"
         )
-    check_derivatives(*tensors)
 
 
 def _kind(x: object) -> str:
@@ -173,7 +196,7 @@ def check_derivatives(*tensors: Tensor) -> None:
         )
 
 
-def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: object) -> None:
+def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None) -> None:
     """Heads, length, kernel and program. The kernel here, where the others can still be told: what it needs may be
     installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
@@ -186,27 +209,30 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: obj
     else:
         _check_shards(runtime, q, k, shards)
     _check_documents(runtime, q, mask, shards)
-    inner = [x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k)]
+    inner_q, inner_k = (x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k))
     held = runtime.shards(q.shape[1] * members) if shards is None else shards
     for direction in ("forward", "backward"):
-        runtime.bound(direction, *inner, mask, held)
+        runtime.bound(direction, inner_q, inner_k, mask, held)
     runtime.checked = key
 
 
-def _check_documents(runtime: Runtime, q: Tensor, mask: Mask, shards: object) -> None:
+def _check_documents(runtime: Runtime, q: Tensor, mask: Mask, shards: Shards | None) -> None:
+    if not mask.documents:
+        return
     seq = q.shape[1] * runtime.config.size
-    if shards is None and mask.documents and mask.documents[-1] >= seq:
+    if shards is not None:
+        seq = max(shards.tokens(side, tuple(range(shards.size))) for side in ("q", "kv"))
+    if mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
             "give first positions in the whole sequence, not in a rank's part of it"
         )
 
 
-def _check_shards(runtime: Runtime, q: Tensor, k: Tensor, shards: object) -> None:
+def _check_shards(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
     size, members = runtime.compiler.recipe.size, runtime.config.ulysses
-    if not isinstance(shards, UnevenShards | EvenShards) or shards.size != size:
-        got = f"{shards.size} ranks" if isinstance(shards, UnevenShards | EvenShards) else type(shards).__name__
-        raise InputError(f"attention needs shards of the {size} inner ranks; got {got}")
+    if shards.size != size:
+        raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
     if runtime.member is None:
         return
     wanted = [members_tokens(shards, side, runtime.rank, members)[runtime.member] for side in ("q", "kv")]

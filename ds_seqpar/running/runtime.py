@@ -27,7 +27,8 @@ class Runtime:
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int | None = None
     ) -> None:
-        self.member, self.checked = member, None
+        self.member = member
+        self.checked: object = None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(recipe_of(config, topology), rank)
         self.size = self.compiler.recipe.size
@@ -59,8 +60,9 @@ class Runtime:
 
     def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scale: float) -> Walk:
         """The same of (do, q, k, v, out, lse), which ends with (dq, dk, dv)."""
-        bound, kernel = self.bound("backward", *tensors[1:3], mask, shards)
-        return Walk(bound, Backward(kernel, scale, *map(_readable, tensors)), self.comm)
+        do, q, k, v, out, lse = map(_readable, tensors)
+        bound, kernel = self.bound("backward", q, k, mask, shards)
+        return Walk(bound, Backward(kernel, scale, do, q, k, v, out, lse), self.comm)
 
 
 def recipe_of(config: SequenceParallelConfig, topology: Topology) -> Recipe:

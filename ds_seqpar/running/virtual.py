@@ -33,7 +33,7 @@ class Result:
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
-    received: list[Counter]
+    received: list[Counter[str]]
 
 
 class _Mailbox:
@@ -45,7 +45,8 @@ class _Mailbox:
 
 class _VirtualComm:
     def __init__(self, rank: int, mailbox: _Mailbox) -> None:
-        self.rank, self.mailbox, self.received = rank, mailbox, Counter()
+        self.rank, self.mailbox = rank, mailbox
+        self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Waiting:
         for message in sends:
@@ -118,8 +119,8 @@ def attention(
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """
-    mask = inputs.mask_of(causal, mask)
-    inputs.check_arguments(q, k, v, mask, scale, lengths_differ=shards is not None)
+    meant = inputs.mask_of(causal, mask)
+    inputs.check_arguments(q, k, v, meant, scale, lengths_differ=shards is not None)
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
     if do is not None and inputs.describe(do) != inputs.describe(q):
@@ -128,8 +129,8 @@ def attention(
     if shards is None:
         inputs.check_length(config, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
-    ranks = _Ranks(config, shards, mask, q.shape[3] ** -0.5 if scale is None else float(scale))
-    inputs.check_shares(ranks.runtimes[0], q, k, mask, shards)
+    ranks = _Ranks(config, shards, meant, q.shape[3] ** -0.5 if scale is None else float(scale))
+    inputs.check_shares(ranks.runtimes[0], q, k, meant, shards)
     return ranks.attention(q, k, v, do)
 
 
@@ -175,10 +176,11 @@ class _Ranks:
         )
         return Result(out, dq, dk, dv, [comm.received for comm in self.comms])
 
-    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[list[Tensor]]:
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of every inner rank and Ulysses member."""
         queries = self.inward("qkv", "q", [[x] for x in self.shard("q", q)])
         pairs = [list(x) for x in zip(self.shard("kv", k), self.shard("kv", v), strict=True)]
-        return [x + y for x, y in zip(queries, self.inward("qkv", "kv", pairs), strict=True)]
+        return [(x, y, z) for (x,), (y, z) in zip(queries, self.inward("qkv", "kv", pairs), strict=True)]
 
     def together(self, walks: list[Walk]) -> list[Tensors]:
         """Each rank goes on until it waits for what its peers have not posted yet, and then the next."""
@@ -196,7 +198,7 @@ class _Ranks:
             whole[:, held] = part
         return whole
 
-    def all_to_all(self, kind: str, buffers: list[Tensor], sizes: list[Sizes]) -> list[Tensor]:
+    def all_to_all(self, kind: str, buffers: list[Tensor], sizes: Sequence[Sizes]) -> list[Tensor]:
         """`exchange_heads` of all ranks."""
         parts = [x.flatten().split(list(outgoing)) for x, (outgoing, _) in zip(buffers, sizes, strict=True)]
         swapped = []
@@ -235,7 +237,10 @@ def _go_on(walk: Walk) -> bool:
     start = walk.at
     while walk.at < len(walk.program.code):
         instruction = walk.program.code[walk.at]
-        if isinstance(instruction, Wait) and not walk.tickets[instruction.ticket].ready():
-            break
+        if isinstance(instruction, Wait):
+            waiting = walk.tickets[instruction.ticket]
+            assert isinstance(waiting, _Waiting)  # of a _VirtualComm
+            if not waiting.ready():
+                break
         walk.advance()
     return walk.at > start

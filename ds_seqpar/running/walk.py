@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from ..planning.program import (
     Finish,
     Fold,
     GatherStart,
-    Instruction,
     Merge,
     Pack,
     Post,
@@ -161,7 +161,7 @@ class Walk:
         return rows_of(self.bound.shards, side_of(kind), whole, part)
 
 
-EXECUTE: dict[type, Callable[[Walk, Instruction], None]] = {
+EXECUTE: dict[type, Callable[[Walk, Any], None]] = {  # each takes its own kind of instruction
     Pack: Walk.pack,
     Post: Walk.post,
     Wait: Walk.wait,

@@ -51,7 +51,7 @@ class Forward:
         return Softmax(make)
 
     def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
-        forward(self.kernel, *q, *kv, tiles, self.scale, *results)
+        forward(self.kernel, q[0], kv[0], kv[1], tiles, self.scale, results[0])
 
     def forget(self, slot: int) -> None: ...
 
@@ -86,7 +86,8 @@ class Backward:
         if q_slot != OWN and q_slot not in self.outs:
             self.outs[q_slot] = project(q[1], q[3])
         out = self.out if q_slot == OWN else self.outs[q_slot]
-        backward(self.kernel, q[1], q[0], *kv, out, q[2], tiles, self.scale, *results)
+        dq, dkv = results
+        backward(self.kernel, q[1], q[0], kv[0], kv[1], out, q[2], tiles, self.scale, dq, dkv)
 
     def forget(self, slot: int) -> None:
         self.outs.pop(slot, None)

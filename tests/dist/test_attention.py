@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_seqpar.running import virtual
 from ds_seqpar.running.kernels import KERNELS
@@ -118,6 +119,23 @@ def test_groups_work_on_different_data_at_once(world, size, degree):
     assert max(error for error, _ in found) < 1e-10
     places = [place for _, place in found]
     assert places == [(rank // size, world // size, rank % size, size) for rank in range(world)]
+
+
+def alone():
+    """The greatest error of a rank that has its sequence for itself, with no process group left to communicate over."""
+    sp, errors = make(size=1), []
+    dist.destroy_process_group()
+    for causal in (True, False):
+        whole = oracle.tensors(2, 24, (4, 2))
+        errors += oracle.errors(attend(sp, *whole, causal=causal), oracle.dense(*whole, causal=causal))
+    return max(errors), sp.comm.received.total()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_alone_communicates_with_nobody(world):
+    for error, received in on_ranks(world, alone):
+        assert error < 1e-10
+        assert received == 0
 
 
 def two_models():

@@ -238,7 +238,10 @@ CONFIGURATIONS = {
         lambda rank: make(layout="striped" if rank == WRONG else "zigzag"),
         differ("layout 'zigzag'", "layout 'striped'"),
     ),
-    "sizes": (lambda rank: make(size=2 if rank == WRONG else 4), differ("configuration; got ranks 0, 2-3: size 4; rank 1: size 2")),
+    "sizes": (
+        lambda rank: make(size=2 if rank == WRONG else 4),
+        differ("configuration; got ranks 0, 2-3: size 4; rank 1: size 2"),
+    ),
     "the models' heads": (
         lambda rank: make((4, 2) if rank == WRONG else (4, 4), ulysses=2),
         differ("got ranks 0, 2-3: heads (4, 4); rank 1: heads (4, 2)"),

@@ -97,6 +97,19 @@ def test_contiguous_causal_skips_moves_that_nobody_needs(size):
             assert plans == [kv, kv + dkv]
 
 
+def tiny():
+    """(elements, bytes) that arrive of one token with one head of one element."""
+    sp = make(layout="contiguous", kernel="reference")
+    with torch.no_grad():
+        sp.attention(*(x.bfloat16() for x in oracle.tensors(1, 1, (1, 1), dim=1)[:3]))
+    return sp.comm.received.total(), sp.comm.received_bytes
+
+
+def test_messages_are_whole_words():
+    """So that what stands after one in a buffer is aligned: k and v in bf16 take 4 bytes and are sent as 8."""
+    assert on_ranks(2, tiny) == [(0, 0), (2, 8)]
+
+
 def arrived():
     """Bytes that this process's sockets have received: TCP_INFO counts them for each, whatever other programs send."""
     by_socket = {}  # one may have several descriptors, and a number may be another's by the time it is looked at

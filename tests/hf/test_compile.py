@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 import ds_seqpar
 from tests.dist.ranks import SECONDS, WRONG, make, refusal
 from tests.hf import trainers
-from tests.hf.llama import array, gap, llama, norm, one_process, part, ragged, settings, step
+from tests.hf.llama import array, gap, llama, norm, one_process, part, ragged, settings, small, step
 from tests.launch import on_ranks
 
 SECTION = {"size": 2, "ulysses": 2}
@@ -20,8 +20,8 @@ def window():
 
 def compiled_gradients(degree, checkpointing):
     """(difference of gradients, of losses, graph breaks) of a patched and compiled LLaMA and one process."""
-    sp, model = make(ulysses=degree), llama()
-    expected, loss = one_process(llama(), window())
+    sp, model = make(ulysses=degree), small()
+    expected, loss = one_process(small(), window())
     model.patch_attention(sp)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -65,7 +65,7 @@ def test_compiled_layers():
 
 def compiled_refusals():
     """What a compiled model says of wrong inputs on one rank, and that it still works afterwards."""
-    sp, model = make(), llama()
+    sp, model = make(), small()
     model.patch_attention(sp)
     compiled = torch.compile(model, backend="aot_eager")
     (batch,) = sp.shard_batches(window())
@@ -81,7 +81,7 @@ def compiled_refusals():
 
 def test_a_compiled_model_refuses_what_an_eager_one_does():
     results = on_ranks(2, compiled_refusals, timeout=SECONDS * 5)
-    _, expected = one_process(llama(), window())
+    _, expected = one_process(small(), window())
     for rank, (told, loss) in enumerate(results):
         for (kind, message), word in zip(
             told, ["position_ids", "padding mask", "no shift_labels", "got none"], strict=True
@@ -93,7 +93,7 @@ def test_a_compiled_model_refuses_what_an_eager_one_does():
 
 def engine_compiled(stage, how):
     """A step of a ZeRO engine whose model, or which itself, is compiled."""
-    model = llama()
+    model = small()
     given = torch.compile(model, backend="aot_eager") if how == "model" else model
     engine, *_ = ds_seqpar.initialize(
         model=given, model_parameters=list(model.parameters()), config=settings(SECTION, stage, 1, 2)
@@ -107,22 +107,24 @@ def engine_compiled(stage, how):
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
-    ("stage", "how"), [("2", "model"), *(pytest.param(stage, "engine", marks=pytest.mark.whole) for stage in "23")]
+    ("stage", "how"), [("2", "model"), ("2", "engine"), pytest.param("3", "engine", marks=pytest.mark.whole)]
 )
 def test_zero_engines_with_compiled_models(stage, how):
-    expected, loss = one_process(llama(), window())
+    expected, loss = one_process(small(), window())
     for gradients, mine in on_ranks(2, engine_compiled, stage, how, timeout=400):
         assert gap(gradients, expected) < 1e-4, norm(gradients) / norm(expected)
         assert abs(mine - loss) < 1e-4
 
 
 def trainer_compiled(folder, stage):
-    """Logs of three steps, eager and compiled."""
-    found = []
+    """Logs of two steps and an evaluation, eager and compiled, of examples of one length: another is compiled anew."""
+    found, evaluation = [], {"eval_strategy": "steps", "eval_steps": 2}
+    data = [{name: x.repeat(5)[:40] for name, x in example.items()} for example in trainers.documents(8)]
     for name, changes in (("eager", {}), ("compiled", {"torch_compile": True, "torch_compile_backend": "aot_eager"})):
         trainer = trainers.make(
-            f"{folder}/{name}", 1, SECTION, stage, max_steps=2, eval_strategy="steps", eval_steps=2, **changes
-        )
+            f"{folder}/{name}", 1, SECTION, stage, max_steps=2, gradient_accumulation_steps=1,
+            parts={"train_dataset": data, "eval_dataset": data[:2]}, **evaluation, **changes,
+        )  # fmt: skip
         found.append(trainers.trained(trainer).logs)
     return found
 

@@ -7,7 +7,7 @@ from transformers import Trainer
 
 from hf_integration import SequenceParallelMixin, SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence
-from tests.hf.llama import llama
+from tests.hf.llama import small
 from tests.hf.trainers import documents, make, mean_of_steps
 from tests.launch import on_ranks
 
@@ -84,7 +84,7 @@ def evaluated(folder, size):
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.whole), 4])
 def test_a_prediction_step_of_ones_own_gives_the_mean_token_loss(size, tmp_path):
     """NaN where a rank has no label; else its own mean, averaged as if ranks had as many labels."""
-    expected = mean_of_steps(llama(pad_token_id=0).eval(), documents(7, seed=9), 4)
+    expected = mean_of_steps(small(pad_token_id=0).eval(), documents(7, seed=9), 4)
     for found in on_ranks(4, evaluated, tmp_path, size):
         assert len(found) == 4
         assert found == pytest.approx(dict.fromkeys(found, expected), rel=1e-5)

@@ -7,16 +7,22 @@ import pytest
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tests.hf.trainers import make
+from tests.hf.trainers import documents, make
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
+THREE_STEPS = {"train_dataset": documents(24)}
 # how often is logged -> arguments; steps are left over, or none was ever logged
 LOGGING = {
     "every step": {"logging_steps": 1},
-    "some left": {"logging_steps": 5},
+    "some left": {"logging_steps": 3},
     "none": {"logging_strategy": "no"},
-    "an epoch": {"logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1},
+    "an epoch": {
+        "logging_strategy": "epoch",
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "parts": {"train_dataset": documents(24)},
+    },
 }
 # of time, and of the machine
 TIMED = ("runtime", "per_second")
@@ -27,27 +33,31 @@ def losses_at_the_end(folder, size):
     found = {}
     for name, changes in LOGGING.items():
         section = size and {"size": size}
-        trainer = make(f"{folder}/{name}", size or 1, section, **{"max_steps": 7, **changes})
+        trainer = make(f"{folder}/{name}", size or 1, section, **{"max_steps": 4, **changes})
         output = trainer.train()
         logged = trainer.state.log_history[-1]["train_loss"]
         assert output.training_loss == output.metrics["train_loss"] == logged
         found[name] = logged
-    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7, "logging_steps": 5}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 3}
     make(f"{folder}/saved", size or 1, section, **saving).train()
     dist.barrier()
     resumed = make(f"{folder}/again", size or 1, section, **saving)
-    found["resumed"] = resumed.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-3").training_loss
+    found["resumed"] = resumed.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-2").training_loss
     return found
+
+
+def plain_and_shared(folder, size):
+    return losses_at_the_end(f"{folder}/plain", None), losses_at_the_end(f"{folder}/{size}", size)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_the_train_loss_at_the_end_is_that_of_all_ranks(size, tmp_path):
     """One rank's share of the steps since the last log: 0.0 where the plain Trainer says 5.96. (Plain ranks say their
     own share too, whose mean is the loss.)"""
-    plain = on_ranks(4, losses_at_the_end, tmp_path / "plain", None)
-    expected = {name: sum(rank[name] for rank in plain) / 4 for name in plain[0]}
+    ranks = on_ranks(4, plain_and_shared, tmp_path, size, timeout=200)
+    expected = {name: sum(plain[name] for plain, _ in ranks) / 4 for name in ranks[0][0]}
     assert expected["every step"] == pytest.approx(expected["some left"], rel=1e-5)
-    for found in on_ranks(4, losses_at_the_end, tmp_path / str(size), size):
+    for _, found in ranks:
         assert found == pytest.approx(expected, rel=1e-5)
 
 

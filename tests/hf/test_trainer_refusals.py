@@ -65,8 +65,8 @@ def own_forward():
     )  # fmt: skip
 
 
-def with_loss(function):
-    model = llama(pad_token_id=0)
+def with_loss(function, **changes):
+    model = llama(pad_token_id=0, **changes)
     model.loss_function = function
     return model
 
@@ -281,7 +281,8 @@ def own_losses(folder):
             said.append(str(error))
     parts, args = {"check_loss": False}, {"max_steps": 1, "max_grad_norm": 0}
     half = trained(make(f"{folder}/half", 2, SECTION, kind=ScaledLoss, parts=parts, **args))
-    own = trained(make(f"{folder}/own", 2, SECTION, model=with_loss(half_loss), parts=parts, **args))
+    model = with_loss(half_loss, num_hidden_layers=1)
+    own = trained(make(f"{folder}/own", 2, SECTION, model=model, parts=parts, **args))
     usual = trained(make(f"{folder}/whole", 2, SECTION, **args))
     return said, half["grad_norm"] + own["grad_norm"], usual["grad_norm"]
 

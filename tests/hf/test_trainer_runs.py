@@ -9,10 +9,10 @@ import torch
 import transformers
 from datasets import Dataset
 from packaging.version import Version
-from transformers import default_data_collator
+from transformers import TrainerCallback, default_data_collator
 
 from hf_integration import unpatch_attention
-from tests.hf.llama import IGNORE, llama
+from tests.hf.llama import IGNORE, small
 from tests.hf.trainers import documents, make, mean_of_steps, trained
 from tests.launch import on_ranks
 
@@ -96,35 +96,49 @@ def best(logits, labels):
     return logits.argmax(-1)
 
 
+class Counts(TrainerCallback):
+    """Evaluation steps: what is said of them a second is no number of them where a clock is set meanwhile."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.steps += 1
+
+
 def evaluations(folder, size, counts, preprocess=None):
     """For sets of these sizes: loss, steps, accuracy, and what predict returns."""
     parts = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": preprocess}
     parts |= {"gather_logits": True} if size else {}
     trainer = make(folder, SHARED[size], section(size), stage=3, parts=parts)
-    found = {}
+    found, counted = {}, Counts()
+    trainer.add_callback(counted)
     for count in counts:
-        metrics = trainer.evaluate(documents(count, seed=count))
-        steps = metrics["eval_steps_per_second"] * metrics["eval_runtime"]
+        counted.steps = 0
+        metrics, steps = trainer.evaluate(documents(count, seed=count)), counted.steps
         predicted = trainer.predict(documents(count, seed=count))
         assert predicted.metrics["test_loss"] == metrics["eval_loss"]
         found[count] = metrics["eval_loss"], steps, metrics["eval_accuracy"], predicted.predictions, predicted.label_ids
     return found
 
 
+def evaluations_by_size(folder, sizes, *args):
+    return {size: evaluations(f"{folder}/{size}", size, *args) for size in sizes}
+
+
 def test_evaluation_counts_every_sequence_once(tmp_path):
     """Sets that do not divide are filled up with sequences from the start; transformers counts those, and weighs the
     last step by rank. Four sequences a step: 1, 6 and 7 leave a remainder, and 1 is fewer than there are groups."""
     counts = (1, 6, 7, 8)
-    plain = on_ranks(4, evaluations, tmp_path / "plain", None, counts)[0]
-    torch.manual_seed(0)
-    model = llama().eval()
+    ranks = on_ranks(4, evaluations_by_size, tmp_path, (None, *SIZES), counts, timeout=200)
+    plain, model = ranks[0][None], small().eval()
     expected = {count: mean_of_steps(model, documents(count, seed=count), 4) for count in counts}
     assert plain[8][0] == pytest.approx(expected[8], rel=1e-5)
     for size in SIZES:
-        for found in on_ranks(4, evaluations, tmp_path / str(size), size, counts):
+        for found in (by_size[size] for by_size in ranks):
             for count, (loss, steps, right, predictions, labels) in found.items():
                 assert loss == pytest.approx(expected[count], rel=1e-5), (size, count)
-                assert round(steps) == math.ceil(count / 4)
+                assert steps == math.ceil(count / 4)
                 assert right == pytest.approx(plain[count][2])
                 # as many rows as sequences, each padded to what its ranks can share
                 whole, truth = plain[count][3:]
@@ -136,11 +150,10 @@ def test_evaluation_counts_every_sequence_once(tmp_path):
 
 
 def test_logits_are_reduced_before_they_are_gathered(tmp_path):
-    plain = on_ranks(4, evaluations, tmp_path / "plain", None, (7,), best)[0][7]
-    for found in on_ranks(4, evaluations, tmp_path / "shared", 4, (7,), best):
-        _, _, right, predictions, labels = found[7]
+    for found in on_ranks(4, evaluations_by_size, tmp_path, (None, 4), (7,), best):
+        _, _, right, predictions, labels = found[4][7]
         assert predictions.shape == labels.shape
-        assert right == plain[2]
+        assert right == found[None][7][2]
 
 
 class Unsized(torch.utils.data.IterableDataset):
@@ -210,13 +223,19 @@ def without_labels(folder, size):
     return run["loss"], run["grad_norm"], run["eval_loss"], trainer.predict(bare).predictions
 
 
+def plain_and_shared(folder, function):
+    """Of ranks that are plain, then of groups of two."""
+    return function(f"{folder}/plain", None), function(f"{folder}/shared", 2)
+
+
 def test_nothing_to_learn_is_nothing_and_not_nan(tmp_path):
     """axolotl#3026, Megatron#1764: NaN where all tokens of a rank, or of a step, are masked."""
-    _, _, held_out, plain = on_ranks(4, without_labels, tmp_path / "plain", None)[0]
+    ranks = on_ranks(4, plain_and_shared, tmp_path, without_labels)
+    (_, _, held_out, plain), _ = ranks[0]
     # plain ranks take all examples in one step; ours two, and before 5.23 the Trainer kept the NaN of the silent one
     if Version(transformers.__version__).release < (5, 23):
         held_out = [math.nan]
-    for losses, norms, evaluated, predictions in on_ranks(4, without_labels, tmp_path / "shared", 2):
+    for _, (losses, norms, evaluated, predictions) in ranks:
         assert losses == norms == [0, 0]
         assert len(evaluated) == 1
         assert evaluated == pytest.approx(held_out[:1], rel=1e-5, nan_ok=True)

@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer
 
 from hf_integration import SequenceParallelMixin
 from tests.dist.ranks import is_one_sentence
-from tests.hf.llama import llama
+from tests.hf.llama import small
 from tests.hf.trainers import documents, settings
 from tests.launch import on_ranks
 
@@ -40,7 +40,7 @@ def sft(folder, size, parts=None, **changes):
     }  # fmt: skip
     own = {"train_dataset": rows(48), "eval_dataset": rows(8, seed=9), **(parts or {})}
     return (Shared if size else SFTTrainer)(
-        model=llama(vocab_size=300, pad_token_id=0), args=SFTConfig(str(folder), **{**given, **changes}),
+        model=small(vocab_size=300, pad_token_id=0), args=SFTConfig(str(folder), **{**given, **changes}),
         processing_class=ByT5Tokenizer(extra_ids=0), **own,
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def preferences(folder):
     config = DPOConfig(str(folder), use_cpu=True, bf16=False, report_to="none", deepspeed=settings({"size": 2}, 2))
     tokenizer = ByT5Tokenizer(extra_ids=0)
     return Shared(
-        model=llama(vocab_size=300, pad_token_id=0), args=config, processing_class=tokenizer, train_dataset=data
+        model=small(vocab_size=300, pad_token_id=0), args=config, processing_class=tokenizer, train_dataset=data
     )
 
 

@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
 
 from hf_integration import SequenceParallelTrainer
-from tests.hf.llama import IGNORE, llama
+from tests.hf.llama import IGNORE, small
 
 STEPS = 12
 
@@ -74,7 +74,7 @@ def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=
     given = {"train_dataset": documents(96), "eval_dataset": documents(12, seed=9), "data_collator": collate}
     kind = kind or (SequenceParallelTrainer if section else Trainer)
     args = arguments(folder, sequences, section, stage, **changes)
-    return kind(model or llama(pad_token_id=0), args, **{**given, **(parts or {})})
+    return kind(model or small(pad_token_id=0), args, **{**given, **(parts or {})})
 
 
 def mean_of_steps(model, examples, a_step):

@@ -12,6 +12,7 @@ from ds_seqpar.errors import InputError
 from ds_seqpar.planning.layout import LAYOUTS, Run, join
 from ds_seqpar.planning.masks import END, Mask, sees, visibility
 from ds_seqpar.planning.tiles import Tile, tiles
+from tests.oracle import seen
 
 CAUSAL, FULL = Mask(), Mask(causal=False)
 
@@ -25,16 +26,7 @@ def _held(runs):
 
 
 def _dense(q, kv, mask):
-    """The definition, pair by pair; not by way of `Mask.bounds`."""
-    q, kv = _held(q)[:, None], _held(kv)[None, :]
-    seen = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
-    if mask.causal:
-        seen &= kv <= q
-    if mask.window:
-        seen &= kv > q - mask.window
-    for start in mask.documents:
-        seen &= (q >= start) == (kv >= start)  # no document begins between the two
-    return seen
+    return seen(mask, _held(q), _held(kv))
 
 
 def _part(tile):
@@ -73,10 +65,10 @@ def _assert_exact(q, kv, mask, square=False):
 def test_bounds_are_the_first_and_last_key_that_a_query_sees():
     for causal, window, documents in itertools.product((True, False), (None, 1, 3, 40), ((), (0, 4, 5, 11))):
         mask = Mask(causal=causal, window=window, documents=documents)
-        seen = _dense((Run(0, 1, 20),), (Run(0, 1, 20),), mask)
+        wanted = _dense((Run(0, 1, 20),), (Run(0, 1, 20),), mask)
         for p in range(20):
             lo, hi = mask.bounds(p)
-            assert list(range(lo, min(hi, 20))) == seen[p].nonzero().flatten().tolist(), (mask, p)
+            assert list(range(lo, min(hi, 20))) == wanted[p].nonzero().flatten().tolist(), (mask, p)
     assert FULL.bounds(7) == (0, END)
 
 

@@ -99,7 +99,7 @@ def test_virtual_ranks_refuse_what_real_ones_do():
     q, k, v, do = tensors(1, 16, (4, 2), 8)
     two = SequenceParallelConfig(size=2)
     refused = {
-        "causal True or False; got None": lambda: attention(two, q, k, v, causal=None),
+        "causal True or False, or a Mask; got None": lambda: attention(two, q, k, v, causal=None),
         "a number above 0": lambda: attention(two, q, k, v, scale=float("nan")),
         "at least one sequence": lambda: attention(two, q[:0], k[:0], v[:0]),
         "got q list": lambda: attention(two, q.tolist(), k, v),

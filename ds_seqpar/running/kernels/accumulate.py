@@ -7,7 +7,7 @@ a second result is added to it. Every tensor has its tokens on dim 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,24 +21,24 @@ INF = float("inf")
 
 
 class Rows(NamedTuple):
-    """`count` groups of `size` neighbouring tokens, the first token of each `step` after that of the one before."""
+    """`groups` groups of `size` neighbouring tokens, the first token of each `step` after that of the one before."""
 
     start: int
     size: int
-    count: int = 1
+    groups: int = 1
     step: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """A view: (B, n, ...) -> (B, size, ...), or (B, count, size, ...) for several groups."""
+        """A view: (B, n, ...) -> (B, size, ...), or (B, groups, size, ...) for several groups."""
         if self.size == x.shape[1]:
             return x
-        if self.count == 1:
+        if self.groups == 1:
             return x.narrow(1, self.start, self.size)
-        held = x.narrow(1, self.start, self.step * (self.count - 1) + self.size)
+        held = x.narrow(1, self.start, self.step * (self.groups - 1) + self.size)
         return held.unfold(1, self.size, self.step).movedim(-1, 2)
 
     def all_of(self, tokens: int) -> bool:
-        return self.size * self.count == tokens
+        return self.size * self.groups == tokens
 
 
 class Running:
@@ -62,9 +62,9 @@ class Running:
         return self._held
 
     def add(self, new: Tensors, rows: Rows, of: int) -> None:
-        """A kernel's tensors for those rows of `of`, (B, size, ...), or (B, count, size, ...) for several groups. Kept
+        """A kernel's tensors for those rows of `of`, (B, size, ...), or (B, groups, size, ...) for several groups. Kept
         as they are where they are the first; they may be changed."""
-        if self._held is None and rows.count == 1:
+        if self._held is None and rows.groups == 1:
             self._held, self._rows = new, None if rows.all_of(of) else rows
         elif self._held is None and rows.all_of(of):
             self._held = tuple(x.flatten(1, 2) for x in new)
@@ -202,7 +202,7 @@ def _squares(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[_C
 def _take(x: Tensor, rows: Rows, upper: bool) -> Tensor:
     """Those rows with the groups as part of the batch, in reverse order for upper. A view where it can be one."""
     found = rows.of(x)
-    if rows.count > 1:
+    if rows.groups > 1:
         found = found.flatten(0, 1)
     return found.flip(1) if upper else found
 
@@ -211,15 +211,33 @@ def _give(x: Tensor, rows: Rows, upper: bool) -> Tensor:
     """A result for what `_take` took, in the order and shape of the rows."""
     if upper:
         x = x.flip(1)
-    return x.unflatten(0, (-1, rows.count)) if rows.count > 1 else x
+    return x.unflatten(0, (-1, rows.groups)) if rows.groups > 1 else x
+
+
+class Accumulating(Kernel, Protocol):
+    """A kernel that runs tiles of every kind itself and adds to running results where they lie. One that lacks these
+    is run a tile at a time, by `forward` and `backward`, which have the meaning of the arguments."""
+
+    def forward_tiles(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
+    ) -> None: ...
+
+    def backward_tiles(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        tiles: Sequence[Tile], scale: float, dq: Running, dkv: Running,
+    ) -> None: ...  # fmt: skip
+
+
+def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
+    return hasattr(kernel, "forward_tiles")
 
 
 def forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Softmax
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
 ) -> None:
-    """Adds what the tiles make visible to `into`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as they like but
-    for a last dimension without gaps. A kernel that is `Accumulating` is given all tiles at once."""
-    if hasattr(kernel, "forward_tiles"):
+    """Adds what the tiles make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
+    they like but for a last dimension without gaps. A kernel that is `Accumulating` is given all tiles at once."""
+    if _accumulates(kernel):
         kernel.forward_tiles(q, k, v, tiles, scale, into)
         return
     for tile in tiles:
@@ -238,11 +256,12 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _Call, scale:
 
 def backward(
     kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    tiles: Sequence[Tile], scale: float, dq: Sum, dkv: Sum,
+    tiles: Sequence[Tile], scale: float, dq: Running, dkv: Running,
 ) -> None:  # fmt: skip
-    """Adds the tiles' part of the gradients to dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq) wide: out
-    and lse are those of the whole rows, not of these tiles. A kernel that is `Accumulating` is given all at once."""
-    if hasattr(kernel, "backward_tiles"):
+    """Adds the tiles' part of the gradients to the `Sum`s dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq)
+    wide: out and lse are those of the whole rows, not of these tiles. A kernel that is `Accumulating` is given all at
+    once."""
+    if _accumulates(kernel):
         kernel.backward_tiles(do, q, k, v, out, lse, tiles, scale, dq, dkv)
         return
     for tile in tiles:
@@ -250,12 +269,12 @@ def backward(
             _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
 
 
-def _add_gradients(kernel: Kernel, operands: Tensors, call: _Call, scale: float, dq: Sum, dkv: Sum) -> None:
+def _add_gradients(kernel: Kernel, operands: Tensors, call: _Call, scale: float, dq: Running, dkv: Running) -> None:
     rows, columns, kind = call
     upper = kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
-    taken = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
-    grads = kernel.backward(*taken, kind != "full", scale)
-    del taken
+    do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
+    grads = kernel.backward(do, q, k, v, out, lse, kind != "full", scale)
+    del do, q, k, v, out, lse
     dq.add((_give(grads[0], rows, upper),), rows, operands[1].shape[1])
     dkv.add(tuple(_give(x, columns, upper) for x in grads[1:]), columns, operands[2].shape[1])

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ...planning.tiles import Tile
-    from .accumulate import Softmax, Sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +58,3 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
         ...
-
-
-class Accumulating(Kernel, Protocol):
-    """A kernel that runs tiles of every kind itself and adds to running results where they lie. One that lacks these
-    is run a tile at a time, by `accumulate.forward` and `accumulate.backward`, which have the meaning of the arguments.
-    """
-
-    def forward_tiles(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Softmax
-    ) -> None: ...
-
-    def backward_tiles(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        tiles: Sequence[Tile], scale: float, dq: Sum, dkv: Sum,
-    ) -> None: ...  # fmt: skip

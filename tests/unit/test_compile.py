@@ -1,0 +1,99 @@
+"""What a program hangs on: which blocks meet, and no length; tiles of any length from those of a short one."""
+
+import itertools
+
+import pytest
+
+from ds_seqpar.planning import compile as compiling
+from ds_seqpar.planning.compile import PROBE, Bound, Compiler, Recipe, pattern_of
+from ds_seqpar.planning.layout import LAYOUTS
+from ds_seqpar.planning.masks import CAUSAL, FULL, Mask, visibility
+from ds_seqpar.planning.plan import Pattern
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shape import Shape
+from ds_seqpar.planning.shards import EvenShards, UnevenShards
+from ds_seqpar.planning.tiles import tiles
+from tests.unit.plans import DIRECTIONS, topologies
+
+SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
+ORDER = (CAUSAL, FULL)  # masks that know no distance
+
+
+def _recipe(schedule, topology, layout, **settings):
+    return Recipe(schedule=SCHEDULES[schedule], topology=topology, layout=layout, **settings)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_of_n_and_2n_tokens_are_one_object(schedule, overlap):
+    topology = topologies(schedule, 4)[-1]
+    for layout, direction in itertools.product(SCHEDULES[schedule].layouts, DIRECTIONS):
+        compiler = Compiler(_recipe(schedule, topology, layout, overlap=overlap), 2)
+        for mask in ORDER if schedule != "distflash" else (CAUSAL,):
+            bounds = [compiler.bound(direction, mask, EvenShards(layout, n, 4), SHAPE, False) for n in (48, 96, 8000)]
+            assert len({id(bound.program) for bound in bounds}) == 1
+            assert [bound.tokens("q", (1,)) for bound in bounds] == [12, 24, 2000]
+        # a window of all tokens leaves the blocks that meet as they are, and one of few does not
+        shards = EvenShards(layout, 48, 4)
+        wide, narrow = (compiler.program(direction, Mask(window=w), shards, SHAPE) for w in (48, 1))
+        assert wide is compiler.program(direction, CAUSAL, shards, SHAPE)
+        assert narrow is not wide
+
+
+def test_a_program_hangs_on_what_travels_and_how():
+    compiler = Compiler(_recipe("ring", topologies("ring", 4)[0], "zigzag"), 0)
+    shards = EvenShards("zigzag", 48, 4)
+    wide = compiler.program("backward", CAUSAL, shards, SHAPE)
+    narrow = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="bfloat16")
+    assert compiler.program("backward", CAUSAL, shards, narrow) is not wide
+    assert compiler.program("forward", CAUSAL, shards, SHAPE) is not wide
+    other = Shape(batch=7, q_heads=8, kv_heads=4, head_dim=64, dtype="bfloat16", travel="float32")
+    assert compiler.program("backward", CAUSAL, shards, other) is wide
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
+    for size in (1, 2, 3, 4, 6):
+        runs = size * (2 if layout == "zigzag" else 1)
+        keys = [(block,) for block in range(size)] + [tuple(range(size)), tuple(range(0, size, 2))]
+        for run in (PROBE + 1, PROBE + 2, 7, 16, 61, 1000):
+            shards = EvenShards(layout, runs * run, size)
+            for mask in ORDER:
+                for q, kv in itertools.product(keys, repeat=2):
+                    found = compiling._tiles(q, kv, mask, shards, square)
+                    if layout == "striped" and run > 61:
+                        continue  # many pieces, and the formula is one for all
+                    assert found == tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square), (size, run, q, kv)
+
+
+def test_tiles_grow_without_looking_at_tokens():
+    """Those of a million tokens are found by arithmetic, and a bound keeps them."""
+    shards = EvenShards("zigzag", 1 << 20, 8)
+    bound = Bound(Compiler(_recipe("ring", topologies("ring", 8)[0], "zigzag"), 3).program(
+        "forward", CAUSAL, shards, SHAPE), SHAPE, shards, CAUSAL, False)  # fmt: skip
+    found = bound.tiles((3,), (3,))
+    assert bound.tiles((3,), (3,)) is found
+    tokens = (1 << 20) // 8
+    assert sum(tile.products for tile in found) == tokens // 2 * (tokens // 2 + 1) + (tokens // 2) ** 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_pattern_of_a_stand_in_is_the_true_one(layout):
+    for size in (1, 2, 3, 4, 8):
+        runs = size * (2 if layout == "zigzag" else 1)
+        for run, mask in itertools.product((1, 2, 3, 5, 64), ORDER):
+            shards = EvenShards(layout, runs * run, size)
+            assert compiling._stand_in(mask, shards).seq <= max(2 * runs, shards.seq if run < 3 else 0)
+            compiler = Compiler(_recipe("ring", topologies("ring", size)[0], layout), 0)
+            blocks = [shards.runs("q", (block,)) for block in range(size)]
+            true = Pattern(visibility(blocks, blocks, mask))
+            assert compiler.pattern(mask, shards) == pattern_of(mask, shards) == true, (size, run)
+
+
+def test_a_mask_that_knows_distances_has_no_stand_in():
+    shards = EvenShards("zigzag", 96, 4)
+    for mask in (Mask(window=5), Mask(documents=(0, 7))):
+        assert compiling._stand_in(mask, shards) is shards
+    uneven = UnevenShards([shards.runs("q", (block,)) for block in range(4)])
+    assert compiling._stand_in(CAUSAL, uneven) is uneven

@@ -1,0 +1,35 @@
+"""Functions and files stay short enough to be read at once."""
+
+import ast
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for package in ("ds_seqpar", "hf_integration") for path in (ROOT / package).rglob("*.py"))
+
+
+def functions():
+    """Name -> lines of every function and method, its docstring included."""
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    return found
+
+
+LINES = functions()
+
+
+def test_functions_are_short():
+    assert len(LINES) > 500
+    longest = sorted(LINES, key=LINES.get)[-10:]
+    assert statistics.median(LINES.values()) <= 8, longest
+    assert statistics.quantiles(LINES.values(), n=10)[-1] <= 25, longest
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_have_300_lines_at_most(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300

@@ -1,0 +1,218 @@
+"""Masks and shards of any lengths on virtual ranks: every schedule equals dense fp64 in both directions, or refuses."""
+
+import dataclasses
+import functools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning.layout import Run, multiple
+from ds_seqpar.planning.masks import Mask
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shards import UnevenShards
+from ds_seqpar.planning.topology import divisors
+from ds_seqpar.running.virtual import attention
+from tests.oracle import dense, errors, seen, tensors
+
+REFUSED = r"^distflash needs causal attention on the contiguous layout; got other visibility, "
+NAMES = ("out", "dq", "dk", "dv")
+HEADS = ((4, 4), (4, 2), (4, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Settings and lengths; shards where they are not the layout's."""
+
+    config: SequenceParallelConfig
+    mask: Mask
+    seq: int
+    keys: int
+    heads: tuple[int, int]
+    shards: UnevenShards | None
+
+
+def _check(case):
+    """Equals dense attention to 1e-10, or refuses where the schedule cannot."""
+    q, _, _, do = tensors(1, case.seq, case.heads, 4)
+    _, k, v, _ = tensors(1, case.keys, case.heads, 4, seed=1)
+    visible = seen(case.mask, range(case.seq), range(case.keys))
+    wanted = dense(q, k, v, do, visible)
+    if case.config.schedule == "distflash" and _sees_a_later_block(case, visible):
+        with pytest.raises(ConfigError, match=REFUSED) as caught:
+            attention(case.config, q, k, v, do, mask=case.mask, shards=case.shards)
+        assert "\n" not in str(caught.value)
+        return False
+    found = attention(case.config, q, k, v, do, mask=case.mask, shards=case.shards)
+    found = (found.out, found.dq, found.dk, found.dv)
+    assert not any(x.isnan().any() for x in found), case
+    # a token that sees itself alone has gradients of 0, and no measure of error
+    sizes = [max(1.0, x.abs().max().item()) for x in wanted]
+    wrong = [(a - b).abs().max().item() / size for a, b, size in zip(found, wanted, sizes, strict=True)]
+    assert max(wrong) <= 1e-10, (case, dict(zip(NAMES, wrong, strict=True)))
+    return True
+
+
+def _sees_a_later_block(case, visible):
+    size = case.config.size // case.config.ulysses
+    shards = case.shards or UnevenShards([(Run(r * case.seq // size, 1, case.seq // size),) for r in range(size)])
+    held = [
+        [[p for run in shards.runs(side, (block,)) for p in run.positions] for block in range(size)]
+        for side in ("q", "kv")
+    ]
+    return any(visible[held[0][i]][:, held[1][j]].any() for i in range(size) for j in range(i + 1, size) if held[0][i])
+
+
+# ---- what is drawn
+
+
+@st.composite
+def masks(draw, seq):
+    """Windows of 1 .. seq, drawn documents, both, or neither."""
+    window = draw(st.none() | st.integers(1, seq))
+    starts = draw(st.sets(st.integers(1, max(1, seq - 1)), max_size=draw(st.sampled_from([0, 2, 8]))))
+    return Mask(causal=draw(st.sampled_from([True, True, False])), window=window, documents=(0, *sorted(starts)))
+
+
+@st.composite
+def configs(draw, schedule, most):
+    inner = draw(st.integers(1, most))
+    ulysses = draw(st.sampled_from([u for u in (1, 1, 2, 4) if inner * u <= most]))
+    its = SCHEDULES[schedule]
+    own = draw(st.sampled_from(list(its.shapes(inner))))
+    return SequenceParallelConfig(
+        size=inner * ulysses,
+        ulysses=ulysses,
+        schedule=schedule,
+        layout=draw(st.sampled_from(its.layouts)),
+        overlap=draw(st.booleans()),
+        forward=draw(st.sampled_from(its.travellers)),
+        backward=draw(st.sampled_from(its.travellers)),
+        **own,
+    )
+
+
+@st.composite
+def shared(draw, config):
+    """(seq, keys, shards): a sequence in the configured layout, or in blocks of any length."""
+    size = config.size // config.ulysses
+    step = multiple(config.layout, config.size, config.ulysses)
+    kind = draw(st.sampled_from(["even", "uneven", "uneven", "other keys"]))
+    if kind == "even":
+        seq = step * draw(st.integers(1, max(1, 40 // step)))
+        return seq, seq, None
+    seq, dice = draw(st.integers(1, 40)), random.Random(draw(st.integers(0, 2**32)))
+    pieces = draw(st.sampled_from([1, 1, 2, 3]))
+    ordered = draw(st.booleans())
+    q = _cuts(dice, seq, size, pieces, ordered)
+    if kind == "uneven":
+        return seq, seq, UnevenShards(q)
+    keys = draw(st.integers(seq, 48))  # a query sees itself
+    return seq, keys, UnevenShards(q, _cuts(dice, keys, size, pieces, ordered))
+
+
+def _cuts(dice, seq, size, pieces, ordered):
+    """Runs of every block: the sequence in pieces of random lengths, 0 too, dealt out; or each block one, in order."""
+    count = size * (1 if ordered else pieces)
+    cuts = sorted(dice.randint(0, seq) for _ in range(count - 1))
+    runs = [Run(a, 1, b - a) for a, b in zip([0, *cuts], [*cuts, seq], strict=True)]
+    if not ordered:
+        dice.shuffle(runs)
+    return [tuple(sorted(run for run in runs[block::size] if run.length)) for block in range(size)]
+
+
+@st.composite
+def cases(draw, schedule, most):
+    config = draw(configs(schedule, most))
+    seq, keys, shards = draw(shared(config))
+    mask = draw(masks(seq))
+    if SCHEDULES[schedule].default_layout == "contiguous" and draw(st.booleans()):  # one that it can do
+        mask = dataclasses.replace(mask, causal=True)
+    heads = draw(st.sampled_from([h for h in HEADS if h[1] % config.ulysses == 0 or config.ulysses % h[1] == 0]))
+    return Case(config, mask, seq, keys, heads, shards)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
+    _check(data.draw(cases(schedule, 9)))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=1500)
+@given(data=st.data())
+def test_every_schedule_equals_dense_attention_under_many_masks(schedule, data):
+    _check(data.draw(cases(schedule, 16)))
+
+
+# ---- all of them, one by one
+
+DOCUMENTS = ([], [5, 7, 4], [1, 1, 14], [16], [4, 4, 4, 4], [8, 8])
+
+
+def _grid(schedule, size, windows, layouts=LAYOUTS, packings=DOCUMENTS):
+    """How many of the cases the schedule took."""
+    took = 0
+    for layout in (layout for layout in layouts if layout in SCHEDULES[schedule].layouts):
+        for own in SCHEDULES[schedule].shapes(size):
+            config = SequenceParallelConfig(size=size, ulysses=1, schedule=schedule, layout=layout, **own)
+            for window in windows:
+                for lengths in packings:
+                    for causal in (True, False):
+                        mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
+                        took += _check(Case(config, mask, 16, 16, (2, 1), None))
+    return took
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_window_and_packing_of_a_short_sequence(schedule, size):
+    assert _grid(schedule, size, (None, *range(1, 17)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_windows_and_packings_of_a_short_sequence(schedule):
+    for window, layout in ((None, "zigzag"), (1, "striped"), (5, "contiguous")):
+        _grid(schedule, 4, (window,), (layout,), DOCUMENTS[1:3])
+
+
+# ---- what a schedule cannot do
+
+
+def test_distflash_refuses_by_name_where_a_query_sees_a_later_block():
+    q, k, v, _ = tensors(1, 12, (2, 1), 4)
+    config = SequenceParallelConfig(size=4, ulysses=1, schedule="distflash")
+    late_keys = UnevenShards([(Run(3 * r, 1, 3),) for r in range(4)], [(Run(11 * r, 1, 11 if r == 0 else 0),) for r in
+                             range(1)] + [(Run(11, 1, 1),), (), ()])  # fmt: skip
+    crossed = UnevenShards([(Run(3 * r, 1, 3),) for r in (1, 0, 2, 3)])
+    refused = [(Mask(causal=False), None), (Mask(causal=False, window=5), None), (Mask(), crossed)]
+    for mask, shards in refused:
+        with pytest.raises(ConfigError, match=REFUSED):
+            attention(config, q, k, v, mask=mask, shards=shards)
+    # each of whose documents ends with a block, or keys that lie no later than their queries
+    for mask, shards in ((Mask(causal=False, documents=(0, 3, 6, 9)), None), (Mask(), late_keys)):
+        found = attention(config, q, k, v, mask=mask, shards=shards).out
+        wanted = dense(q, k, v, q, seen(mask, range(12), range(12)))[0]
+        assert errors((found,), (wanted,))[0] <= 1e-10
+
+
+@functools.cache
+def _ulysses_shapes():
+    return [(inner * u, u) for inner in (1, 2, 3) for u in divisors(4)]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 4), (4, 1)], ids=str)
+def test_members_share_blocks_of_any_length(heads):
+    """Tokens of an inner rank that its Ulysses members cannot share equally, and fewer tokens than members."""
+    dice = random.Random(3)
+    for size, ulysses in _ulysses_shapes():
+        config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule="ring")
+        for seq in (1, 2, 5, 13):
+            shards = UnevenShards(_cuts(dice, seq, size // ulysses, 2, False))
+            assert _check(Case(config, Mask(window=4), seq, seq, heads, shards))
