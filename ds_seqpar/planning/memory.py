@@ -26,7 +26,7 @@ from .program import (
     ScatterStart,
     Wait,
 )
-from .shape import ITEMSIZE, Shape, buffer_bytes
+from .shape import ITEMSIZE, Shape
 from .tiles import Tile
 
 PIECE = 1 << 18  # elements that results are merged in at a time, or a 16th of them where they are more
@@ -184,18 +184,9 @@ class _Follower:
                 result.settled and not result.placed and (self.shape.dtype == self.shape.wide)
             ):
                 continue
-            if slot == OWN:  # nothing was added to it: blank, in memory of its own
-                done += self.rows(unit[0], self.bound.tokens(*unit))
-                self.see(done + self.blank(unit))
-                continue
             self.settle(result, slot)
             done += self.rows(unit[0], self.bound.tokens(*unit))
             self.see(done)
-
-    def blank(self, unit: Unit) -> int:
-        """A wide result in no slot."""
-        fields = self.shape.fields(self.program.direction, unit[0], self.shape.wide)
-        return buffer_bytes(fields, self.shape.batch * self.bound.tokens(*unit))
 
 
 FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {

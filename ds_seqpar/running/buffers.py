@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..planning.actions import Key, Unit
 from ..planning.compile import Bound
-from ..planning.shape import Place, buffer_bytes, places_of
+from ..planning.shape import Place
 
 Tensors = tuple[Tensor, ...]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -37,14 +37,6 @@ class Buffers:
         if seen is None or seen[0] is not places:  # most units in a slot are of one size
             seen = self.seen[slot] = places, views(self._buffer(slot), places)
         return seen[1]
-
-    def wide(self, unit: Unit) -> Tensors:
-        """Tensors of their own for a result that has no slot: nothing is added to it."""
-        shape, tokens = self.bound.shape, self.bound.tokens(*unit)
-        fields = shape.fields(self.bound.program.direction, unit[0], shape.wide)
-        size = buffer_bytes(fields, shape.batch * tokens)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return views(buffer, places_of(fields, shape.batch, tokens))
 
     def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
         """The tensors of several units that stand one after the other in a slot."""

@@ -105,9 +105,7 @@ class Walk:
         """The running result of a unit, which goes into the slot once it must be wide."""
         if unit not in self.results:
             buffers = self.buffers
-            self.results[unit] = self.work.running(
-                unit[0], lambda: buffers.wide(unit) if slot == OWN else buffers.tensors(slot, unit)
-            )
+            self.results[unit] = self.work.running(unit[0], lambda: buffers.tensors(slot, unit))
         return self.results[unit]
 
     def merge(self, one: Merge) -> None:
