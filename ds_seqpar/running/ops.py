@@ -141,10 +141,14 @@ def _(
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
+def _held(*handles: int) -> list[object]:
+    """What backward needs even where the caller has let go of it; a compiler has symbols for numbers that change."""
+    return [of_handle(handle) for handle in handles if type(handle) is int and handle != CONFIGURED]
+
+
 def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
     q, k, v, *ctx.handles, ctx.scale, _ = inputs
-    # backward needs them even where the caller has let go of them; a compiler has symbols for numbers that change
-    ctx.held = [of_handle(handle) for handle in ctx.handles if type(handle) is int and handle != CONFIGURED]
+    ctx.held = _held(*ctx.handles)
     ctx.save_for_backward(q, k, v, *output)
 
 
@@ -219,7 +223,7 @@ def _(tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, 
 
 def _save_scatter(ctx: Context, inputs: tuple, output: Tensor) -> None:
     tensors, ctx.counts, ctx.handle, ctx.kind, _ = inputs
-    ctx.runtime, ctx.heads, ctx.tokens = of_handle(ctx.handle), [x.shape[2] for x in tensors], tensors[0].shape[1]
+    ctx.held, ctx.heads, ctx.tokens = _held(ctx.handle), [x.shape[2] for x in tensors], tensors[0].shape[1]
 
 
 def _differentiate_scatter(ctx: Context, grad: Tensor) -> tuple:
@@ -249,7 +253,7 @@ def _(joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, 
 
 def _save_gather(ctx: Context, inputs: tuple, output: list[Tensor]) -> None:
     _, _, ctx.counts, _, ctx.handle, ctx.kind = inputs
-    ctx.runtime = of_handle(ctx.handle)
+    ctx.held = _held(ctx.handle)
 
 
 def _differentiate_gather(ctx: Context, grads: list[Tensor]) -> tuple:
