@@ -93,3 +93,25 @@ def test_compiled_attention_still_asks_its_peers():
             assert kind in ("DisagreementError", "InputError")
             assert word in message
         assert error < 1e-10
+
+
+def one_function_for_several():
+    """The function is compiled again with the number of the SequenceParallel as a symbol."""
+
+    def attend(sp, q, k, v):
+        return sp.attention(q, k, v)
+
+    compiled, found = torch.compile(attend, backend="aot_eager", fullgraph=True), []
+    for ulysses in (2, 2, 1):
+        sp = make(size=2, ulysses=ulysses)
+        tensors = [torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3)]
+        grads = []
+        for function in (compiled, attend):
+            out = function(sp, *tensors)
+            grads.append([out.detach(), *torch.autograd.grad(out.square().sum(), tensors)])
+        found.append(all(torch.equal(a, b) for a, b in zip(*grads, strict=True)))
+    return found
+
+
+def test_one_compiled_function_serves_several_in_a_process():
+    assert on_ranks(2, one_function_for_several) == [[True] * 3] * 2

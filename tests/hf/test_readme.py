@@ -55,8 +55,9 @@ def test_python_snippet_runs_by_its_command(snippet, tmp_path):
     check(snippet, scripts.launch(launcher, ranks, tmp_path, written(snippet, tmp_path), threads=1))
 
 
-def test_there_is_a_snippet_for_each_of_the_four_ways():
-    assert [command_of(snippet)[0] for snippet in PYTHON] == ["train.py", "finetune.py", "evaluate.py", "own_model.py"]
+def test_there_is_a_snippet_for_each_of_the_four_ways_and_for_masks():
+    names = ["train.py", "finetune.py", "evaluate.py", "own_model.py", "masks.py"]
+    assert [command_of(snippet)[0] for snippet in PYTHON] == names
 
 
 @pytest.mark.parametrize("snippet", JSON)

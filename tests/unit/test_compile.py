@@ -60,8 +60,9 @@ def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
         for run in (PROBE + 1, PROBE + 2, 7, 16, 61, 1000):
             shards = EvenShards(layout, runs * run, size)
             for mask in ORDER:
+                growing = compiling._Growing(mask, layout, size, square)
                 for q, kv in itertools.product(keys, repeat=2):
-                    found = compiling._tiles(q, kv, mask, shards, square)
+                    found = growing.tiles(q, kv, run)
                     if layout == "striped" and run > 61:
                         continue  # many pieces, and the formula is one for all
                     assert found == tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square), (size, run, q, kv)

@@ -47,7 +47,7 @@ def test_a_rank_makes_its_own_groups_only():
     for rank in found["ring"]:
         assert rank["sizes"] == [8, 128]
         assert rank["sp_is_all"]
-    for rank in found["ring, 16 groups"]:
+    for rank in found["default, 16 groups"]:
         assert rank["sizes"] == [8, 8, 64]
         assert not rank["sp_is_all"]
     names = [rank["names"] for rank in found["ring"]]
