@@ -10,7 +10,8 @@ OUT ?= runs/demo
 VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
 OLDEST := transformers==5.18.0
-WORKERS ?= 2
+# more than two: some tests wait more than they compute
+WORKERS ?= 3
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
 PYTEST := python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
