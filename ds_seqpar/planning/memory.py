@@ -27,9 +27,7 @@ from .program import (
     Wait,
 )
 from .shape import ITEMSIZE, Shape
-from .tiles import Tile
-
-PIECE = 1 << 18  # elements that results are merged in at a time, or a 16th of them where they are more
+from .tiles import PIECE, Tile
 
 
 def peak(bound: Bound) -> int:

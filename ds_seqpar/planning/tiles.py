@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 from .layout import Runs
 from .masks import END, Mask, Triple, between
 
+PIECE = 1 << 18  # elements of results that are merged at a time, or a 16th of them where they are more
+
 
 class Tile(NamedTuple):
     """One kernel call: query rows [q0, q1) against key columns [k0, k1). Row q0 + i sees column k0 + j

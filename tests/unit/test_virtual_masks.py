@@ -178,8 +178,8 @@ def test_every_window_and_packing_of_a_short_sequence(schedule, size):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_windows_and_packings_of_a_short_sequence(schedule):
-    for window, layout in ((None, "zigzag"), (1, "striped"), (5, "contiguous")):
-        _grid(schedule, 4, (window,), (layout,), DOCUMENTS[1:3])
+    settings = ((None, "zigzag"), (1, "striped"), (5, "contiguous"))
+    assert any([_grid(schedule, 4, (window,), (layout,), DOCUMENTS[1:3]) for window, layout in settings])
 
 
 # ---- what a schedule cannot do
