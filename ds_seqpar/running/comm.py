@@ -105,27 +105,30 @@ def _reason(said: str, group: Group) -> str:
     return f"failed: {said.splitlines()[0] if said else 'without a reason'}"
 
 
-AGREEMENT = 0x5EA9  # the tag of what `greatest` sends: in the group of all ranks users may send things of their own
+AGREEMENT = 0x5EA9  # the first tag of what `greatest` sends: in the group of all ranks users may send things too
 
 
 def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The greatest of every rank's numbers[i], each of 63 bits, on all ranks of a group that carries CPU tensors.
 
     In log2(ranks) steps, where gloo's own reductions go round all ranks: in step s a rank tells the one 2^s further
-    what it knows of the 2^s before it. That some are told of twice does not change a greatest number.
+    what it knows of the 2^s before it. That some are told of twice does not change a greatest number. Every step's
+    number has its place from the start, so that none is waited for by a peer that has yet to ask for it.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     known = torch.tensor(numbers, dtype=torch.int64)
-    for far in (1 << step for step in range((size - 1).bit_length())):
-        theirs = known.clone()
-        works = (
-            dist.irecv(theirs, group=group, group_src=(rank - far) % size, tag=AGREEMENT),
-            dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT),
-        )
-        for work in works:
+    distances = [1 << step for step in range((size - 1).bit_length())]
+    theirs = known.repeat(len(distances), 1).unbind()
+    arriving = [
+        dist.irecv(place, group=group, group_src=(rank - far) % size, tag=AGREEMENT + step)
+        for step, (place, far) in enumerate(zip(theirs, distances, strict=True))
+    ]
+    for step, (place, far) in enumerate(zip(theirs, distances, strict=True)):
+        leaving = dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT + step)
+        for work in (arriving[step], leaving):
             assert work is not None  # torch has none for ranks outside the group
             work.wait()
-        known = torch.maximum(known, theirs)
+        known = torch.maximum(known, place)
     return known.tolist()
 
 
