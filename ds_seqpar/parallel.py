@@ -14,9 +14,9 @@ from . import batches
 from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError, SeqParError
 from .losses import mean_of
-from .planning.layout import multiple, positions
+from .planning.layout import multiple
 from .planning.masks import CAUSAL, FULL, Mask
-from .planning.shards import UnevenShards
+from .planning.shards import UnevenShards, positions
 from .running import devices, groups, inputs, ops, runtime
 from .running.agreement import agree
 from .running.comm import TorchComm, failing

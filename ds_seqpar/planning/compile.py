@@ -7,6 +7,7 @@ causal or full mask no length changes. A length gives slots their tokens and pro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -55,9 +56,7 @@ class Recipe:
     def plan(self, direction: str, pattern: Pattern, shape: Shape) -> Plan:
         """The whole plan, of all ranks. Raises ConfigError where the schedule has none for what is visible."""
         sizes = shape.bytes_per_token(direction)
-        steps = self.schedule.build(self.topology, pattern, direction, self.travels(direction, sizes))
-        plan = Plan.of(self.schedule.name, direction, self.size, steps)
-        return overlap.overlapped(plan, pattern, sizes) if self.overlap else plan
+        return _plan(self, direction, pattern, self.travels(direction, sizes), tuple(sizes.items()))
 
     def steps(self, direction: str, pattern: Pattern, shape: Shape, rank: int) -> Steps:
         """One rank's. The overlap pass needs the others' too."""
@@ -65,6 +64,13 @@ class Recipe:
             return self.plan(direction, pattern, shape).ranks[rank]
         travels = self.travels(direction, shape.bytes_per_token(direction))
         return self.schedule.build(self.topology, pattern, direction, travels)(rank)
+
+
+@functools.lru_cache(maxsize=2)  # all ranks that one process has, as virtual ones, read the same plan
+def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
+    steps = recipe.schedule.build(recipe.topology, pattern, direction, travels)
+    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps)
+    return overlap.overlapped(plan, pattern, dict(sizes)) if recipe.overlap else plan
 
 
 class Bound:

@@ -55,18 +55,6 @@ def multiple(layout: str, size: int, ulysses: int) -> int:
     return math.lcm(2 * size // ulysses, size) if layout == "zigzag" else size
 
 
-def positions(layout: str, seq: int, size: int, ulysses: int, index: int) -> list[int]:
-    """Global positions of the tokens of SP rank `index` = u + U * inner, in the order it holds them.
-
-    An inner rank's token list is cut in order into U equal parts, one a Ulysses member, so that after the all-to-all
-    the inner rank holds its runs again.
-    """
-    inner, member = index // ulysses, index % ulysses
-    held = [p for run in LAYOUTS[layout](seq, size // ulysses, inner) for p in run.positions]
-    part = len(held) // ulysses
-    return held[member * part : (member + 1) * part]
-
-
 def join(groups: Iterable[Runs]) -> Runs:
     """The runs of several blocks in the one order that gathered blocks are kept in: by position."""
     return tuple(sorted(run for runs in groups for run in runs))

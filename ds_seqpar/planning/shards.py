@@ -103,6 +103,12 @@ def members_positions(shards: Shards, side: str, inner: int, members: int) -> li
     return [held[a:b] for a, b in itertools.pairwise(cuts)]
 
 
+def positions(layout: str, seq: int, size: int, ulysses: int, index: int) -> list[int]:
+    """The same of SP rank `index` = u + U * inner, of a named layout."""
+    inner, member = divmod(index, ulysses)
+    return members_positions(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
+
+
 def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
     """How many tokens each of them holds."""
     held = shards.tokens(side, (inner,))

@@ -5,7 +5,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_seqpar.planning.layout import multiple, positions
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.shards import positions
 
 IGNORE = -100
 SEQ = 48

@@ -21,11 +21,13 @@ def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str
     """
     if travels != "kv":
         raise ConfigError('distflash moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
-    if any(j > i for i, j in pattern.pairs()):
-        raise ConfigError(
-            "distflash needs causal attention on the contiguous layout; got other visibility, "
-            "use the contiguous layout, or schedule ring or mesh with zigzag"
-        )
+    for i, j in pattern.pairs():
+        if j > i:
+            raise ConfigError(
+                "distflash needs causal attention on the contiguous layout, in which no query sees a later block; got "
+                f"queries of block {i} that see keys of block {j}, use a causal mask and that layout, or schedule ring "
+                "or mesh"
+            )
     return _DistFlash(topology.size("ring"), pattern, direction).of
 
 
