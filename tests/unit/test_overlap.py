@@ -1,6 +1,7 @@
 """The overlap pass, judged by the simulator: critical paths come from programs, no clock is read."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -48,13 +49,16 @@ def _relations(schedule, size):
     return [causal_contiguous(size)] if schedule == "distflash" else [everything(size), causal_contiguous(size)]
 
 
-def _pairs(schedule, direction, travels, sizes=(2, 3, 4, 6, 8)):
+@functools.cache  # one test after the other looks at the same plans
+def _pairs(schedule, direction, travels):
     """(needed pairs, plan, the same overlapped) of every shape."""
-    for size in sizes:
+    found = []
+    for size in (2, 3, 4, 6, 8):
         for topology in topologies(schedule, size):
             for pairs in _relations(schedule, size):
                 plan = build(schedule, topology, direction, travels, pairs)
-                yield pairs, plan, overlapped(plan, pattern(plan.size, pairs), _sizes(direction))
+                found.append((pairs, plan, overlapped(plan, pattern(plan.size, pairs), _sizes(direction))))
+    return found
 
 
 def _places(plan):
