@@ -380,8 +380,8 @@ def test_backward_does_not_need_the_caller_to_keep_mask_and_shards():
 
 
 def compiled(settings):
-    """(greatest error of a compiled function that is given another mask at each call, graph breaks, and what is said of
-    a mask that is none)."""
+    """(greatest error of a compiled function that is given another mask at each call, graph breaks, that of one which
+    makes its mask itself, and what is said of a mask that is none)."""
     sp, errors = make(**settings), []
     function = torch.compile(
         lambda q, k, v, mask: sp.attention(q, k, v, mask=mask) * 2.0, backend="aot_eager", fullgraph=True
@@ -395,19 +395,24 @@ def compiled(settings):
         found = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
         errors.append(gaps(found, whole, mask=Mask(**fields)))
     breaks = sum(counters["graph_break"].values())
+    inside = torch.compile(lambda q, k, v: sp.attention(q, k, v, mask=Mask(window=6)) * 2.0, backend="aot_eager")
+    local = leaves(sp, *whole[:3])
+    out = inside(*local) / 2.0
+    out.backward(sp.shard(whole[3], 1))
+    made = gaps([sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))], whole, mask=Mask(window=6))
     loose = torch.compile(lambda *given, **options: sp.attention(*given, **options) * 1.0, backend="aot_eager")
     told = [
         refusal(loose, *leaves(sp, *whole[:3]), **options)
         for options in ({"mask": "window"}, {"mask": Mask(window=3 + sp.rank)}, {"shards": [[(0, 1, 4)]] * 2})
     ]
-    return max(errors), breaks, told
+    return max(errors), breaks, made, told
 
 
 @pytest.mark.parametrize("settings", [{}, {"ulysses": 2}], ids=["ring", "ulysses"])
 def test_masks_are_compiled(settings):
     words = ["or a Mask; got 'window'", "mask 'causal, window 4", "UnevenShards"]
-    for error, breaks, told in on_ranks(2, compiled, settings, timeout=200):
-        assert error < 1e-10
+    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200):
+        assert max(error, made) < 1e-10
         assert breaks == 0
         for (kind, message), word in zip(told, words, strict=True):
             assert kind in ("InputError", "DisagreementError")
