@@ -175,9 +175,8 @@ def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
     return sorted(groups.items())
 
 
-def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
-    """Code, slots and frees of a program: a linear scan in which buffers of one size that do not live together share a
-    slot. A buffer lives from the first instruction that names it to the last, or to the wait for its transfer."""
+def _last_uses(code: list[Instruction]) -> dict[int, int]:
+    """Buffer -> the last instruction that names it, or the wait for its transfer."""
     last: dict[int, int] = {}
     under_way: dict[int, list[int]] = {}  # ticket -> buffers
     for at, instruction in enumerate(code):
@@ -187,6 +186,13 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
         if isinstance(instruction, Wait):
             named = under_way[instruction.ticket]
         last.update(dict.fromkeys(named, at))
+    return last
+
+
+def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
+    """Code, slots and frees of a program: a linear scan in which buffers of one size that do not live together share a
+    slot. A buffer lives from the first instruction that names it to its last use."""
+    last = _last_uses(code)
     slots: list[Slot] = []
     free: dict[tuple, list[int]] = defaultdict(list)
     place: dict[int, int] = {OWN: OWN}
