@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; 8 8")
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one inner rank executes")
-    show.add_argument("--seq", type=int, help="tokens of the sequence, for the program's bytes; 4 in every run")
+    show.add_argument(
+        "--seq", type=int, help="tokens of the sequence: bytes and the critical path depend on it; a short one"
+    )
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")

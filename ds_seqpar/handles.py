@@ -35,7 +35,7 @@ def of_handle(handle: int) -> Any:
     """Raises ConfigError where it is gone."""
     if (thing := _OBJECTS.get(handle)) is None:
         raise ConfigError(
-            "attention needs the SequenceParallel and the model that it was made with; got a call after one of them "
-            "was dropped, keep them as long as what was compiled with them"
+            "attention needs the SequenceParallel, model, mask and shards that it was made with; got a call after one "
+            "of them was dropped, keep them as long as what was compiled with them"
         )
     return thing

@@ -17,7 +17,7 @@ def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
     """The mean over all ranks of the losses that each was given, in double precision, and that of this rank's own, in
     their dtype, which autograd follows. Collective; raises InputError or DisagreementError on all ranks."""
     losses, error = _losses(given)
-    own = torch.zeros(()) if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
+    own = torch.zeros((), device="cpu") if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
     exact = 0.0 if error else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
     agree(world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
     return sums(world, [exact], "mean_loss")[0] / dist.get_world_size(), own

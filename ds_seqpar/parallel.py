@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import batches
 from .config import SequenceParallelConfig
-from .errors import ConfigError, InputError, SeqParError
+from .errors import ConfigError, InputError, SeqParError, as_error
 from .losses import mean_of
 from .planning.layout import multiple
 from .planning.masks import CAUSAL, FULL, Mask
@@ -44,10 +44,10 @@ class SequenceParallel:
                 "SequenceParallel needs torch.distributed up; it is not, "
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
-        self.device = devices.bind(groups.all_ranks()) or torch.device("cpu")
-        world = groups.control_world()
+        device, no_device = _own_device()
+        self.device, world = device, groups.control_world()
         try:
-            self.config = _agreed(world, config, heads)
+            self.config = _agreed(world, config, heads, no_device)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -184,7 +184,7 @@ class SequenceParallel:
     def _gather_error(self, x: Tensor, dim: int) -> InputError | None:
         if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
             return InputError(
-                f"gather needs a tensor and one of its dims; got {_shape(x)} and dim {dim}, "
+                f"gather needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim}, "
                 "give it this rank's tokens and the dim that they are on"
             )
         if x.requires_grad and torch.is_grad_enabled():
@@ -247,15 +247,26 @@ class SequenceParallel:
         return own + (mean - own.detach()) if differentiable else mean
 
 
-def _agreed(world: dist.ProcessGroup, given: object, heads: tuple[int, int] | None) -> SequenceParallelConfig:
-    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit."""
-    settings, error = {}, None
+def _own_device() -> tuple[torch.device, ConfigError | None]:
+    """This rank's device, set, and why it has none, for all ranks to hear."""
+    try:
+        return devices.bind(groups.all_ranks()) or torch.device("cpu"), None
+    except ConfigError as reason:
+        return torch.device("cpu"), reason
+
+
+def _agreed(
+    world: dist.ProcessGroup, given: object, heads: tuple[int, int] | None, error: SeqParError | None
+) -> SequenceParallelConfig:
+    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit, or where one
+    has an error already."""
+    settings = {}
     try:
         config = _config(given)
         resolved = config.resolve(dist.get_world_size(), heads)
         settings = {**config.settings(), "heads": heads}
-    except ConfigError as reason:
-        error = reason
+    except Exception as reason:  # a schedule of one's own may raise anything
+        error = error or as_error("SequenceParallel needs a configuration that can be read; reading it failed", reason)
     agree(world, "sequence parallel configuration", settings, error=error, call="SequenceParallel")
     return resolved
 
@@ -269,10 +280,6 @@ def _config(given: object) -> SequenceParallelConfig:
             "make one by SequenceParallelConfig.from_dict or from_deepspeed"
         )
     return given
-
-
-def _shape(x: object) -> str:
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -290,4 +297,4 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _positions(layout: str, seq: int, size: int, ulysses: int, rank: int) -> Tensor:
-    return torch.tensor(positions(layout, seq, size, ulysses, rank))
+    return torch.tensor(positions(layout, seq, size, ulysses, rank), device="cpu")  # whatever the default device is

@@ -53,7 +53,8 @@ class SequenceParallelCallback(TrainerCallback):
             self.began = None
         if not control.should_log or not self.seconds:
             return
-        mine = torch.tensor([self.tokens, self.seconds, memory_gib(args.device)], dtype=torch.float64)
+        figures = self.tokens, self.seconds, memory_gib(args.device)
+        mine = torch.tensor(figures, dtype=torch.float64, device="cpu")
         every = torch.empty(dist.get_world_size(), 3, dtype=torch.float64)
         dist.all_gather(list(every.unbind()), mine, group=self.sp.control_world)
         seconds = float(every[:, 1].max())

@@ -36,7 +36,6 @@ class Recipe:
 
     schedule: Schedule
     topology: Topology
-    layout: str
     forward: str = "auto"
     backward: str = "auto"
     overlap: bool = False

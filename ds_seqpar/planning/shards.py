@@ -120,6 +120,12 @@ def length(runs: Runs) -> int:
 
 
 def _check_cover(side: str, blocks: tuple[Runs, ...]) -> None:
+    for run in (run for block in blocks for run in block):
+        if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
+            raise InputError(
+                f"a run of {side} is (start, step, length), whole numbers from 0 on and a step from 1 on; got "
+                f"{tuple(run)}"
+            )
     runs = sorted(run for block in blocks for run in block)
     if all(run.step == 1 for run in runs):  # without looking at every token
         ends = [0, *(run.start + run.length for run in runs)]

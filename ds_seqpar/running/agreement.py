@@ -84,7 +84,7 @@ def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: i
 def sums(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
     """The sum over ranks of each number, in double precision: the same bits on all of them, since gloo adds up each
     element in one place. After an agreement, so that all ranks come."""
-    total = torch.tensor(numbers, dtype=torch.float64)
+    total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     with failing(call, group):
         dist.all_reduce(total, group=group)
     return total.tolist()
@@ -129,7 +129,8 @@ def _explain(group: dist.ProcessGroup | None, what: str, fields: Fields, error: 
         raise told_by(
             error or DisagreementError(f"rank {cause} cannot go on: {sentences[first]}"), cause, f"{key}/{cause}"
         )
-    parts = [part for *_, part in seen]
+    calls_differ = len({what for what, *_ in seen}) > 1
+    parts = [0 if calls_differ else part for *_, part in seen]
     for part in sorted(set(parts)):
         members = [rank for rank, its in enumerate(parts) if its == part]
         if given := differences({names[rank]: seen[rank][:2] for rank in members}):

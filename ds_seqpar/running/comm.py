@@ -116,7 +116,7 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     number has its place from the start, so that none is waited for by a peer that has yet to ask for it.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    known = torch.tensor(numbers, dtype=torch.int64)
+    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     distances = [1 << step for step in range((size - 1).bit_length())]
     theirs = known.repeat(len(distances), 1).unbind()
     arriving = [

@@ -151,7 +151,7 @@ class _Maker:
     device's communicators are split off that of the world, which all ranks do together."""
 
     def __init__(self, rank: int, world: Group) -> None:
-        number = torch.tensor([next(_numbers)])
+        number = torch.tensor([next(_numbers)], device="cpu")
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
         self.rank, self.world, self.prefix = rank, world, f"ds_seqpar/{int(number)}"
         self.device = bind(all_ranks())

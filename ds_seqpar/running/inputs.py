@@ -70,7 +70,7 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
     """What all ranks must have alike: with uneven shards not the lengths, which the shards give."""
     given: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
     if asked.shards is not None:
-        given = {name: f"{tuple(x.shape[::2])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
+        given = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
     mask = asked.mask
     given["causal"] = mask.causal
@@ -86,8 +86,8 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         if asked.shards is not None:
             check_shards(asked.shards, runtime.compiler.recipe.size)
         check_shares(runtime, q, k, asked.mask, asked.shards)
-    except SeqParError as error:
-        return error
+    except Exception as error:  # a rank that raised alone would leave its peers waiting
+        return as_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
 
 
@@ -135,7 +135,7 @@ def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> Non
     if not _of_four_dims(given):
         raise InputError(
             "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
-            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+            f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
         )
     _check_shapes(*given, lengths_differ)
     check_derivatives(*given)
@@ -150,12 +150,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None
     if k.shape != v.shape or not alike or q.shape[3] != k.shape[3]:
         raise InputError(
             "attention needs k and v of one shape that differs from q's in the number of heads only; "
-            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+            f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
         )
     if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
         raise InputError(
             "attention needs at least one sequence, head and head_dim; "
-            f"got q {_shape(q)}, k and v {_shape(k)} of shape (batch, local_seq, heads, head_dim)"
+            f"got q {shape_of(q)}, k and v {shape_of(k)} of shape (batch, local_seq, heads, head_dim)"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise InputError(
@@ -205,7 +205,8 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Sha
         check_length(config, q.shape[1] * config.size)
     elif runtime.member is not None:
         _check_tokens(runtime, runtime.member, q, k, shards)
-    _check_documents(runtime, q, mask, shards)
+    if shards is None:
+        check_documents(mask, q.shape[1] * config.size)
     inner_q, inner_k = (x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k))
     held = runtime.shards(q.shape[1] * members) if shards is None else shards
     for direction in ("forward", "backward"):
@@ -213,9 +214,9 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Sha
     runtime.checked = key
 
 
-def _check_documents(runtime: Runtime, q: Tensor, mask: Mask, shards: Shards | None) -> None:
-    seq = q.shape[1] * runtime.config.size
-    if shards is None and mask.documents and mask.documents[-1] >= seq:
+def check_documents(mask: Mask, seq: int) -> None:
+    """Raises InputError for documents that begin after `seq` tokens."""
+    if mask.documents and mask.documents[-1] >= seq:
         raise InputError(
             f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
             "give first positions in the whole sequence, not in a rank's part of it"
@@ -254,10 +255,11 @@ def check_length(config: SequenceParallelConfig, seq: int) -> None:
         )
 
 
-def _shape(x: object) -> str:
+def shape_of(x: object) -> str:
+    """The shape of a tensor, or what it is instead."""
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
 def describe(x: object) -> str:
     """Shape and dtype of a tensor, or what it is instead."""
-    return f"{_shape(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+    return f"{shape_of(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -70,7 +70,6 @@ def recipe_of(config: SequenceParallelConfig, topology: Topology) -> Recipe:
     return Recipe(
         schedule=schedule(config.schedule),
         topology=topology,
-        layout=config.layout,
         forward=config.forward,
         backward=config.backward,
         overlap=config.overlap,

@@ -128,12 +128,23 @@ def attention(
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
     if shards is None:
         inputs.check_length(config, q.shape[1])
+        inputs.check_documents(meant, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
     else:
         inputs.check_shards(shards, config.size // config.ulysses)
+        _check_whole(shards, q, k)
     ranks = _Ranks(config, shards, meant, q.shape[3] ** -0.5 if scale is None else float(scale))
     inputs.check_shares(ranks.runtimes[0], q, k, meant, shards)
     return ranks.attention(q, k, v, do)
+
+
+def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
+    held = [sum(shards.tokens(side, (block,)) for block in range(shards.size)) for side in ("q", "kv")]
+    if held != [q.shape[1], k.shape[1]]:
+        raise InputError(
+            f"attention needs shards that hold all {q.shape[1]} tokens of q and {k.shape[1]} of k and v; got some of "
+            f"{held[0]} and {held[1]}"
+        )
 
 
 class _Ranks:

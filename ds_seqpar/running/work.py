@@ -63,7 +63,8 @@ class Backward:
     """The same with the output's gradient do, and what forward gave: out, lse. Ends with (dq, dk, dv).
 
     A query block that travels brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1); the
-    kernels want out, so a visitor's is made again from it. At home the true one is used.
+    kernels want out, so one is made again from it for whatever has travelled or was gathered. For the caller's own
+    tensors the true one is used.
     """
 
     def __init__(

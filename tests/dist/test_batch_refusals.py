@@ -221,6 +221,14 @@ SECOND_GROUP = {
         lambda sp, rank: sp.shard_batches([batch(sp.data_rank)] * (2 - sp.data_rank)),
         everywhere("InputError", "as many micro-batches", "got ranks 0-1: 2; ranks 2-3: 1"),
     ),
+    "another call in the second group": (
+        lambda sp, rank: sp.shard_batch(batch(sp.data_rank)) if rank < 2 else sp.mean_loss(torch.zeros(())),
+        everywhere("DisagreementError", "all ranks must be given the same calls", "ranks 0-1: batches", "losses"),
+    ),
+    "another call in the first group": (
+        lambda sp, rank: sp.shard_batch(batch(sp.data_rank)) if rank >= 2 else sp.mean_loss(torch.zeros(())),
+        everywhere("DisagreementError", "all ranks must be given the same calls", "ranks 2-3: batches", "losses"),
+    ),
 }
 
 

@@ -1,10 +1,12 @@
 """Which groups a rank makes, which it shares, and that members of one find each other whatever else they are in."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from ds_seqpar.errors import ConfigError
 from ds_seqpar.running import devices
-from tests.dist.ranks import attention_error, make
+from tests.dist.ranks import WRONG, attention_error, make, refusal
 from tests.launch import on_ranks
 
 WORLD = 4
@@ -81,6 +83,36 @@ def test_ranks_that_are_in_other_groups_too_find_each_other():
 def asked():
     world = dist.group.WORLD
     return devices.backends(world), devices.accelerated(world), devices.bind(world)
+
+
+def on_another_default_device():
+    """Where a SequenceParallel's own numbers are, and the error of attention, if the script's tensors go elsewhere."""
+    torch.set_default_device("meta")
+    sp = make(size=2)
+    mean, where = sp.mean_loss(torch.ones((), device="cpu")), sp.position_ids(8).device.type
+    torch.set_default_device("cpu")
+    return mean, where, attention_error(sp)
+
+
+def test_the_default_device_is_not_that_of_numbers_for_the_host():
+    for mean, where, error in on_ranks(2, on_another_default_device):
+        assert (mean, where) == (1.0, "cpu")
+        assert error < 1e-10
+
+
+def one_without_a_device():
+    def nothing(group):
+        raise ConfigError("every rank of a machine needs a device of its own; got LOCAL_RANK 1 and 1 devices")
+
+    if dist.get_rank() == WRONG:
+        devices.bind = nothing
+    return refusal(make, size=2)
+
+
+def test_a_rank_without_a_device_is_told_of_on_all():
+    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device)):
+        assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
+        assert "needs a device of its own" in message
 
 
 def test_gloo_has_nothing_on_a_device():

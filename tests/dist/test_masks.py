@@ -228,9 +228,9 @@ def test_lse_of_shards_of_any_length():
 # ---- what is refused
 
 
-def attention(sp, tokens=4, keys=None, **options):
+def attention(sp, tokens=4, keys=None, dim=8, **options):
     """sp.attention with good local tensors, but for what a case asks for."""
-    q, k, v = (oracle.tensors(1, n, (4, 2))[i].requires_grad_() for i, n in enumerate((tokens, *[keys or tokens] * 2)))
+    q, k, v = (oracle.tensors(1, n, (4, 2), dim)[i].requires_grad_() for i, n in enumerate((tokens, *[keys or tokens] * 2)))
     return sp.attention(q, k, v, **options)
 
 
@@ -300,6 +300,10 @@ REFUSED = {
         differ("shards 'of 4 ranks"),
     ),
     "shards on one rank": (instead({}, {"shards": EVEN}), differ("no shards", "shards 'of 4 ranks")),
+    "one rank's head_dim": (
+        instead({"shards": EVEN}, {"shards": EVEN, "dim": 16}),
+        differ("q '(1, 4, 8) torch.float64'", "q '(1, 4, 16) torch.float64'"),
+    ),
     "one rank's tokens": (
         instead({"shards": EVEN}, {"shards": EVEN, "tokens": 5}),
         only_one("InputError", "the tokens that the shards give this rank, 4 of q and 4 of k and v", "got 5 and 5"),

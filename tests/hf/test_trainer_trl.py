@@ -4,9 +4,12 @@ import functools
 
 import pytest
 from datasets import Dataset
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, Trainer
+from trl import SFTTrainer
 
+from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelMixin
+from hf_integration.trainer_checks import check_kind
 from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import small
 from tests.hf.trainers import documents, settings
@@ -124,3 +127,10 @@ def test_packing_and_preference_training_are_refused_by_their_names(tmp_path):
             assert kind in ("ConfigError", "InputError"), (name, sentence)
             assert is_one_sentence(sentence)
             assert not [word for word in words if word not in sentence], sentence
+
+
+def test_what_else_trl_has_is_refused_whatever_its_name():
+    experimental = type("NewTrainer", (Trainer,), {"__module__": "trl.experimental.new.new_trainer"})
+    with pytest.raises(ConfigError, match="other training is not supported yet; got a NewTrainer, train it without"):
+        check_kind(type("Shared", (SequenceParallelMixin, experimental), {}))
+    check_kind(type("Shared", (SequenceParallelMixin, SFTTrainer), {}))

@@ -179,7 +179,7 @@ def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(sch
             plain = Topology(axes=(("ulysses", ulysses), *config.inner_axes, ("data", 1)))
             for direction in DIRECTIONS:
                 plan, same = (
-                    Recipe(schedule=SCHEDULES[schedule], topology=its, layout="zigzag").plan(direction, PATTERN, SHAPE)
+                    Recipe(schedule=SCHEDULES[schedule], topology=its).plan(direction, PATTERN, SHAPE)
                     for its in (topology, plain)
                 )
                 assert plan == same

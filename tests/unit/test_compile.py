@@ -19,8 +19,8 @@ SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", trav
 ORDER = (CAUSAL, FULL)  # masks that know no distance
 
 
-def _recipe(schedule, topology, layout, **settings):
-    return Recipe(schedule=SCHEDULES[schedule], topology=topology, layout=layout, **settings)
+def _recipe(schedule, topology, **settings):
+    return Recipe(schedule=SCHEDULES[schedule], topology=topology, **settings)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -28,7 +28,7 @@ def _recipe(schedule, topology, layout, **settings):
 def test_programs_of_n_and_2n_tokens_are_one_object(schedule, overlap):
     topology = topologies(schedule, 4)[-1]
     for layout, direction in itertools.product(SCHEDULES[schedule].layouts, DIRECTIONS):
-        compiler = Compiler(_recipe(schedule, topology, layout, overlap=overlap), 2)
+        compiler = Compiler(_recipe(schedule, topology, overlap=overlap), 2)
         for mask in ORDER if schedule != "distflash" else (CAUSAL,):
             bounds = [compiler.bound(direction, mask, EvenShards(layout, n, 4), SHAPE, False) for n in (48, 96, 8000)]
             assert len({id(bound.program) for bound in bounds}) == 1
@@ -41,7 +41,7 @@ def test_programs_of_n_and_2n_tokens_are_one_object(schedule, overlap):
 
 
 def test_a_program_hangs_on_what_travels_and_how():
-    compiler = Compiler(_recipe("ring", topologies("ring", 4)[0], "zigzag"), 0)
+    compiler = Compiler(_recipe("ring", topologies("ring", 4)[0]), 0)
     shards = EvenShards("zigzag", 48, 4)
     wide = compiler.program("backward", CAUSAL, shards, SHAPE)
     narrow = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="bfloat16")
@@ -71,7 +71,7 @@ def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
 def test_tiles_grow_without_looking_at_tokens():
     """Those of a million tokens are found by arithmetic, and a bound keeps them."""
     shards = EvenShards("zigzag", 1 << 20, 8)
-    bound = Bound(Compiler(_recipe("ring", topologies("ring", 8)[0], "zigzag"), 3).program(
+    bound = Bound(Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).program(
         "forward", CAUSAL, shards, SHAPE), SHAPE, shards, CAUSAL, False)  # fmt: skip
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
@@ -86,7 +86,7 @@ def test_the_pattern_of_a_stand_in_is_the_true_one(layout):
         for run, mask in itertools.product((1, 2, 3, 5, 64), ORDER):
             shards = EvenShards(layout, runs * run, size)
             assert compiling._stand_in(mask, shards).seq <= max(2 * runs, shards.seq if run < 3 else 0)
-            compiler = Compiler(_recipe("ring", topologies("ring", size)[0], layout), 0)
+            compiler = Compiler(_recipe("ring", topologies("ring", size)[0]), 0)
             blocks = [shards.runs("q", (block,)) for block in range(size)]
             true = Pattern(visibility(blocks, blocks, mask))
             assert compiler.pattern(mask, shards) == pattern_of(mask, shards) == true, (size, run)

@@ -42,6 +42,14 @@ def test_auto_takes_the_first_that_can(fresh, monkeypatch):
     assert select("auto", CUDA).name == next(iter(KERNELS))
 
 
+def test_a_folder_that_only_has_the_name_of_a_package_is_no_kernel(fresh, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert select("auto", CPU).name == "cpu_flash"
+    assert "needs the flash-attn package (pip install 'ds_seqpar[flash]')" in KERNELS["flash_attn"].reasons(CUDA)
+
+
 def test_a_named_kernel_is_taken_where_it_can_and_no_other(fresh):
     assert select("reference", CPU).name == "reference"
     with pytest.raises(KernelError) as caught:

@@ -7,9 +7,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_seqpar.errors import InputError
 from ds_seqpar.planning.layout import LAYOUTS, Run, join, multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.shards import positions
+from ds_seqpar.planning.shards import UnevenShards, positions
 from ds_seqpar.planning.tiles import tiles
 
 RANKS = range(1, 17)
@@ -79,6 +80,12 @@ def test_exactly_the_multiples_can_be_shared(layout):
             held = [positions(layout, seq, size, ulysses, index) for index in range(size)]
             shared = sorted(itertools.chain(*held)) == list(range(seq)) and len({len(x) for x in held}) == 1
             assert shared == (seq % step == 0), (ranks, ulysses, seq)
+
+
+@pytest.mark.parametrize("run", [(3, -1, 4), (0, 0, 4), (0, 1, -2), (-1, 1, 4), (0, 1.0, 4), (True, 1, 4)])
+def test_a_run_that_does_not_go_forward_is_refused(run):
+    with pytest.raises(InputError, match=r"a run of q is \(start, step, length\), whole numbers from 0 on and a step"):
+        UnevenShards([[run], [(4, 1, 4)]])
 
 
 def test_joined_blocks_stand_in_position_order():

@@ -21,7 +21,7 @@ HOW_IT_WORKS = Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md"
 
 def _bound(schedule, direction, travel):
     its = SCHEDULES[schedule]
-    recipe = Recipe(schedule=its, topology=shaped(schedule, 4), layout=its.default_layout)
+    recipe = Recipe(schedule=its, topology=shaped(schedule, 4))
     shape = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel=travel)
     return Compiler(recipe, 1).bound(direction, CAUSAL, EvenShards(its.default_layout, 16, 4), shape, False)
 
@@ -44,7 +44,7 @@ def test_each_instruction_is_a_line_with_its_step_and_slots(schedule, direction,
 # its queries are alone in a document of which nobody has keys: blank results, out (64 bytes) and lse (16) beside wide
 # ones (128 and 16)
 def test_a_rank_that_computes_nothing_has_a_program_and_a_figure():
-    recipe = Recipe(schedule=SCHEDULES["ring"], topology=shaped("ring", 2), layout="contiguous")
+    recipe = Recipe(schedule=SCHEDULES["ring"], topology=shaped("ring", 2))
     shards = UnevenShards([[(0, 1, 4)], [(4, 1, 4)]], [[(0, 1, 4)], []])
     shape = Shape(batch=1, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", travel="float32")
     bound = Compiler(recipe, 1).bound("forward", Mask(documents=(0, 4)), shards, shape, False)

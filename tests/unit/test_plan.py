@@ -98,7 +98,7 @@ SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", trav
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_program_is_made_for_the_same_settings_whatever_the_length(schedule):
-    recipe = Recipe(schedule=SCHEDULES[schedule], topology=topologies(schedule, 4)[-1], layout="contiguous")
+    recipe = Recipe(schedule=SCHEDULES[schedule], topology=topologies(schedule, 4)[-1])
     compiler = Compiler(recipe, 1)
     shards = [EvenShards("contiguous", tokens, 4) for tokens in (16, 24)]
     bound = compiler.bound("forward", CAUSAL, shards[0], SHAPE, False)

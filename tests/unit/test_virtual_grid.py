@@ -10,8 +10,8 @@ from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
+from ds_seqpar.planning.shards import EvenShards, UnevenShards
 from ds_seqpar.running.kernels import KERNELS, accumulate
 from ds_seqpar.running.runtime import recipe_of, shape_of
 from ds_seqpar.running.virtual import attention
@@ -108,6 +108,12 @@ def test_virtual_ranks_refuse_what_real_ones_do():
         "takes int64": lambda: attention(two, q.long(), k.long(), v.long()),
         "needs causal attention": lambda: attention(
             SequenceParallelConfig(size=2, ulysses=1, schedule="distflash"), q, k, v, causal=False
+        ),
+        "hold all 16 tokens of q and 16 of k and v; got some of 8 and 8": lambda: attention(
+            SequenceParallelConfig(size=2, ulysses=1), q, k, v, shards=UnevenShards([[(0, 1, 4)], [(4, 1, 4)]])
+        ),
+        "documents must begin within the sequence of 16 tokens; got one at 16": lambda: attention(
+            two, q, k, v, mask=Mask(documents=(0, 16))
         ),
         "a size that is a number": lambda: attention(SequenceParallelConfig(), q, k, v),
     }

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from .base import BlockSpec
@@ -56,9 +57,10 @@ class FlashAttn:
 
     def reasons(self, spec: BlockSpec) -> list[str]:
         found = _cuda_reasons(spec)
-        if importlib.util.find_spec("flash_attn") is None:
+        version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
+        if version is None:  # a folder of that name is none, either
             found.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
-        elif _version("flash-attn") < (2, 7):
+        elif version < Version("2.7"):
             found.append("needs flash-attn 2.7 or later")
         return found
 
@@ -90,5 +92,9 @@ def _options(scale: float) -> dict:
     }
 
 
-def _version(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
+def _version(package: str) -> Version | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return Version(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
