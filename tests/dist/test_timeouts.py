@@ -15,10 +15,10 @@ from tests import oracle
 from tests.dist.ranks import attend, is_one_sentence, make
 from tests.launch import on_ranks
 
-PATIENCE, WORLD, AWAY = 4, 2, 1
+PATIENCE, WORLD, AWAY = 3, 2, 1
 CLOSED = "failed because another rank ended or gave up: see what that one says"
 STAYED = (
-    "timed out after 4 s: a rank did not take part in it; all ranks must, not only rank 0, and one that caught an error "
+    "timed out after 3 s: a rank did not take part in it; all ranks must, not only rank 0, and one that caught an error "
     "of its own cannot go on without the others"
 )
 

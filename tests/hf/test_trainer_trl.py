@@ -5,7 +5,6 @@ import functools
 import pytest
 from datasets import Dataset
 from transformers import ByT5Tokenizer, Trainer
-from trl import SFTTrainer
 
 from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelMixin
@@ -130,6 +129,8 @@ def test_packing_and_preference_training_are_refused_by_their_names(tmp_path):
 
 
 def test_what_else_trl_has_is_refused_whatever_its_name():
+    from trl import SFTTrainer
+
     experimental = type("NewTrainer", (Trainer,), {"__module__": "trl.experimental.new.new_trainer"})
     with pytest.raises(ConfigError, match="other training is not supported yet; got a NewTrainer, train it without"):
         check_kind(type("Shared", (SequenceParallelMixin, experimental), {}))
