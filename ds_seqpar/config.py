@@ -19,7 +19,7 @@ Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has ch
 LAYOUTS = tuple(RUNS)
 TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
-KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "reference")
+KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "chunked", "reference")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)

@@ -15,11 +15,12 @@ from .config import SequenceParallelConfig
 from .errors import ConfigError, InputError, SeqParError, as_error
 from .losses import mean_of
 from .planning.layout import multiple
-from .planning.masks import CAUSAL, FULL, Mask
+from .planning.masks import Mask
 from .planning.shards import UnevenShards, positions
 from .running import devices, groups, inputs, ops, runtime
 from .running.agreement import agree
 from .running.comm import TorchComm, failing
+from .running.kernels import Scores
 from .running.telling import told_once
 
 
@@ -94,6 +95,8 @@ class SequenceParallel:
         *,
         mask: Mask | None = None,
         shards: UnevenShards | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
@@ -102,42 +105,41 @@ class SequenceParallel:
         multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). scale: default head_dim ** -0.5.
         mask: in place of `causal`, which keys a query sees by global position (causal, window, documents). shards: in
         place of the configured layout, the runs of q and of k/v that each inner rank holds; they may differ, and in
-        length from rank to rank. Returns out, as q; a row that sees no key is 0. With return_lse also the log-sum-exp
-        of each row's scores, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it raises
-        InputError. Collective over the ranks that share the sequence, backward too: raises InputError, ConfigError,
-        KernelError or DisagreementError on all of them, before anything is sent, where one was given something that
-        does not fit.
+        length from rank to rank. softcap: scores x become softcap * tanh(x / softcap) (Gemma 2). sinks (heads,), of all
+        the model's query heads on every rank: one more score a head that every row's softmax counts and that brings
+        nothing (gpt-oss); a rank's gradient of them is of its own rows and heads, and the sum over ranks the whole.
+        Returns out, as q; a row that sees no key is 0. With return_lse also the log-sum-exp of each row's scores, sink
+        included, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it raises InputError.
+        Collective over the ranks that share the sequence, backward too: raises InputError, ConfigError, KernelError or
+        DisagreementError on all of them, before anything is sent, where one was given something that does not fit.
         """
         q, k, v = _autocast(q, k, v)
-        backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v))
-        after, lse_too = None, bool(return_lse)
+        followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
+        backward, after, lse_too = torch.is_grad_enabled() and followed, None, bool(return_lse)
         meant = inputs.mask_of(causal, mask)
-        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, meant, shards, scale):
+        asked = inputs.Asked(meant, shards, scale, backward, lse_too, softcap, sinks)
+        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, asked):
             handles = meant.handle, ops.handle_of_shards(shards)
-            after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too)
+            after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too, softcap, sinks)
         else:
-            inputs.agree_on_inputs(self.runtime, q, k, v, inputs.Asked(meant, shards, scale, backward, lse_too))
-        out, lse = self._attention((q, k, v), meant, shards, scale, after)
+            inputs.agree_on_inputs(self.runtime, q, k, v, asked)
+        out, lse = self._attention((q, k, v), asked, after)
         if not lse_too:
             return out
         return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], shards))
 
-    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
         inputs.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return self._attention((q, k, v), CAUSAL if causal else FULL, None, scale)[0]
+        return self._attention((q, k, v), asked)[0]
 
     def _attention(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        mask: Mask,
-        shards: UnevenShards | None,
-        scale: float | None,
-        after: Tensor | None = None,
+        self, tensors: tuple[Tensor, Tensor, Tensor], asked: inputs.Asked, after: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        scale = tensors[0].shape[-1] ** -0.5 if scale is None else float(scale)
-        return ops.attention(self.runtime, tensors, mask, shards, scale, after)
+        scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
+        scores = Scores(scale, float(asked.softcap or 0.0))
+        return ops.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after)
 
     @property
     def multiple(self) -> int:

@@ -25,6 +25,8 @@ from transformers.masking_utils import sdpa_mask
 from ds_seqpar import SequenceParallel
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.planning.masks import CAUSAL, FULL
+from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
 
 from . import sharded
@@ -178,7 +180,8 @@ def _attention(
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return module.sequence_parallel.attention_agreed(q, k, v, module.is_causal, scaling), None
+    asked = Asked(CAUSAL if module.is_causal else FULL, None, scaling)
+    return module.sequence_parallel.attention_agreed(q, k, v, asked), None
 
 
 def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

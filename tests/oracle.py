@@ -7,20 +7,26 @@ from ds_seqpar.planning.masks import Mask
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True, scale: float | None = None, mask: Mask | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor = True, scale: float | None = None, mask: Mask | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The definition, differentiable. q (B, S, Hq, D); k and v (B, T, Hkv, D): query head h reads h * Hkv // Hq.
     causal: or which keys each query sees, (S, T) of bool, as `seen` gives it. mask: in place of causal. A row that sees
-    no key is 0."""
+    no key is 0. softcap: bound of the scores. sinks (Hq,): one more score of every row, of value 0."""
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         causal = seen(mask, range(q.shape[1]), range(k.shape[1]))
     if causal is True:
         causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril()
     if causal is False:
-        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
-    weights = scores.masked_fill(~causal, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~causal, 0.0)
+        causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    scores = scores.masked_fill(~causal, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    weights = scores.softmax(-1)[..., : k.shape[1]].masked_fill(~causal, 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, values)
 
 

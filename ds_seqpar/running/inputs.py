@@ -25,11 +25,12 @@ from .runtime import Runtime
 from .ulysses import heads_of_member
 
 
-def traceable(q: object, k: object, v: object, mask: object, shards: object, scale: object) -> bool:
+def traceable(q: object, k: object, v: object, asked: Asked) -> bool:
     """Whether a compiler can take the op that asks; it needs the right types only, the op finds what else is wrong."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    values = isinstance(mask, Mask) and (shards is None or isinstance(shards, UnevenShards))
-    return tensors and values and (scale is None or isinstance(scale, int | float))
+    values = isinstance(asked.mask, Mask) and (asked.shards is None or isinstance(asked.shards, UnevenShards))
+    numbers = all(x is None or isinstance(x, int | float) for x in (asked.scale, asked.softcap))
+    return tensors and values and numbers and (asked.sinks is None or isinstance(asked.sinks, Tensor))
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
@@ -44,10 +45,12 @@ class Asked:
     """What a call of attention asks for beside its tensors. shards None: the configured layout."""
 
     mask: Mask
-    shards: Shards | None
+    shards: UnevenShards | None
     scale: float | None
     backward: bool = False
     lse: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
@@ -76,6 +79,9 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
     given["causal"] = mask.causal
     if not mask.scale_free:
         given["mask"] = f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
+    if asked.sinks is not None:
+        given["sinks"] = describe(asked.sinks)
+    given |= {"softcap": asked.softcap} if asked.softcap is not None else {}
     return given | {"scale": asked.scale, "backward": asked.backward, "return_lse": asked.lse}
 
 
@@ -83,9 +89,11 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
     """Why this rank cannot take part in attention over these."""
     try:
         check_arguments(q, k, v, asked.mask, asked.scale, lengths_differ=asked.shards is not None)
+        check_softcap(asked.softcap)
+        check_sinks(asked.sinks, q)
         if asked.shards is not None:
             check_shards(asked.shards, runtime.compiler.recipe.size)
-        check_shares(runtime, q, k, asked.mask, asked.shards)
+        check_shares(runtime, q, k, asked.mask, asked.shards, asked.softcap or 0.0)
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
@@ -117,6 +125,27 @@ def _check_settings(mask: object, scale: object) -> None:
             f"attention needs a scale that is a number above 0 (in fp32), or None for head_dim ** -0.5; got {got}, "
             "multiply q for anything else"
         )
+
+
+def check_softcap(softcap: object) -> None:
+    """Raises InputError for what scores cannot be capped with."""
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real) or not _in_range(softcap):
+        raise InputError(f"attention needs a softcap that is a number above 0 (in fp32), or None; got {softcap!r:.80}")
+
+
+def check_sinks(sinks: object, q: Tensor) -> None:
+    """Raises InputError for what are not sinks of all of q's heads."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
+        raise InputError(
+            f"attention needs sinks of shape ({q.shape[2]},), a number for each query head of the model, or None; got "
+            f"{describe(sinks)}"
+        )
+    if sinks.device != q.device:
+        raise InputError(f"attention needs sinks on q's device; got {sinks.device} and {q.device}")
 
 
 def _in_range(scale: Any) -> bool:
@@ -193,11 +222,13 @@ def check_derivatives(*tensors: Tensor) -> None:
         )
 
 
-def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None) -> None:
+def check_shares(
+    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
+) -> None:
     """Heads, length, kernel and program. The kernel here, where the others can still be told: what it needs may be
     installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
-    key = q.shape, k.shape, q.dtype, q.device.type, mask, shards
+    key = q.shape, k.shape, q.dtype, q.device.type, mask, shards, softcap
     if runtime.checked == key:
         return
     check_heads(members, q.shape[2], k.shape[2], size=config.size)
@@ -210,7 +241,7 @@ def check_shares(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Sha
     inner_q, inner_k = (x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k))
     held = runtime.shards(q.shape[1] * members) if shards is None else shards
     for direction in ("forward", "backward"):
-        runtime.bound(direction, inner_q, inner_k, mask, held)
+        runtime.bound(direction, inner_q, inner_k, mask, held, softcap)
     runtime.checked = key
 
 

@@ -17,9 +17,11 @@ from ..errors import InputError
 from ..handles import hold, of_handle
 from ..planning.masks import Mask
 from ..planning.shards import Shards, UnevenShards, members_tokens
+from . import sinks as sink
 from . import ulysses
 from .buffers import Tensors
 from .inputs import Asked, agree_on_inputs
+from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
 from .work import wide
@@ -31,15 +33,15 @@ CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
 def attention(
-    runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scale: float,
-    after: Tensor | None = None,
+    runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scores: Scores,
+    sinks: Tensor | None = None, after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q (B, s, Hq, D), k and v (B, s, Hkv, D) of this rank's tokens -> out as q, differentiable, and the lse of the
-    heads that this Ulysses member works on. after: what must have been computed before anything is sent."""
+    """q (B, s, Hq, D), k and v (B, s, Hkv, D) of this rank's tokens, sinks (Hq,) -> out as q, differentiable, and the
+    lse of the heads that this Ulysses member works on. after: what must have been computed before anything is sent."""
     handle, members = runtime.handle, runtime.config.ulysses
     handles = handle, mask.handle, handle_of_shards(shards)
     if members == 1:
-        return _attention(*tensors, *handles, scale, after)
+        return _attention(*tensors, sinks, *handles, *scores, after)
     (q, k, v), counts = tensors, _counts(runtime, tensors, shards)
     tokens, heads = q.shape[1], q.shape[2]
     if counts[0] == counts[1]:
@@ -47,7 +49,9 @@ def attention(
     else:  # queries and keys are shared otherwise
         (q,) = _inward([q], counts[0], handle, after)
         k, v = _inward([k, v], counts[1], handle, after)
-    out, lse = _attention(q, k, v, *handles, scale, None)
+    if sinks is not None:  # those of this member's heads
+        sinks = sinks.unflatten(0, (members, -1))[runtime.member]
+    out, lse = _attention(q, k, v, sinks, *handles, *scores, None)
     return _gather_heads(ulysses.join_out([out]), [heads], counts[0], tokens, handle, "out_heads")[0], lse
 
 
@@ -91,10 +95,13 @@ def agree_on(
     scale: float | None,
     backward: bool,
     lse: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
     given = None if shards == CONFIGURED else of_handle(shards)
-    agree_on_inputs(of_handle(handle), q, k, v, Asked(of_handle(mask), given, scale, backward, lse))
+    asked = Asked(of_handle(mask), given, scale, backward, lse, softcap, sinks)
+    agree_on_inputs(of_handle(handle), q, k, v, asked)
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
@@ -109,6 +116,8 @@ def _(
     scale: float | None,
     backward: bool,
     lse: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
@@ -126,18 +135,22 @@ def _finish(walk: Walk, device: torch.device) -> Tensors:
 
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float, after: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    runtime = of_handle(handle)
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
+    scale: float, softcap: float, after: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    runtime, scores = of_handle(handle), Scores(scale, softcap)
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
-    out, lse = _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scale), q.device)
+    out, lse = _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scores), q.device)
+    if sinks is not None:
+        sink.merge_(out, lse, sinks)
     return out, lse
 
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float, after: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
+    scale: float, softcap: float, after: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
@@ -147,13 +160,15 @@ def _held(*handles: int) -> list[object]:
 
 
 def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
-    q, k, v, *ctx.handles, ctx.scale, _ = inputs
-    ctx.held = _held(*ctx.handles)
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, *ctx.handles, scale, softcap, _ = inputs
+    ctx.held, ctx.scores = _held(*ctx.handles), (scale, softcap)
+    ctx.save_for_backward(q, k, v, *output, sinks)
 
 
 def _differentiate_attention(ctx: Context, do: Tensor, _: Tensor) -> tuple:
-    return *_attention_backward(do, *ctx.saved_tensors, *ctx.handles, ctx.scale), None, None, None, None, None
+    q, k, v, out, lse, sinks = ctx.saved_tensors
+    grads = _attention_backward(do, q, k, v, out, lse, *ctx.handles, *ctx.scores)
+    return *grads, None if sinks is None else sink.gradient(do, out, lse, sinks), *[None] * 6
 
 
 _attention.register_autograd(_differentiate_attention, setup_context=_save_attention)
@@ -171,9 +186,10 @@ def _attention_backward(
     mask: int,
     shards: int,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    runtime = of_handle(handle)
-    walk = runtime.backward((do, q, k, v, out, lse), of_handle(mask), _shards(runtime, shards, q), scale)
+    runtime, scores = of_handle(handle), Scores(scale, softcap)
+    walk = runtime.backward((do, q, k, v, out, lse), of_handle(mask), _shards(runtime, shards, q), scores)
     dq, dk, dv = _finish(walk, q.device)
     return dq, dk, dv
 
@@ -190,6 +206,7 @@ def _(
     mask: int,
     shards: int,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

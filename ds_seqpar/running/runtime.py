@@ -15,7 +15,7 @@ from ..planning.shards import EvenShards, Shards
 from ..planning.topology import Topology
 from .buffers import Tensors
 from .comm import Comm
-from .kernels import BlockSpec, Kernel, select
+from .kernels import BlockSpec, Kernel, Scores, select
 from .walk import Walk
 from .work import Backward, Forward
 
@@ -39,30 +39,34 @@ class Runtime:
         """The configured layout of a sequence of which every inner rank holds `tokens`."""
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
-    def bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
+    def bound(
+        self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0
+    ) -> tuple[Bound, Kernel]:
         """The program for inner tensors q (B, n, Hq, D), k (B, m, Hkv, D), and the kernel that it calls."""
-        key = q.shape, k.shape, q.dtype, q.device, mask, shards
+        key = q.shape, k.shape, q.dtype, q.device, mask, shards, softcap
         last = self.last.get(direction)
         if last is None or last[0] != key:
-            last = self.last[direction] = key, self._bound(direction, q, k, mask, shards)
+            last = self.last[direction] = key, self._bound(direction, q, k, mask, shards, softcap)
         return last[1]
 
-    def _bound(self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> tuple[Bound, Kernel]:
+    def _bound(
+        self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float
+    ) -> tuple[Bound, Kernel]:
         dtype, heads = str(q.dtype).removeprefix("torch."), (q.shape[2], k.shape[2], q.shape[3])
-        kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads))
+        kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads, softcap))
         shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
         return self.compiler.bound(direction, mask, shards, shape, kernel.square), kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scale: float) -> Walk:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scores: Scores) -> Walk:
         """A walk that ends with (out as q, lse (B, n, Hq))."""
-        bound, kernel = self.bound("forward", q, k, mask, shards)
-        return Walk(bound, Forward(kernel, scale, *map(_readable, (q, k, v))), self.comm)
+        bound, kernel = self.bound("forward", q, k, mask, shards, scores.softcap)
+        return Walk(bound, Forward(kernel, scores.scale, *map(_readable, (q, k, v))), self.comm)
 
-    def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scale: float) -> Walk:
+    def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scores: Scores) -> Walk:
         """The same of (do, q, k, v, out, lse), which ends with (dq, dk, dv)."""
         do, q, k, v, out, lse = map(_readable, tensors)
-        bound, kernel = self.bound("backward", q, k, mask, shards)
-        return Walk(bound, Backward(kernel, scale, do, q, k, v, out, lse), self.comm)
+        bound, kernel = self.bound("backward", q, k, mask, shards, scores.softcap)
+        return Walk(bound, Backward(kernel, scores.scale, do, q, k, v, out, lse), self.comm)
 
 
 def recipe_of(config: SequenceParallelConfig, topology: Topology) -> Recipe:

@@ -19,8 +19,10 @@ from ..planning.masks import Mask
 from ..planning.program import Wait
 from ..planning.shards import EvenShards, Shards, members_positions
 from . import inputs, ulysses
+from . import sinks as sink
 from .buffers import Tensors
 from .comm import Message, Sizes
+from .kernels import Scores
 from .runtime import Runtime
 from .walk import Walk
 
@@ -33,6 +35,7 @@ class Result:
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
+    dsinks: Tensor | None
     received: list[Counter[str]]
 
 
@@ -113,9 +116,12 @@ def attention(
     scale: float | None = None,
     mask: Mask | None = None,
     shards: Shards | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
     what every inner rank holds, in place of the configured layout; then k and v may have another length than q.
+    softcap, sinks: as `SequenceParallel.attention` takes them.
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """
@@ -133,8 +139,11 @@ def attention(
     else:
         inputs.check_shards(shards, config.size // config.ulysses)
         _check_whole(shards, q, k)
-    ranks = _Ranks(config, shards, meant, q.shape[3] ** -0.5 if scale is None else float(scale))
-    inputs.check_shares(ranks.runtimes[0], q, k, meant, shards)
+    inputs.check_softcap(softcap)
+    inputs.check_sinks(sinks, q)
+    scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
+    ranks = _Ranks(config, shards, meant, scores, sinks)
+    inputs.check_shares(ranks.runtimes[0], q, k, meant, shards, scores.softcap)
     return ranks.attention(q, k, v, do)
 
 
@@ -150,8 +159,10 @@ def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
 class _Ranks:
     """All SP ranks. Lists of tensors are indexed by SP rank = u + U * inner."""
 
-    def __init__(self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scale: float) -> None:
-        self.config, self.shards, self.mask, self.scale = config, shards, mask, scale
+    def __init__(
+        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None
+    ) -> None:
+        self.config, self.shards, self.mask, self.scores, self.sinks = config, shards, mask, scores, sinks
         self.members = config.ulysses
         topology = config.topology(config.size)
         self.mailboxes = [_Mailbox() for _ in range(self.members)]
@@ -171,12 +182,14 @@ class _Ranks:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None) -> Result:
         heads, kv_heads = q.shape[2], k.shape[2]
         operands = self.operands(q, k, v)
-        settings = self.mask, self.shards, self.scale
+        settings = self.mask, self.shards, self.scores
         results = self.together([r.forward(*x, *settings) for r, x in zip(self.runtimes, operands, strict=True)])
+        for rank, (out, lse) in enumerate(results):
+            self.merge_sinks(rank, out, lse)
         outs = self.outward("out_heads", "q", [[out] for out, _ in results], [heads])
         out = self.unshard("q", [x[0] for x in outs], q.shape[1])
         if do is None:
-            return Result(out, None, None, None, [comm.received for comm in self.comms])
+            return Result(out, None, None, None, None, [comm.received for comm in self.comms])
         dos = self.inward("do_heads", "q", [[x] for x in self.shard("q", do)])
         saved = [(*d, *x, *result) for d, x, result in zip(dos, operands, results, strict=True)]
         grads = self.together([r.backward(x, *settings) for r, x in zip(self.runtimes, saved, strict=True)])
@@ -187,7 +200,26 @@ class _Ranks:
                 ("kv", k, self.outward("dqkv", "kv", [list(x[1:]) for x in grads], [kv_heads, kv_heads])),
             )
         )
-        return Result(out, dq, dk, dv, [comm.received for comm in self.comms])
+        sinks = self.sink_gradient([(x[0], *result) for x, result in zip(dos, results, strict=True)])
+        return Result(out, dq, dk, dv, sinks, [comm.received for comm in self.comms])
+
+    def own_heads(self, rank: int, heads: int) -> slice:
+        first = rank % self.members * heads
+        return slice(first, first + heads)
+
+    def merge_sinks(self, rank: int, out: Tensor, lse: Tensor) -> None:
+        if self.sinks is not None:
+            sink.merge_(out, lse, self.sinks[self.own_heads(rank, out.shape[2])])
+
+    def sink_gradient(self, results: list[Tensors]) -> Tensor | None:
+        """The sum of all ranks'. results: (do, out, lse) of each."""
+        if self.sinks is None:
+            return None
+        total = torch.zeros_like(self.sinks)
+        for rank, (do, out, lse) in enumerate(results):
+            own = self.own_heads(rank, out.shape[2])
+            total[own] += sink.gradient(do, out, lse, self.sinks[own])
+        return total
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of every inner rank and Ulysses member."""

@@ -15,6 +15,7 @@ from ds_seqpar.planning.plan import Plan
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.validate import validate
 from ds_seqpar.running import runtime, virtual
+from ds_seqpar.running.kernels import Scores
 from ds_seqpar.running.virtual import attention
 from tests.kernel_suite import LowerRight
 from tests.oracle import dense, errors, tensors
@@ -91,7 +92,7 @@ def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
     q, k, v, _ = tensors(1, 4, (2, 1), 4)
     rank = runtime.Runtime(config, config.topology(2), 0, virtual._VirtualComm(0, virtual._Mailbox()))
     with pytest.raises(RuntimeError, match="no such instruction") as caught:
-        runtime.run(rank.forward(q, k, v, CAUSAL, rank.shards(4), 1.0))
+        runtime.run(rank.forward(q, k, v, CAUSAL, rank.shards(4), Scores(1.0)))
     (note,) = caught.value.__notes__
     assert note.splitlines() == [
         "ring forward, inner rank 0 of 2, step 0, with ranks 1",

@@ -5,28 +5,40 @@ from __future__ import annotations
 import functools
 
 from ...errors import KernelError
-from .base import BlockSpec, Kernel
+from .base import BlockSpec, Kernel, Scores, caps
+from .chunked import Chunked
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash, FlashAttn
 from .reference import Reference
 
-KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), CudaFlash(), CpuFlash(), Reference())}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), CudaFlash(), CpuFlash(), Chunked(), Reference())}
 
 
 @functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec) -> Kernel:
-    """The kernel of that name, or for "auto" the first without a reason against it; "reference" only by name on a GPU,
-    where its dense score matrix would end the memory that sequence parallelism is there to save.
+    """The kernel of that name, or for "auto" the first without a reason against it; with the softcap of the spec.
 
     Raises KernelError with the reasons of every kernel that was asked.
     """
-    asked = [name] if name != "auto" else [k for k in KERNELS if k != "reference" or spec.device == "cpu"]
-    reasons = {kernel: KERNELS[kernel].reasons(spec) for kernel in asked}
-    for kernel, against in reasons.items():
+    reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in ([name] if name != "auto" else _candidates(spec))}
+    for candidate, against in reasons.items():
         if not against:
-            return KERNELS[kernel]
-    words = "; ".join(f"{kernel} {' and '.join(against)}" for kernel, against in reasons.items())
+            kernel = KERNELS[candidate]
+            return kernel.capped(spec.softcap) if spec.softcap and caps(kernel) else kernel
+    words = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
     raise KernelError(f"no attention kernel takes {spec}: {words}")
 
 
-__all__ = ["KERNELS", "BlockSpec", "Kernel", "select"]
+def _candidates(spec: BlockSpec) -> list[str]:
+    """On a GPU "reference" is for who names it: its dense score matrix would end the memory that sequence parallelism
+    is there to save. "chunked" is there for what nothing else does, and not in silence where a fast kernel is missing.
+    """
+    slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
+    return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
+
+
+def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
+    return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not caps(kernel))
+
+
+__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "select"]

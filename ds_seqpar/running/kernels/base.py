@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,22 +11,32 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """What a kernel must be able to take."""
+    """What a kernel must be able to take. softcap: the bound of scores, 0 for none."""
 
     device: str
     dtype: torch.dtype
     q_heads: int
     kv_heads: int
     head_dim: int
+    softcap: float = 0.0
 
     @classmethod
-    def of(cls, q: Tensor, kv_heads: int) -> BlockSpec:
+    def of(cls, q: Tensor, kv_heads: int, softcap: float = 0.0) -> BlockSpec:
         """For q of shape (batch, seq, q_heads, head_dim)."""
-        return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3])
+        return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} on {self.device}, {self.q_heads}/{self.kv_heads} heads of {self.head_dim}"
+        cap = f", softcap {self.softcap:g}" if self.softcap else ""
+        return f"{dtype} on {self.device}, {self.q_heads}/{self.kv_heads} heads of {self.head_dim}{cap}"
+
+
+class Scores(NamedTuple):
+    """What a query's score of a key is: x = scale * (q . k), and softcap * tanh(x / softcap) where a softcap is given
+    (Gemma 2)."""
+
+    scale: float
+    softcap: float = 0.0
 
 
 class Kernel(Protocol):
@@ -58,3 +68,15 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
         ...
+
+
+class Capping(Kernel, Protocol):
+    """A kernel that can cap scores."""
+
+    def capped(self, softcap: float) -> Kernel:
+        """The same with that softcap: see `Scores`."""
+        ...
+
+
+def caps(kernel: Kernel) -> TypeGuard[Capping]:
+    return hasattr(kernel, "capped")

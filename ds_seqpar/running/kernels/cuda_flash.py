@@ -55,6 +55,12 @@ class FlashAttn:
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
 
+    def __init__(self, softcap: float = 0.0) -> None:
+        self.softcap = softcap
+
+    def capped(self, softcap: float) -> FlashAttn:
+        return FlashAttn(softcap)
+
     def reasons(self, spec: BlockSpec) -> list[str]:
         found = _cuda_reasons(spec)
         version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
@@ -67,7 +73,7 @@ class FlashAttn:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
-        out, lse, *_ = _flash_attn_forward(q, k, v, causal=causal, return_softmax=False, **_options(scale))
+        out, lse, *_ = _flash_attn_forward(q, k, v, causal=causal, return_softmax=False, **self.options(scale))
         return out, lse.transpose(1, 2)
 
     def backward(
@@ -77,19 +83,18 @@ class FlashAttn:
 
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lse = lse.transpose(1, 2).contiguous()
-        _flash_attn_backward(do, q, k, v, out, lse, *grads, causal=causal, deterministic=False, **_options(scale))
+        _flash_attn_backward(do, q, k, v, out, lse, *grads, causal=causal, deterministic=False, **self.options(scale))
         return grads
 
-
-def _options(scale: float) -> dict:
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }
+    def options(self, scale: float) -> dict:
+        return {
+            "dropout_p": 0.0,
+            "softmax_scale": scale,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": self.softcap,
+            "alibi_slopes": None,
+        }
 
 
 def _version(package: str) -> Version | None:

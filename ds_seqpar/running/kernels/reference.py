@@ -14,28 +14,53 @@ class Reference:
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
 
+    def __init__(self, softcap: float = 0.0) -> None:
+        self.softcap = softcap
+
+    def capped(self, softcap: float) -> Reference:
+        return type(self)(softcap)
+
     def reasons(self, spec: BlockSpec) -> list[str]:
         found = [] if spec.dtype in self.tolerance else [f"takes floating point, not {spec.dtype}"]
         return found + ["takes tensors that hold numbers, not meta"] * (spec.device == "meta")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, causal, scale)
-        lse = torch.logsumexp(scores, dim=-1)
-        out = torch.einsum("bkgqs,bskd->bqkgd", torch.exp(scores - lse[..., None]), _wide(v))
-        return out.reshape(q.shape).to(q.dtype), lse.flatten(1, 2).transpose(1, 2)
+        out, lse = attend(q, k, v, causal, scale, self.softcap)
+        return out.to(q.dtype), lse
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = k.shape[2]
-        p = torch.exp(_scores(q, k, causal, scale) - _grouped(lse.transpose(1, 2), heads, 1)[..., None])
-        do_, out_, q_ = (_grouped(_wide(x), heads, 2) for x in (do, out, q))
-        delta = (do_ * out_).sum(-1).permute(0, 2, 3, 1)
-        dv = torch.einsum("bkgqs,bqkgd->bskd", p, do_)
-        ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta[..., None]) * scale
-        dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k)).reshape(q.shape)
-        dk = torch.einsum("bkgqs,bqkgd->bskd", ds, q_)
+        dq, dk, dv = gradients(do, q, k, v, out, lse, causal, scale, self.softcap)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`Kernel.forward`, wide. first: the number of q's first row, which sees columns 0 .. first where causal."""
+    scores = _scores(q, k, causal, scale, softcap, first)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.einsum("bkgqs,bskd->bqkgd", torch.exp(scores - lse[..., None]), _wide(v))
+    return out.reshape(q.shape), lse.flatten(1, 2).transpose(1, 2)
+
+
+def gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float, softcap: float, first: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Kernel.backward`, wide."""
+    heads = k.shape[2]
+    scores = _scores(q, k, causal, scale, softcap, first)
+    p = torch.exp(scores - _grouped(lse.transpose(1, 2), heads, 1)[..., None])
+    do_, out_, q_ = (_grouped(_wide(x), heads, 2) for x in (do, out, q))
+    delta = (do_ * out_).sum(-1).permute(0, 2, 3, 1)
+    dv = torch.einsum("bkgqs,bqkgd->bskd", p, do_)
+    ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta[..., None]) * scale
+    if softcap:  # the derivative of the cap; what is masked has none
+        ds = ds * torch.where(scores.isneginf(), 0.0, 1.0 - (scores / softcap).square())
+    dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k)).reshape(q.shape)
+    return dq, torch.einsum("bkgqs,bqkgd->bskd", ds, q_), dv
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -46,10 +71,12 @@ def _grouped(x: Tensor, kv_heads: int, dim: int) -> Tensor:
     return x.unflatten(dim, (kv_heads, -1))
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, first: int) -> Tensor:
     """(B, Hkv, Hq / Hkv, Sq, Sk)."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(_wide(q), k.shape[2], 2), _wide(k)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if causal:
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(first)
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores

@@ -1,0 +1,174 @@
+"""Softcap, sinks and scale on virtual ranks: out and all gradients against dense attention in fp64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
+from ds_seqpar.errors import InputError, KernelError
+from ds_seqpar.running.kernels import KERNELS, BlockSpec, chunked, select
+from ds_seqpar.running.virtual import attention
+from tests import oracle
+
+SHAPES = [
+    {"size": 1},
+    {"size": 4, "ulysses": 1},
+    {"size": 4, "ulysses": 2, "layout": "striped"},
+    {"size": 4, "ulysses": 4},
+    {"size": 4, "ulysses": 1, "schedule": "mesh", "mesh": (2, 1, 2)},
+    {"size": 4, "ulysses": 1, "schedule": "attention2d", "rows": 2},
+    {"size": 4, "ulysses": 1, "schedule": "distflash"},
+    {"size": 8, "ulysses": 2, "schedule": "wallfacer", "team": 2, "forward": "q"},
+]
+MASKS = [Mask(), Mask(window=7), Mask(documents=(0, 5, 20)), Mask(causal=False)]
+
+
+def _dense(q, k, v, do, sinks, **asked):
+    q, k, v, sinks = (x.detach().double().requires_grad_() for x in (q, k, v, sinks))
+    out = oracle.attention(q, k, v, sinks=sinks, **asked)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), do.double())
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
+def test_softcap_and_sinks_are_exact_under_every_schedule(shape, mask):
+    if shape.get("schedule") == "distflash" and not mask.causal:
+        pytest.skip("distflash needs a causal mask")
+    q, k, v, do = oracle.tensors(batch=2, heads=(4, 4))
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+    asked = {"mask": mask, "softcap": 1.5, "scale": 0.7}
+    found = attention(SequenceParallelConfig(**shape), q, k, v, do, sinks=sinks, **asked)
+    wanted = _dense(q, k, v, do, sinks, **asked)
+    assert max(oracle.errors((found.out, found.dq, found.dk, found.dv, found.dsinks), wanted)) < 1e-12
+
+
+# SkyRL#558: sinks taken from the wrong heads after head sharding; a sink added to every partial result
+def test_each_head_has_its_own_sink_once():
+    q, k, v, do = oracle.tensors(heads=(4, 2))
+    far = torch.tensor([-200.0, 0.0, 5.0, 200.0], dtype=torch.float64)  # nothing, some, most, all of the weight
+    for ulysses in (1, 2, 4):
+        found = attention(SequenceParallelConfig(size=4, ulysses=ulysses), q, k, v, do, sinks=far)
+        plain = attention(SequenceParallelConfig(size=4, ulysses=ulysses), q, k, v, do)
+        assert torch.equal(found.out[:, :, 0], plain.out[:, :, 0])
+        assert found.out[:, :, 3].abs().max() < 1e-60
+        assert oracle.error(found.out, oracle.attention(q, k, v, sinks=far)) < 1e-12
+
+
+def test_a_row_that_sees_no_key_is_zero_beside_a_sink():
+    """Queries without any key: all keys lie after them."""
+    q, k, v, do = oracle.tensors(seq=16, heads=(2, 1))
+    shards = UnevenShards([[(0, 1, 16)], []], [[], [(0, 1, 16)]])
+    seen = torch.ones(16, 16, dtype=torch.bool).tril()
+    sinks = torch.zeros(2, dtype=torch.float64)
+    found = attention(SequenceParallelConfig(size=2, ulysses=1), q, k, v, do, shards=shards, sinks=sinks)
+    wanted = _dense(q, k, v, do, sinks, causal=seen)
+    assert max(oracle.errors((found.out, found.dq, found.dk, found.dv, found.dsinks), wanted)) < 1e-12
+    empty = UnevenShards([[(0, 1, 16)], []], [[], []])
+    q, k, v, do = (x[:, :n] for x, n in ((q, 16), (k, 0), (v, 0), (do, 16)))
+    found = attention(SequenceParallelConfig(size=2, ulysses=1), q, k, v, do, shards=empty, sinks=sinks)
+    for x in (found.out, found.dq, found.dsinks):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softcap_and_sinks_in_other_dtypes(dtype):
+    """As near to fp64 as one kernel for the whole: fp32 to 1e-5, bf16 within twice its error."""
+    q, k, v, do = oracle.tensors(heads=(4, 2), dim=16, seq=64, dtype=dtype)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
+    wanted = _dense(q, k, v, do, sinks, softcap=2.0)
+    found, alone = (
+        attention(SequenceParallelConfig(size=size, ulysses=1), q, k, v, do, softcap=2.0, sinks=sinks)
+        for size in (4, 1)
+    )
+    pairs = zip(*([r.out, r.dq, r.dk, r.dv, r.dsinks] for r in (found, alone)), wanted, strict=True)
+    for ours, single, want in pairs:
+        assert oracle.error(ours, want) <= (1e-5 if dtype == torch.float32 else 2 * oracle.error(single, want))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_cap_sinks_scale_and_window(data):
+    heads, kv_heads = data.draw(st.sampled_from([(2, 1), (4, 2), (4, 4), (8, 2)]))
+    seq = 16 * data.draw(st.integers(1, 4))
+    mask = Mask(window=data.draw(st.none() | st.integers(1, seq)), causal=data.draw(st.booleans()))
+    asked = {
+        "mask": mask,
+        "softcap": data.draw(st.none() | st.floats(0.1, 100)),
+        "scale": data.draw(st.none() | st.floats(0.01, 4)),
+    }
+    shape = data.draw(st.sampled_from([(2, 1), (4, 2), (4, 1), (8, 2)]))
+    config = SequenceParallelConfig(size=shape[0], ulysses=shape[1])
+    q, k, v, do = oracle.tensors(seq=seq, heads=(heads, kv_heads), seed=data.draw(st.integers(0, 99)))
+    sinks = torch.tensor(data.draw(st.lists(st.floats(-9, 9), min_size=heads, max_size=heads)), dtype=torch.float64)
+    found = attention(config, q, k, v, do, sinks=sinks, **asked)
+    wanted = _dense(q, k, v, do, sinks, **asked)
+    assert max(oracle.errors((found.out, found.dq, found.dk, found.dv), wanted[:4])) < 1e-10
+    torch.testing.assert_close(found.dsinks, wanted[4], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "causal"), [(37, 37, True), (24, 56, True), (56, 24, True), (9, 40, False)]
+)
+def test_kernels_that_cap(name, q_len, kv_len, causal, monkeypatch):
+    monkeypatch.setattr(chunked, "SCORES", 500)  # many pieces, the last one shorter
+    kernel = KERNELS[name].capped(1.5)
+    dice = torch.Generator().manual_seed(0)
+    q, k, v, do = (
+        torch.randn(2, n, h, 8, generator=dice, dtype=torch.float64)
+        for n, h in ((q_len, 4), (kv_len, 2), (kv_len, 2), (q_len, 4))
+    )
+    out, lse = kernel.forward(q, k, v, causal, 0.5)
+    found = out, *kernel.backward(do, q, k, v, out, lse, causal, 0.5)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril() if causal else False
+    wanted = oracle.attention(q, k, v, seen, 0.5, softcap=1.5)
+    assert max(oracle.errors(found, (wanted, *torch.autograd.grad(wanted, (q, k, v), do)))) < 1e-12
+
+
+def test_a_capped_kernel_never_holds_a_dense_matrix(monkeypatch):
+    monkeypatch.setattr(chunked, "SCORES", 4096)
+    made = []
+    for name in ("attend", "gradients"):
+        inner = getattr(chunked, name)
+        at = {"attend": (0, 1), "gradients": (1, 2)}[name]  # q and k among the arguments
+        monkeypatch.setattr(
+            chunked,
+            name,
+            lambda *x, inner=inner, at=at: (made.append(x[at[0]].shape[1] * x[at[1]].shape[1]), inner(*x))[1],
+        )
+    q = torch.randn(1, 512, 2, 8)
+    kernel = KERNELS["chunked"].capped(1.0)
+    out, lse = kernel.forward(q, q, q, True, 1.0)
+    kernel.backward(q, q, q, q, out, lse, True, 1.0)
+    assert made
+    assert max(made) * 2 <= 4096
+
+
+def test_which_kernel_caps():
+    assert select("auto", BlockSpec("cpu", torch.float32, 8, 2, 64, 50.0)).name == "chunked"
+    assert select("auto", BlockSpec("cuda", torch.float32, 8, 2, 64, 50.0)).name == "chunked"
+    with pytest.raises(KernelError) as caught:
+        select("cpu_flash", BlockSpec("cpu", torch.float32, 8, 2, 64, 50.0))
+    assert str(caught.value) == (
+        "no attention kernel takes float32 on cpu, 8/2 heads of 64, softcap 50: cpu_flash cannot cap scores"
+    )
+    with pytest.raises(KernelError, match="no attention kernel takes"):  # nothing slow in silence
+        select("auto", BlockSpec("cuda", torch.float32, 8, 2, 64))
+
+
+@pytest.mark.parametrize("softcap", [0, -1.0, math.inf, math.nan, True, "50", torch.tensor(2.0)])
+def test_a_softcap_that_is_none_is_refused(softcap):
+    q, k, v, _ = oracle.tensors()
+    with pytest.raises(InputError, match="a softcap that is a number above 0"):
+        attention(SequenceParallelConfig(size=2), q, k, v, softcap=softcap)
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64), 0.5])
+def test_sinks_that_are_not_one_a_head_are_refused(sinks):
+    q, k, v, _ = oracle.tensors(heads=(4, 2))
+    with pytest.raises(InputError, match=r"sinks of shape \(4,\)"):
+        attention(SequenceParallelConfig(size=2), q, k, v, sinks=sinks)
