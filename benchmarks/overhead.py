@@ -63,7 +63,7 @@ def one_rank(tokens: int, calls: int) -> dict[str, float]:
     scale = HEAD_DIM**-0.5
     rows = {
         "bare kernel": lambda q, k, v: bare(q, k, v, sp.runtime.handle, CAUSAL.handle, -1, scale, None)[0],
-        "attention, agreement apart": lambda q, k, v: sp.attention_agreed(q, k, v, True, None),
+        "attention, agreement apart": lambda q, k, v: sp.attention_agreed(q, k, v, Asked(CAUSAL, None, None)),
         "attention": sp.attention,
     }
 

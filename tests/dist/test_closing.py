@@ -7,6 +7,8 @@ import time
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.running.inputs import Asked
 from tests import oracle
 from tests.dist.ranks import attend, attention_error, is_one_sentence, leaves, make, refusal
 from tests.launch import on_ranks
@@ -88,7 +90,7 @@ def close():
     local = leaves(sp, *whole[:3])
     calls = (
         lambda: sp.attention(*local),
-        lambda: sp.attention_agreed(*local, True, None),
+        lambda: sp.attention_agreed(*local, Asked(CAUSAL, None, None)),
         lambda: sp.gather(local[0].detach(), 1),
         lambda: sp.mean_loss(local[0].sum()),
         lambda: sp.shard_batch({"labels": whole[0][0, :, 0, :1].long().T}),

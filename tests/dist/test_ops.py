@@ -23,13 +23,15 @@ def check(heads, dtype):
     arrived = ops.scatter_heads([q, k, v], counts, handle, "qkv", None)
     inner = [x.detach().requires_grad_() for x in split_in(arrived, [max(1, x.shape[2] // 2) for x in (q, k, v)])]
     settings = handle, CAUSAL.handle, CONFIGURED
-    out, lse = (x.detach() for x in ops.attention(*inner, *settings, 0.5, None))
+    sinks = torch.randn(inner[0].shape[2], requires_grad=True)
+    out, lse = (x.detach() for x in ops.attention(*inner, None, *settings, 0.5, 0.0, None))
     joined = join_out([out.clone()])
     calls = [
-        (ops.agree.default, (q, k, v, *settings, None, True, False)),
+        (ops.agree.default, (q, k, v, *settings, None, True, False, 2.0, sinks.new_zeros(heads[0]))),
         (ops.scatter_heads.default, ([q, k, v], counts, handle, "qkv", None)),
-        (ops.attention.default, (*inner, *settings, 0.5, None)),
-        (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, *settings, 0.5)),
+        (ops.attention.default, (*inner, None, *settings, 0.5, 0.0, None)),
+        (ops.attention.default, (*inner, sinks, *settings, 0.5, 2.0, None)),
+        (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, *settings, 0.5, 2.0)),
         (ops.gather_heads.default, (joined.requires_grad_(), [heads[0]], counts, counts[0], handle, "out_heads")),
     ]
     found = [torch.library.opcheck(*call) for call in calls]
