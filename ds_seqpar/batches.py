@@ -28,6 +28,7 @@ class Sharing(Protocol):
 
     data_rank: int
     groups: Groups
+    keeps_masks: bool
 
     @property
     def control_world(self) -> dist.ProcessGroup: ...
@@ -91,7 +92,7 @@ def _prepare(
 ) -> tuple[list[dict[str, Any]], int, list[dict[str, str]]]:
     """(this rank's part of each batch, the labels that count in it, what peers compare)."""
     checked = [check_batch(sp, batch, causal) for batch in window]
-    sharded = [_shard(sp, batch) for batch in checked]
+    sharded = [_shard(sp, batch, whole) for batch, whole in zip(checked, window, strict=True)]
     if not window or (steps is not None and len(window) != steps):
         raise InputError(
             f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
@@ -162,11 +163,14 @@ def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:
         )
 
 
-def _shard(sp: Sharing, batch: dict[str, Any]) -> dict[str, Any]:
+def _shard(sp: Sharing, batch: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     labels = batch["labels"]
     whole = {**batch, "shift_labels": _shifted(labels)}
     sharded = {name: sp.shard(x, 1) if isinstance(x, Tensor) else x for name, x in whole.items()}
     positions = sp.position_ids(labels.shape[1]).to(labels.device).expand(labels.shape[0], -1)
+    mask = given.get("attention_mask")
+    if sp.keeps_masks and mask is not None and not bool(mask.bool().all()):
+        sharded["attention_mask"] = trusted.remember(sp.shard(mask, 1), sp)
     return {**sharded, "position_ids": trusted.remember(positions, sp)}
 
 
@@ -175,7 +179,8 @@ def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str
     if device is None:
         return batch
     moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    trusted.keep(batch["position_ids"], moved["position_ids"])
+    for name in {"position_ids", "attention_mask"} & batch.keys():
+        trusted.keep(batch[name], moved[name])
     return moved
 
 

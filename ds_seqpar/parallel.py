@@ -31,7 +31,8 @@ class SequenceParallel:
     share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
     device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
-    `shard_batches` is given.
+    `shard_batches` is given. keeps_masks: whether `shard_batches` returns this rank's part of an attention_mask that
+    has zeros (a patched model sets it whose loss counts tokens by it).
     """
 
     @told_once
@@ -64,6 +65,7 @@ class SequenceParallel:
         member = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
+        self.keeps_masks = False
 
     @property
     def control_world(self) -> dist.ProcessGroup:
@@ -182,6 +184,18 @@ class SequenceParallel:
         whole = torch.empty_like(parts)
         whole[order.to(parts.device)] = parts
         return whole.movedim(0, dim)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of x, any shape, over the ranks that share the sequence, for a loss that every one of them has whole,
+        and that is not linear in tokens. The gradient that reaches this rank's x is `size` times the loss's own, which
+        is right where gradients are averaged over ranks, as ZeRO and DDP do. Collective over the sequence's ranks.
+        """
+        if (group := self.groups.sp) is None:
+            return x
+        total = x.detach().clone()
+        with failing("sum_over_ranks", group):
+            dist.all_reduce(total, group=group)
+        return total + self.size * (x - x.detach())
 
     def _gather_error(self, x: Tensor, dim: int) -> InputError | None:
         if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():

@@ -1,31 +1,65 @@
-"""Model families that have been checked, and what in a model of theirs would make sharded training wrong."""
+"""Model families that have been checked: what their attention needs, and what in a model would make it wrong."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import unwrapped
 
-__all__ = ["check_adapters", "check_model", "heads", "is_known", "unwrapped"]
+__all__ = ["attentions", "check_adapters", "check_model", "heads", "is_known", "unwrapped", "windows"]
 
 
-def _llama(model: PreTrainedModel) -> list[str]:
-    """LLaMA: RoPE once in the model from position_ids, one causal attention a layer through AttentionInterface."""
-    config, against = model.config, []
-    if config.attention_dropout > 0:
-        against.append(f"attention_dropout 0 (ranks would drop different weights); got {config.attention_dropout}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        against.append(f"a rope_type that does not depend on the longest position a rank sees; got {rope!r}")
-    if not getattr(config, "is_causal", True):
-        against.append("a causal model; got is_causal=False in its config")
-    return against
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What tells apart the causal attention of families, all of which go through transformers' AttentionInterface and
+    take RoPE from position_ids. Scale, softcap and sinks come with each call.
+
+    window: which layers have config.sliding_window: "none", "all", or "layers": those of config.layer_types that are
+    "sliding_attention". Everywhere it counts the query's own position (window N: N keys), as ours does.
+    experts: its loss may have a part for the balance of experts, which is not linear in tokens.
+    """
+
+    window: Literal["none", "all", "layers"] = "none"
+    experts: bool = False
 
 
-# model_type -> what a model of that family needs and does not have
-FAMILIES = {"llama": _llama}
+# by model_type: what was compared with the unpatched model, logits, losses and gradients (tests/hf/test_families.py)
+FAMILIES = {
+    "cohere2": Family(window="layers"),  # layers with a window have RoPE, the others no positions
+    "gemma2": Family(window="layers"),  # softcap
+    "gemma3_text": Family(window="layers"),  # a RoPE for each kind of layer, norms of q and k
+    "glm4": Family(),  # RoPE on half of the head
+    "gpt_oss": Family(window="layers", experts=True),  # sinks
+    "granite": Family(),  # a scale of its own
+    "llama": Family(),
+    "mistral": Family(window="all"),
+    "olmo2": Family(),  # norms of q and k
+    "olmo3": Family(window="layers"),
+    "phi3": Family(window="all"),
+    "qwen2": Family(window="layers"),
+    "qwen3": Family(window="layers"),
+    "qwen3_moe": Family(window="all", experts=True),
+    "smollm3": Family(window="layers"),  # some layers without positions
+}
+# what a config has that no plan of ours computes: (whether it has, what it is)
+FOREIGN: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda config: getattr(config, "kv_lora_rank", None) is not None, "multi-head latent attention (MLA)"),
+    (lambda config: "linear_attention" in _kinds(config), "linear attention"),
+    (lambda config: "chunked_attention" in _kinds(config), "chunked attention"),
+    (lambda config: getattr(config, "attention_chunk_size", None) is not None, "chunked attention"),
+    (lambda config: bool({"mamba", "conv", "recurrent"} & set(_kinds(config))), "recurrent layers"),
+    (lambda config: getattr(config, "is_encoder_decoder", False), "cross-attention between an encoder and a decoder"),
+)
+
+
+def _kinds(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or []
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -49,6 +83,19 @@ def is_known(model: PreTrainedModel) -> bool:
     return model.config.model_type in FAMILIES
 
 
+def attentions(model: nn.Module) -> list[Any]:
+    """The attention modules of a model, in the order of its layers."""
+    return [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+
+
+def windows(model: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each attention module, in keys with the query's own; None: all keys before it."""
+    config, family = model.config, FAMILIES[model.config.model_type]
+    window = getattr(config, "sliding_window", None) if family.window != "none" else None
+    kinds = config.layer_types if family.window == "layers" else ["sliding_attention"] * len(attentions(model))
+    return [window if kinds[module.layer_idx] == "sliding_attention" else None for module in attentions(model)]
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Raises ConfigError for a model whose attention cannot be, or was not checked to be, sequence parallel."""
     if not isinstance(model, PreTrainedModel):
@@ -56,17 +103,45 @@ def check_model(model: PreTrainedModel) -> None:
             f"patch_attention needs a transformers model; got {type(model).__name__}, "
             "call sp.attention in a model of your own"
         )
-    family = model.config.model_type
+    config, family = model.config, model.config.model_type
+    if foreign := [what for has, what in FOREIGN if has(config)]:
+        raise ConfigError(
+            f"patch_attention needs softmax attention over one sequence; got a model of family {family!r} with "
+            f"{foreign[0]}, which is not supported"
+        )
     if not is_known(model):
         raise ConfigError(
             f"patch_attention knows the attention of {', '.join(sorted(FAMILIES))}; got a model of family {family!r}, "
-            "others come with sliding windows and packed documents, and till then you can call sp.attention from an "
-            "attention function of the model (docs/other_models.md)"
+            "call sp.attention from an attention function of the model (docs/other_models.md)"
         )
     if not type(model).__name__.endswith(("ForCausalLM", "Model")):
         raise ConfigError(
             f"patch_attention needs a causal language model (or its base model); got {type(model).__name__}, "
             "whose head would see this rank's tokens only"
         )
-    if against := FAMILIES[family](model):
+    if against := _against(config):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(against)}; change the model's config")
+
+
+def _against(config: PreTrainedConfig) -> list[str]:
+    """What a model of a known family needs and does not have."""
+    against = []
+    if getattr(config, "attention_dropout", 0) > 0:
+        against.append(f"attention_dropout 0 (ranks would drop different weights); got {config.attention_dropout}")
+    for rope in _ropes(config):
+        if rope in ("dynamic", "longrope"):
+            against.append(f"a rope_type that does not depend on the longest position a rank sees; got {rope!r}")
+    if not getattr(config, "is_causal", True):
+        against.append("a causal model; got is_causal=False in its config")
+    if getattr(config, "use_bidirectional_attention", False):
+        against.append("a causal model; got use_bidirectional_attention in its config")
+    if unknown := sorted(set(_kinds(config)) - {"full_attention", "sliding_attention"}):
+        against.append(f"layer_types full_attention and sliding_attention; got {', '.join(unknown)}")
+    return against
+
+
+def _ropes(config: PreTrainedConfig) -> list[str]:
+    """The RoPE types of all kinds of layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in given.values() if isinstance(value, dict)] or [given]
+    return sorted({kind.get("rope_type", "default") for kind in kinds})

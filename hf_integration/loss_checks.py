@@ -22,6 +22,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.running.agreement import agree
 
+from .experts import left_out
 from .families import unwrapped
 
 ITEMS = 3.0  # the divisor that a loss is tried with
@@ -74,13 +75,14 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 @contextlib.contextmanager
 def evaluating(model: nn.Module, trainer: Any = None) -> Iterator[None]:
     """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
-    state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log."""
+    state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log. Of a model with
+    experts the loss is that of tokens alone."""
     modes = [(module, module.training) for module in model.modules()]
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), left_out(model):
             yield
     finally:
         for module, training in modes:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,32 +20,51 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
-from ds_seqpar.planning.masks import CAUSAL, FULL
+from ds_seqpar.planning.masks import Mask
 from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
 
 from . import sharded
-from .families import check_adapters, check_model, heads, unwrapped
+from .experts import Experts, check_output, has_experts
+from .families import attentions, check_adapters, check_model, heads, unwrapped, windows
 
 NAME = "ds_seqpar"
-SP = "sequence_parallel"  # the attribute of an attention module that holds its SequenceParallel
+SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
+EAGER = "eager_attention_forward"
+# in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
+NO_MASK = torch.empty(1, 1, 0, 0)
+
+
+class _Name(str):
+    """The name of our attention, in a model's config: with that of the attention it had, which local forwards use."""
+
+    before: str
+
+    def __new__(cls, before: str) -> _Name:
+        name = super().__new__(cls, NAME)
+        name.before = before
+        return name
+
+    def __reduce__(self) -> tuple:
+        return _Name, (self.before,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Patch:
-    """What a base model carries. before: the attention it had. agreement: how its ranks agree on a forward. whole: its
-    forwards are local for a while."""
+    """What a base model carries. before: the attention it had. agreement: how its ranks agree on a forward. experts:
+    where its loss has a part for their balance. whole: its forwards are local for a while."""
 
     sp: SequenceParallel
     before: str
     hooks: tuple[RemovableHandle, ...]
     agreement: sharded.Agreement
+    experts: Experts | None = None
     whole: bool = False
 
 
@@ -64,12 +84,19 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     AttentionMaskInterface.register(NAME, _mask)
     _own_config(inner)
     before = inner.config._attn_implementation
-    inner.set_attn_implementation(NAME)
-    for module in _attentions(inner):
+    _use(inner, before)
+    for module, window in zip(attentions(inner), windows(inner), strict=True):
         setattr(module, SP, sp)
+        setattr(module, MASK, Mask(window=window))
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
+    experts = Experts(sp) if has_experts(inner) else None
+    if experts is not None:
+        sp.keeps_masks = True  # padding is not counted as tokens
+        hooks.append(inner.register_forward_hook(_after_head, with_kwargs=True))
     agreement = sharded.Agreement(sp, inner)
-    inner.base_model._sequence_parallel_patch = _Patch(sp=sp, before=before, hooks=tuple(hooks), agreement=agreement)
+    inner.base_model._sequence_parallel_patch = _Patch(
+        sp=sp, before=before, hooks=tuple(hooks), agreement=agreement, experts=experts
+    )
     return model
 
 
@@ -93,8 +120,9 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         return model
     for hook in patch.hooks:
         hook.remove()
-    for module in _attentions(inner):
-        del module.sequence_parallel
+    for module in attentions(inner):
+        delattr(module, SP)
+        delattr(module, MASK)
     inner.set_attn_implementation(patch.before)
     del inner.base_model._sequence_parallel_patch
     return model
@@ -127,7 +155,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
     finally:
         if (now := _patch_of(inner)) is not None:  # not unpatched meanwhile
             base._sequence_parallel_patch = dataclasses.replace(now, whole=False)
-            inner.set_attn_implementation(NAME)
+            _use(inner, patch.before)
 
 
 def _patch_of(model: nn.Module) -> _Patch | None:
@@ -155,8 +183,9 @@ def _own_config(model: PreTrainedModel) -> None:
             vars(module)["config"] = own
 
 
-def _attentions(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+def _use(model: PreTrainedModel, before: str) -> None:
+    model.set_attn_implementation(NAME)
+    model.config._attn_implementation = _Name(before)
 
 
 def _attention(
@@ -168,28 +197,42 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sequence_parallel: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D)."""
     if sequence_parallel is None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
     if not sequence_parallel:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        return _unpatched(module)(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
+    mask = getattr(module, MASK)
+    if sliding_window != mask.window:
+        raise ConfigError(
+            f"layer {module.layer_idx} needs one sliding window in its attention and in the config; got "
+            f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked = Asked(CAUSAL if module.is_causal else FULL, None, scaling)
+    asked = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux)
     return module.sequence_parallel.attention_agreed(q, k, v, asked), None
 
 
-def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Without a registered mask function transformers drops padding masks in silence. A sharded forward has no mask
-    (its hook sees to that) and must not be given one of local length squared; a local one gets that of sdpa."""
-    if attention_mask is None and q_length == kv_length:
-        return None
-    return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+def _unpatched(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function that the model had. "eager" is a function of each model's own file."""
+    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation.before, eager)
+
+
+def _mask(*, config: Any, **kwargs: Any) -> Tensor | None:
+    """Without a registered mask function transformers drops padding masks and windows in silence. A sharded forward
+    makes no mask (`NO_MASK`); a local one gets that of the attention the model had."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation.before](config=config, **kwargs)
 
 
 def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +256,16 @@ def _before_head(
         return args, kwargs
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
+    if patch.experts is not None:
+        check_output(unwrapped(module), given)
     return args, kwargs
+
+
+def _after_head(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    patch = _patch_of(module)
+    if patch is None or patch.experts is None or patch.whole or _is_local(module, kwargs):
+        return output
+    return patch.experts.correct(module, kwargs, output)
 
 
 def _before_base(
@@ -227,5 +279,5 @@ def _before_base(
         return (), {**given, "sequence_parallel": False}
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
-    given |= {"attention_mask": None, "position_ids": positions, "use_cache": False}
+    given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     return (), {**given, "sequence_parallel": True}
