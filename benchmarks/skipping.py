@@ -1,5 +1,5 @@
-"""What a mask leaves out is neither computed nor sent: kernel calls, products and received bytes of every schedule, from
-all ranks' programs, without a process. The tables and the picture of docs/masks.md.
+"""What a mask leaves out is neither computed nor sent: kernel calls, products and received bytes of every schedule,
+from all ranks' programs, without a process. The tables and the picture of docs/masks.md.
 
     python -m benchmarks.skipping [--ranks 8 16] [--heads 32 32] [--packs 20] [--brief]
     python -m benchmarks.skipping --ranks 16 --brief --picture docs/pictures/skipping.svg
@@ -46,6 +46,7 @@ TOKENS, DOCUMENTS, HEAD_DIM = 65536, 64, 128
 BLOCK = 128  # rows and columns that a kernel computes at once
 DIRECTIONS = ("forward", "backward")
 SQUARE = True  # what kernels want of causal calls
+WANTED = 1.15  # products, to the visible pairs
 
 
 # ---- counting
@@ -53,7 +54,7 @@ SQUARE = True  # what kernels want of causal calls
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Of one rank's program. products: pairs in tiles; blocks: pairs in the blocks that calls touch; received: bytes."""
+    """Of a rank's program. products: pairs in tiles; blocks: pairs in the blocks that calls touch; received: bytes."""
 
     calls: int
     products: int
@@ -62,9 +63,7 @@ class Count:
 
 
 def count(bound: Bound) -> Count:
-    found = [
-        tile for one in bound.program.code if isinstance(one, Product) for tile in bound.tiles(one.q, one.kv)
-    ]  # fmt: skip
+    found = [tile for one in bound.program.code if isinstance(one, Product) for tile in bound.tiles(one.q, one.kv)]
     return Count(
         calls=sum(len([*_calls(tile, bound.square)]) for tile in found),
         products=sum(tile.products for tile in found),
@@ -327,11 +326,14 @@ def of_packs(ranks: int, seeds: range, shape: Shape) -> None:
         for direction in DIRECTIONS:
             for row in rows(some, direction, shape):
                 found[row.case.layout].append(row)
-    lines = [["layout", "products", "in blocks", "to one device's", "balance", "of the ring's, forward", "backward"]]
+    lines = [["layout", "products", "in blocks", f"packs within {WANTED}", "to one device's", "balance",
+              "of the ring's, forward", "backward"]]  # fmt: skip
     ones = {row.case.mask: alone(row.case.mask) for mine in found.values() for row in mine}
     for layout, mine in found.items():
+        over = {row.case.mask for row in mine if row.blocks > WANTED}
         lines.append([
             layout, span((row.products for row in mine), 3), span((row.blocks for row in mine), 3),
+            f"{len(seeds) - len(over)} of {len(seeds)}",
             span((row.blocks / ones[row.case.mask] for row in mine), 3), span(row.balance for row in mine),
             *(span((row.fraction for row in mine if row.direction == way), 3) for way in DIRECTIONS),
         ])  # fmt: skip
