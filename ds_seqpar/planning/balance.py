@@ -24,7 +24,7 @@ ROUNDING = 256  # a half's products are what it should have but for a part in so
 
 def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
-    0: `UnevenShards(balanced(lengths, ranks))`. The same wherever it is called: integers only.
+    0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
 
     Ranks differ by one token at most. In causal products, the (query, key) pairs that a causal mask of these documents
     leaves, they differ by parts in a thousand, unless there are so few tokens that one more or less shows. At most
@@ -138,11 +138,11 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
                 return before + left, right + after
     row = _Row(pieces, tokens)
     left, right = row.window(products) if row.products(row.last) >= products else row.ends(products)
-    missed = abs(sum([piece.products for piece in left]) - products)
-    apart = [part for piece in pieces for part in piece.parts()]
-    if missed * ROUNDING > products and len(apart) > len(pieces):
+    if abs(sum([piece.products for piece in left]) - products) * ROUNDING > products:
         # of two parts, one much longer than the other, no two ends have as many keys as both parts
-        return _halved(apart, share, ranks)
+        apart = [part for piece in pieces for part in piece.parts()]
+        if len(apart) > len(pieces):
+            return _halved(apart, share, ranks)
     return left, right
 
 
