@@ -1,0 +1,218 @@
+"""Deals the tokens of packed documents to inner ranks, so that all have as many tokens and as many causal products.
+
+The ranks are halved, and their halves again. In a halving the documents stand side by side, by their mean keys a query,
+and the left half takes a window of them: as wide as its tokens, at the place where it also has its share of products.
+Of a document that the window cuts the left half takes the front, so that k/v travel from lower ranks to higher ones.
+The window slides from the fewest keys to the most and its products move with it, so that there is such a place; unless
+its last position is still too light, because one document has most of the products. Then the document there is cut as
+zigzag does: the left half takes both of its ends, as much of either as gives the products.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ..errors import InputError
+from .layout import Run, Runs
+from .masks import Mask
+
+ROUNDING = 256  # a half's products are what it should have but for a part in so many, and what a token brings
+
+
+def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
+    """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
+    0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
+
+    Ranks differ by one token at most. In causal products, the (query, key) pairs that a causal mask of these documents
+    leaves, they differ by parts in a thousand, unless there are so few tokens that one more or less shows. At most
+    2 * (ranks - 1) documents are cut, all others are whole on one rank, and all have at most len(lengths) + 4 * (ranks
+    - 1) runs together. A block of k/v travels only where it has a part of a document that is cut; never further than
+    the ranks - 1 others, as in a ring over one document. One document alone is dealt as zigzag deals it: 2 * ranks
+    chunks, an early and a late one for each rank, whose lengths differ by one token at most.
+
+    Raises InputError for a length or a number of ranks below 1.
+    """
+    if type(ranks) is not int or ranks < 1:
+        raise InputError(f"tokens are dealt to a whole number of ranks from 1 on; got {ranks!r}")
+    starts = Mask.documents_of(lengths)
+    pieces = [_piece(base, 0, length, length, length) for base, length in zip(starts, lengths, strict=True)]
+    return tuple(_runs(parts) for parts in _dealt(pieces, ranks))
+
+
+class _Piece(NamedTuple):
+    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; of one part, q = r = s."""
+
+    base: int
+    p: int
+    q: int
+    r: int
+    s: int
+    beside: int  # its document goes on: -1 on lower ranks than all these, 1 on higher ones, 0 on neither or on both
+    tokens: int
+    products: int
+
+    def of_ends(self, front: int, back: int) -> int:
+        """Products of the first `front` and the last `back` tokens."""
+        return (front * (2 * self.p + front + 1) + back * (2 * self.s - back + 1)) // 2
+
+    def ends(self, tokens: int) -> tuple[int, int]:
+        """How many of so many tokens are taken in front and at the back: of one part all in front, of two parts as
+        many as give them the mean of keys."""
+        _, p, q, r, s, _, mine, products = self
+        if q == s:
+            return tokens, 0
+        # where of_ends is tokens / mine of the products
+        front = tokens * ((2 * s + 1 - tokens) * mine - 2 * products) // (2 * (s - p - tokens) * mine)
+        front = min(max(front, tokens - (s - r), 0), q - p, tokens)
+        return front, tokens - front
+
+    def cut(self, front: int, back: int) -> tuple[_Piece, _Piece]:
+        """The two ends together, which go to the lower ranks, and what is between them."""
+        base, p, q, r, s, beside, _, _ = self
+        low, high = p + front, s - back
+        q, r = (high, high) if q == s else (q, r)
+        return (
+            _piece(base, p, low, high, s, 0 if beside < 0 else 1),
+            _piece(base, low, q, r, high, 0 if beside > 0 else -1),
+        )
+
+    def parts(self) -> list[_Piece]:
+        """Each part for itself."""
+        return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
+
+
+def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece:
+    if p == q:  # the second part alone
+        p, q, r = r, s, s
+    elif r == s:  # the first
+        r = s = q
+    elif q == r:
+        q = r = s
+    products = (q - p) * (p + q + 1) + (s - r) * (r + s + 1)
+    return _Piece(base, p, q, r, s, beside, q - p + s - r, products // 2)
+
+
+def _dealt(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
+    """What each rank holds."""
+    if ranks == 1 or not pieces:
+        return [pieces] + [[]] * (ranks - 1)
+    if len(pieces) == 1 and pieces[0].q == pieces[0].s:
+        return _zigzag(pieces[0], ranks)
+    left, right = _halved(pieces, ranks // 2, ranks)
+    return _dealt(left, ranks // 2) + _dealt(right, ranks - ranks // 2)
+
+
+def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
+    """The outermost tokens to the first rank, half of them in front, and so on inwards."""
+    taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
+    edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
+    return [
+        [_piece(piece.base, low, lower, upper, high)] if (low, high) != (lower, upper) else []
+        for (low, high), (lower, upper) in pairwise(edges)
+    ]
+
+
+def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece], list[_Piece]]:
+    """What the lower `share` of `ranks` ranks hold and what the others do. What has a part on ranks before or after all
+    these stays beside it where it can: then it is the next rank, and k/v are there after one hop."""
+    tokens = sum([piece.tokens for piece in pieces]) * share // ranks
+    products = sum([piece.products for piece in pieces]) * share // ranks
+    if not tokens:
+        return [], pieces
+    pieces = sorted(pieces, key=lambda piece: (piece.products / piece.tokens, piece.base, piece.p))
+    sides = {piece.beside for piece in pieces}
+    for stay in ({-1, 1}, {-1}, {1}):
+        if stay <= sides:
+            before = [piece for piece in pieces if piece.beside == -1 and -1 in stay]
+            after = [piece for piece in pieces if piece.beside == 1 and 1 in stay]
+            row = _Row(
+                [piece for piece in pieces if piece.beside not in stay],
+                tokens - sum([piece.tokens for piece in before]),
+            )
+            wanted = products - sum([piece.products for piece in before])
+            if row.reaches(wanted):
+                left, right = row.window(wanted)
+                return before + left, right + after
+    row = _Row(pieces, tokens)
+    left, right = row.window(products) if row.products(row.last) >= products else row.ends(products)
+    if abs(sum([piece.products for piece in left]) - products) * ROUNDING > products:
+        # of two parts, one much longer than the other, no two ends have as many keys as both parts
+        apart = [part for piece in pieces for part in piece.parts()]
+        if len(apart) > len(pieces):
+            return _halved(apart, share, ranks)
+    return left, right
+
+
+class _Row:
+    """Pieces side by side, and the windows of so many tokens on them. A window has of a piece that it ends in, on
+    either side, what `_Piece.ends` gives."""
+
+    def __init__(self, pieces: list[_Piece], tokens: int) -> None:
+        self.pieces, self.wide = pieces, tokens
+        self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
+        self.before = [0, *accumulate([piece.products for piece in pieces])]
+        self.last = self.starts[-1] - tokens  # the last position of a window
+
+    def reaches(self, products: int) -> bool:
+        """Whether a window has so many, surely."""
+        return 0 < self.wide < self.starts[-1] and self.products(0) <= products <= self.products(self.last)
+
+    def place(self, at: int) -> tuple[int, int, int, int]:
+        """(first, its tokens, end, its tokens): the pieces that a window from `at` on begins in and ends in."""
+        first = bisect_right(self.starts, at) - 1
+        tokens = self.starts[first + 1] - at
+        if tokens >= self.wide:
+            return first, self.wide, first + 1, 0
+        end = bisect_right(self.starts, at + self.wide) - 1
+        return first, tokens, end, at + self.wide - self.starts[end]
+
+    def products(self, at: int) -> int:
+        """Of a window."""
+        first, tokens, end, more = self.place(at)
+        found = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
+        return found + self.pieces[end].of_ends(*self.pieces[end].ends(more)) if more else found
+
+    def window(self, products: int) -> tuple[list[_Piece], list[_Piece]]:
+        """The pieces in the window that has so many, up to those that one token brings, and the pieces outside."""
+        at = bisect_left(range(self.last + 1), products, key=self.products)
+        at -= at > 0 and products - self.products(at - 1) < self.products(at) - products
+        first, tokens, end, more = self.place(at)
+        inside, outside = self.pieces[first + 1 : end], self.pieces[:first] + self.pieces[end + bool(more) :]
+        for index, taken in ((first, tokens), (end, more)):
+            if not taken:
+                continue
+            piece = self.pieces[index]
+            if taken == piece.tokens:
+                inside.append(piece)
+            else:
+                left, right = piece.cut(*piece.ends(taken))
+                inside.append(left)
+                outside.append(right)
+        return inside, outside
+
+    def ends(self, products: int) -> tuple[list[_Piece], list[_Piece]]:
+        """The same of the last window, which has too few: of its first piece it takes less in front and more
+        at the back."""
+        first, tokens, _, _ = self.place(self.last)
+        piece = self.pieces[first]
+        if tokens == piece.tokens:
+            return self.pieces[first:], self.pieces[:first]
+        wanted = products - (self.before[-1] - self.before[first + 1])
+        front, back = piece.ends(tokens)
+        most = front if piece.q == piece.s else min(front, piece.s - piece.r - back)
+        moved = bisect_left(range(most), wanted, key=lambda more: piece.of_ends(front - more, back + more))
+        left, right = piece.cut(front - moved, back + moved)
+        return [left, *self.pieces[first + 1 :]], [*self.pieces[:first], right]
+
+
+def _runs(pieces: list[_Piece]) -> Runs:
+    runs: list[tuple[int, int]] = []  # (start, end)
+    for start, end in sorted([(part.base + part.p, part.base + part.q) for piece in pieces for part in piece.parts()]):
+        if runs and runs[-1][1] == start:
+            runs[-1] = runs[-1][0], end
+        else:
+            runs.append((start, end))
+    return tuple([Run(start, 1, end - start) for start, end in runs])
