@@ -7,7 +7,9 @@ divides its local sum by `num_items_in_batch = N / (world * G)`. That needs N be
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .documents import Lengths, documents_of, starts_of, without_documents
 from .errors import InputError, as_error
+from .placement import Placement
 from .running import trusted
 from .running.agreement import Alike, agree, in_words, sums
 from .running.groups import Groups
@@ -33,11 +37,11 @@ class Sharing(Protocol):
     @property
     def control_world(self) -> dist.ProcessGroup: ...
 
-    def check_length(self, seq: int) -> None: ...
+    def place(self, seq: int, documents: Lengths | None = None, *, causal: bool = True) -> Placement | None: ...
 
-    def position_ids(self, seq: int) -> Tensor: ...
+    def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor: ...
 
-    def shard(self, x: Tensor, dim: int) -> Tensor: ...
+    def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor: ...
 
 
 def shard_window(
@@ -51,16 +55,21 @@ def shard_window(
     its sequences. Collective over the world; raises InputError or DisagreementError on every rank, before training.
 
     Each batch: labels int64 (B, S), with -100 for tokens that do not count, and tensors of shape (B, S, ...) such as
-    input_ids. attention_mask (B, S) may pad on the right: padding that follows all real tokens is never seen by them
-    under a causal mask, so the mask is checked here, whole, and dropped (causal=False refuses padding, and so do labels
-    that would be predicted from it). Values that are not tensors pass through. steps: the window's length, where it is
-    known. device: where this rank's tensors go; None leaves each where it is.
+    input_ids. Packed documents as `documents.documents_of` reads them (`position_ids` that begin again, cumulative
+    lengths, `seq_idx`); rows may differ. attention_mask (B, S), 0 for padding before or after a row's tokens, not
+    between them. Values that are not tensors pass through. steps: the window's length, where it is known. device: where
+    this rank's tensors go; None leaves each where it is.
 
     Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
-    are predicted from *before* sharding; `position_ids`: global; `num_items_in_batch`: divide the local sum of token
-    losses by it (transformers models do). The loss a rank then sees is its own part: `sp.mean_loss` gives the loss.
-    G times the gradient is in it, which `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`,
-    and average gradients over the world, as DDP does.
+    are predicted from *before* sharding, none across a document's end; `position_ids`: global, or within documents
+    where there are some; `num_items_in_batch`: divide the local sum of token losses by it (transformers models do).
+    Where the configured layout does not say all (documents, left padding, with causal=False any padding, a length that
+    ranks cannot share equally), also `placement`: see `Placement`. Rows with documents or left padding lie end to end
+    in it, and tensors then are (1, this rank's tokens, ...).
+
+    The loss a rank then sees is its own part: `sp.mean_loss` gives the loss. G times the gradient is in it, which
+    `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`, and average gradients over the
+    world, as DDP does.
     """
     sharded: list[dict[str, Any]] = []
     count, value, error = 0, None, None
@@ -91,8 +100,7 @@ def _prepare(
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], int, list[dict[str, str]]]:
     """(this rank's part of each batch, the labels that count in it, what peers compare)."""
-    checked = [check_batch(sp, batch, causal) for batch in window]
-    sharded = [_shard(sp, batch, whole) for batch, whole in zip(checked, window, strict=True)]
+    sharded = [_shard(sp, check_batch(sp, batch, causal)) for batch in window]
     if not window or (steps is not None and len(window) != steps):
         raise InputError(
             f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
@@ -103,26 +111,53 @@ def _prepare(
     return on_device, count, [_fingerprint(batch) for batch in window]
 
 
-def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> dict[str, Any]:
-    """The batch without its mask and positions, which are checked. Raises InputError where it cannot be sharded."""
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A whole batch that can be sharded. tensors: all but its mask, positions and documents. ends (B, S): whether a
+    token is the last of its document, or of its row. mask: None where nothing is padding."""
+
+    tensors: dict[str, Any]
+    ends: Tensor
+    mask: Tensor | None
+    placement: Placement | None
+
+
+def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
+    """Raises InputError where a batch cannot be sharded."""
     labels = _labels(batch)
-    sp.check_length(labels.shape[1])
-    rest = dict(batch)
-    mask, positions = rest.pop("attention_mask", None), rest.pop("position_ids", None)
-    if mask is not None:
-        _check_mask(mask, labels, causal)
-    if positions is not None and not _is_range(positions, labels.shape[1]):
-        raise InputError(
-            "position_ids must count 0, 1, 2, ... through every sequence; got others (packed documents are not "
-            "supported yet), leave them out and shard_batches makes them"
-        )
+    rows, seq = labels.shape
+    rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in rest.items():
         if isinstance(value, Tensor) and value.shape[:2] != labels.shape:
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
             )
-    return rest
+    mask = _checked_mask(batch.get("attention_mask"), labels)
+    given, on_left = dict(batch), mask is not None and not bool(mask[:, 0].all())
+    if mask is not None and on_left and isinstance(positions := given.get("position_ids"), Tensor):
+        given["position_ids"] = positions.masked_fill(~mask.to(positions.device), 0)  # there they may be anything
+    documents = apart = documents_of(given, rows, seq)
+    if mask is not None and (on_left or not causal):  # what a causal mask does not keep apart
+        apart = _padding_apart(documents or (seq,) * rows, mask)
+    placement = sp.place(rows * seq, apart, causal=causal) if apart else sp.place(seq, causal=causal)
+    if apart and placement is not None:
+        placement = dataclasses.replace(placement, rows=rows, restarts=starts_of(documents or (seq,) * rows))
+    starts = torch.zeros(rows * seq + 1, dtype=torch.bool)
+    starts[[*starts_of(apart or (seq,) * rows), rows * seq]] = True
+    checked = Checked(
+        tensors=rest,
+        ends=starts[1:].view(rows, seq),
+        mask=mask,
+        placement=placement,
+    )
+    # a label on the first padding token, often the end of the text, is predicted from a real one
+    if mask is not None and (count := int(((_shifted(checked) != IGNORE) & ~mask.to(labels.device)).sum())):
+        raise InputError(
+            "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
+            f"{count} such labels, set labels to -100 where attention_mask is 0"
+        )
+    return checked
 
 
 def _labels(batch: Mapping[str, Any]) -> Tensor:
@@ -142,36 +177,51 @@ def _labels(batch: Mapping[str, Any]) -> Tensor:
     return labels
 
 
-def _check_mask(mask: Tensor, labels: Tensor, causal: bool) -> None:
+def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
+    """On the CPU, as bool."""
+    if mask is None:
+        return None
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         raise InputError(
             f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {_describe(mask)}"
         )
-    mask = mask.bool()
-    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+    mask = mask.detach().cpu().bool()
+    if bool(mask.all()):
+        return None
+    if _pieces(mask) > 1:
         raise InputError(
-            "padding must be on the right, after all real tokens; got attention_mask with padding before a real token, "
-            "set tokenizer.padding_side = 'right'"
+            "padding must be before or after a row's tokens; got attention_mask with zeros between ones, give the "
+            "pieces as documents of their own"
         )
-    if not causal and not bool(mask.all()):
-        raise InputError("attention without a causal mask takes no padding; got attention_mask with zeros")
-    # a label on the first padding token, often the end of the text, is predicted from a real one
-    if count := int(((_shifted(labels) != IGNORE) & ~mask).sum()):
-        raise InputError(
-            "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
-            f"{count} such labels, set labels to -100 where attention_mask is 0"
-        )
+    return mask
 
 
-def _shard(sp: Sharing, batch: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    labels = batch["labels"]
-    whole = {**batch, "shift_labels": _shifted(labels)}
-    sharded = {name: sp.shard(x, 1) if isinstance(x, Tensor) else x for name, x in whole.items()}
-    positions = sp.position_ids(labels.shape[1]).to(labels.device).expand(labels.shape[0], -1)
-    mask = given.get("attention_mask")
-    if sp.keeps_masks and mask is not None and not bool(mask.bool().all()):
-        sharded["attention_mask"] = trusted.remember(sp.shard(mask, 1), sp)
-    return {**sharded, "position_ids": trusted.remember(positions, sp)}
+def _pieces(mask: Tensor) -> int:
+    """The most stretches of ones that a row has."""
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
+    return int((mask & ~before).sum(1).max())
+
+
+def _padding_apart(lengths: Lengths, mask: Tensor) -> Lengths:
+    """The documents with padding, a stretch each, as documents of their own."""
+    flat = mask.flatten()
+    edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
+    cuts = sorted({*starts_of(lengths), *edges, flat.numel()})
+    return tuple(b - a for a, b in itertools.pairwise(cuts))
+
+
+def _shard(sp: Sharing, batch: Checked) -> dict[str, Any]:
+    placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
+    whole = {**batch.tensors, "shift_labels": _shifted(batch)}
+    sharded = {name: sp.shard(x, 1, placement) if isinstance(x, Tensor) else x for name, x in whole.items()}
+    positions = sp.position_ids(seq, placement)[None]
+    if placement is None or placement.rows is None:
+        positions = positions.expand(rows, -1)
+    sharded["position_ids"] = trusted.remember(positions.to(batch.tensors["labels"].device), sp)
+    if sp.keeps_masks and batch.mask is not None:
+        mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
+        sharded["attention_mask"] = trusted.remember(mask, sp)
+    return sharded if placement is None else {**sharded, "placement": placement}
 
 
 def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
@@ -184,15 +234,11 @@ def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str
     return moved
 
 
-def _shifted(labels: Tensor) -> Tensor:
-    """Each label at the token that it is predicted from."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-
-
-def _is_range(positions: object, seq: int) -> bool:
-    if not isinstance(positions, Tensor) or not positions.dim() or positions.shape[-1] != seq:
-        return False
-    return bool((positions == torch.arange(seq, device=positions.device)).all())
+def _shifted(batch: Checked) -> Tensor:
+    """Each label at the token that it is predicted from, none at the last token of a document."""
+    labels = batch.tensors["labels"]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
 
 
 def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_seqpar import SequenceParallel
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.placement import Placement
 from ds_seqpar.planning.masks import Mask
 from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
@@ -196,7 +197,7 @@ def _attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sequence_parallel: bool | None = None,
+    sequence_parallel: bool | Placement | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -205,7 +206,7 @@ def _attention(
     """transformers' attention interface: query (B, H, S, D), key and value (B, Hkv, S, D) -> out (B, S, H, D)."""
     if sequence_parallel is None:
         raise InputError("patched attention was reached past its model's forward; call the model that was patched")
-    if not sequence_parallel:
+    if sequence_parallel is False:
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: value for name, value in given.items() if value is not None}
         return _unpatched(module)(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -219,7 +220,17 @@ def _attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     asked = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux)
+    if isinstance(sequence_parallel, Placement):
+        return _placed(module.sequence_parallel, q, k, v, asked, sequence_parallel), None
     return module.sequence_parallel.attention_agreed(q, k, v, asked), None
+
+
+def _placed(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, placement: Placement) -> Tensor:
+    """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_placed)(sp, q, k, v, asked, placement)
+    mask = placement.masked(asked.mask.window)
+    return sp.attention_agreed(q, k, v, dataclasses.replace(asked, mask=mask, shards=placement.shards))
 
 
 def _unpatched(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -280,4 +291,5 @@ def _before_base(
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
-    return (), {**given, "sequence_parallel": True}
+    placement = given.pop("placement", None)
+    return (), {**given, "sequence_parallel": True if placement is None else placement}

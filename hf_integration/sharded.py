@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import InputError
 from ds_seqpar.handles import handle_of, of_handle
+from ds_seqpar.placement import Placement
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.trusted import is_trusted
 
@@ -39,12 +40,22 @@ class Agreement:
         """A copied model has been compared with its first one, or is with it."""
         return self
 
-    def ask(self, tokens: Tensor | None, positions: Tensor | None, mask: Tensor | None, wrong: str, back: bool) -> None:
+    def ask(
+        self,
+        tokens: Tensor | None,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        wrong: str,
+        back: bool,
+        placement: Placement | None = None,
+    ) -> None:
         """Raises InputError or DisagreementError on all ranks that share the sequence, before any of them sends."""
         later = self.later if self.compared else None
         error = InputError(wrong) if wrong else self.later.error()
-        error = error or shard_error(self.sp, tokens, positions, mask, later)
+        error = error or shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
+        if placement is not None and error is None:
+            value = {"placement": f"of {placement.tokens} tokens {placement.digest:08x}", "backward": back}
         model = None if self.compared else self.model()
         value |= fingerprint(model) if model is not None else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
@@ -55,10 +66,11 @@ def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bo
     """The position_ids to go on with. given: a base model's arguments, by name."""
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     positions, mask, wrong = given.get("position_ids"), given.get("attention_mask"), _misuse(given, unshifted)
-    if torch.compiler.is_compiling() and isinstance(tokens, Tensor) and isinstance(positions, Tensor):
+    placement, tensors = given.get("placement"), isinstance(tokens, Tensor) and isinstance(positions, Tensor)
+    if torch.compiler.is_compiling() and placement is None and tensors:
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward)
     ask = torch.compiler.disable(agreement.ask) if torch.compiler.is_compiling() else agreement.ask
-    ask(tokens, positions, mask, wrong, backward)
+    ask(tokens, positions, mask, wrong, backward, placement)
     return positions
 
 
@@ -92,25 +104,54 @@ def shard_error(
     positions: Tensor | None,
     mask: Tensor | None = None,
     later: Later | None = None,
+    placement: Placement | None = None,
 ) -> InputError | None:
     """What shows that this rank was not given its own tokens, positions and no mask. later: to whom the look at tensors
     on a device is left."""
     if tokens is None:
         return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
-    seq = tokens.shape[1] * sp.size
-    try:
-        sp.check_length(seq)
-    except InputError as error:
+    error = _placement_error(sp, tokens, placement) if placement is not None else _share_error(sp, tokens)
+    if error is not None:
         return error
     if positions is None or not _are_for(positions, tokens):
         return InputError(WRONG_POSITIONS.format("none" if positions is None else "those of other tokens"))
+    share = tokens.shape[1] * sp.size if placement is None else placement
     if later is not None and positions.device.type != "cpu":
-        later.look(sp, seq, positions, mask)
+        later.look(sp, share, positions, mask)
         return None
     if mask is not None and not is_trusted(mask, sp) and not bool((mask != 0).all()):
         return InputError(WRONG_MASK)
-    wrong = bool((positions.cpu() != sp.position_ids(seq)).any())
+    wrong = bool((positions.cpu() != _expected(sp, share)).any())
     return InputError(WRONG_POSITIONS.format("those of other tokens")) if wrong else None
+
+
+def _expected(sp: SequenceParallel, share: int | Placement) -> Tensor:
+    """The position_ids of this rank. share: the tokens of a sequence that is shared equally, or who has which."""
+    if isinstance(share, Placement):
+        return share.position_ids(sp.config.ulysses, sp.rank)
+    return sp.position_ids(share)
+
+
+def _share_error(sp: SequenceParallel, tokens: Tensor) -> InputError | None:
+    if tokens.shape[1] and tokens.shape[1] * sp.size % sp.multiple == 0:
+        return None
+    return InputError(
+        f"a patched model needs {sp.multiple // sp.size} tokens on each rank, or a multiple of it, or a placement; got "
+        f"{tokens.shape[1]} tokens and none, {HOW}"
+    )
+
+
+def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) -> InputError | None:
+    if not isinstance(placement, Placement):
+        return InputError(f"placement must be a Placement, or None; got {type(placement).__name__}, {HOW}")
+    inner = sp.size // sp.config.ulysses
+    if placement.shards.size != inner:
+        return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
+    own = len(placement.positions(sp.config.ulysses, sp.rank))
+    if tokens.shape[1] == own and (placement.rows is None or tokens.shape[0] == 1):
+        return None
+    got = tuple(tokens.shape[:2])
+    return InputError(f"a patched model needs the {own} tokens that the placement gives this rank; got {got}, {HOW}")
 
 
 WRONG_MASK = f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
@@ -131,14 +172,14 @@ class Later:
     long passed it, so that nobody waits."""
 
     def __init__(self) -> None:
-        self.expected: dict[tuple[int, torch.device], Tensor] = {}
+        self.expected: dict[tuple[int | Placement, torch.device], Tensor] = {}
         self.found: list[tuple[str, Tensor]] = []
         self.arrived: torch.cuda.Event | None = None
 
-    def look(self, sp: SequenceParallel, seq: int, positions: Tensor, mask: Tensor | None) -> None:
+    def look(self, sp: SequenceParallel, share: int | Placement, positions: Tensor, mask: Tensor | None) -> None:
         """Compares on the device, and sends for the result."""
         if not is_trusted(positions, sp):
-            wrong = (positions != self._expected(sp, seq, positions.device)).any()
+            wrong = (positions != self._of_device(sp, share, positions.device)).any()
             self._send_for(WRONG_POSITIONS.format("those of other tokens"), wrong)
         if mask is not None and not is_trusted(mask, sp):
             self._send_for(WRONG_MASK, (mask == 0).any())
@@ -156,8 +197,8 @@ class Later:
         if wrong.is_cuda and torch.cuda.is_available():
             self.arrived = torch.cuda.current_stream(wrong.device).record_event()
 
-    def _expected(self, sp: SequenceParallel, seq: int, device: torch.device) -> Tensor:
+    def _of_device(self, sp: SequenceParallel, share: int | Placement, device: torch.device) -> Tensor:
         """Kept for forwards of one length: the host waits for a copy too."""
-        if (seq, device) not in self.expected:
-            self.expected = {(seq, device): sp.position_ids(seq).to(device)}
-        return self.expected[seq, device]
+        if (share, device) not in self.expected:
+            self.expected = {(share, device): _expected(sp, share).to(device)}
+        return self.expected[share, device]

@@ -43,7 +43,21 @@ def striped(seq: int, ranks: int, rank: int) -> Runs:
     return (Run(rank, ranks, seq // ranks),)
 
 
+def dealt(layout: str, tokens: int, ranks: int, rank: int) -> Runs:
+    """The runs of a named layout for any number of tokens: chunks differ by one token at most, and may be empty."""
+    if layout == "striped":
+        runs = [Run(rank, ranks, len(range(rank, tokens, ranks)))]
+    else:
+        pieces = ranks if layout == "contiguous" else 2 * ranks
+        own = [rank] if layout == "contiguous" else [rank, 2 * ranks - 1 - rank]
+        cuts = [tokens * piece // pieces for piece in range(pieces + 1)]
+        runs = [Run(cuts[piece], 1, cuts[piece + 1] - cuts[piece]) for piece in own]
+    return tuple(run for run in runs if run.length)
+
+
+# "balanced" is zigzag where a sequence is one document; documents it deals as planning.balance does
 LAYOUTS: dict[str, Callable[[int, int, int], Runs]] = {
+    "balanced": zigzag,
     "contiguous": contiguous,
     "striped": striped,
     "zigzag": zigzag,
@@ -52,7 +66,7 @@ LAYOUTS: dict[str, Callable[[int, int, int], Runs]] = {
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
     """A sequence length must be a multiple of this: P, for zigzag lcm(2A, P)."""
-    return math.lcm(2 * size // ulysses, size) if layout == "zigzag" else size
+    return math.lcm(2 * size // ulysses, size) if layout in ("zigzag", "balanced") else size
 
 
 def join(groups: Iterable[Runs]) -> Runs:

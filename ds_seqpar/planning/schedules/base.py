@@ -90,7 +90,7 @@ class Schedule:
     shapes: Callable[[int], Iterable[Own]] = lambda ranks: ({},)
     resolve: Callable[[int, Own, Heads | None], Own] = lambda ranks, given, heads: {}
     layouts: tuple[str, ...] = tuple(LAYOUTS)
-    default_layout: str = "zigzag"
+    default_layout: str = "balanced"
     travellers: tuple[str, ...] = TRAVELLERS
     takes: Callable[[int, int], bool] = lambda q, kv: True
     collective_axes: tuple[str, ...] = ()

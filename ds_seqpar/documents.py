@@ -1,0 +1,109 @@
+"""Where the documents of a batch lie: in whatever form a collator says it, read into one, and checked against others.
+
+Rows of a batch are laid end to end: position row * seq + i of the batch is token i of that row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+Lengths = tuple[int, ...]  # of all documents of a batch, in order; none goes on in the next row
+CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+NUMBERED = ("seq_idx", "document_ids")
+# what only says again how long the longest is
+IMPLIED = ("max_length_q", "max_length_k", "max_seqlen")
+
+
+def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | None:
+    """The lengths of the documents of a batch of `rows` sequences of `seq` tokens; None where each row is one.
+
+    Read from `position_ids` that begin again at 0, from cumulative lengths (`cu_seq_lens_q`, `cu_seq_lens_k`,
+    `cu_seqlens`: int, (documents + 1,)), or from a number for each token (`seq_idx`, `document_ids`: int, (rows, seq)).
+    What comes in several forms must say the same: cumulative lengths that stayed behind from another batch do not.
+    Raises InputError.
+    """
+    found: dict[str, Lengths] = {}
+    readers: list[tuple[tuple[str, ...], Callable]] = [
+        (("position_ids",), _restarts), (CUMULATIVE, _cumulative), (NUMBERED, _numbered)
+    ]  # fmt: skip
+    for names, read in readers:
+        for name in names:
+            if batch.get(name) is not None:
+                found[name] = read(name, batch[name], rows, seq)
+    whole = (seq,) * rows
+    first, *others = found or {"": whole}
+    for name in others:
+        if found[name] != found[first]:
+            raise InputError(
+                f"documents must be the same in all that says where they are; got {len(found[first])} in {first} and "
+                f"{len(found[name])} others in {name}, give one of them (cumulative lengths may be another batch's)"
+            )
+    return found[first] if found and found[first] != whole else None
+
+
+def without_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch without what `documents_of` reads, which is of whole sequences."""
+    read = {"position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED}
+    return {name: x for name, x in batch.items() if name not in read}
+
+
+def starts_of(lengths: Lengths) -> tuple[int, ...]:
+    """The first positions of documents that lie end to end."""
+    return tuple(itertools.accumulate(lengths[:-1], initial=0))
+
+
+def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
+    given = _integers(name, positions)
+    if given.shape not in ((seq,), (1, seq), (rows, seq)):
+        raise InputError(
+            f"position_ids must be of shape ({rows}, {seq}); got {tuple(given.shape)}, leave them out and "
+            "shard_batches makes them"
+        )
+    flat = given.expand(rows, seq) if given.dim() < 2 or given.shape[0] != rows else given
+    again = torch.ones_like(flat, dtype=torch.bool)
+    again[:, 1:] = flat[:, 1:] != flat[:, :-1] + 1
+    if bool((flat[again] != 0).any()):
+        raise InputError(
+            "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it; got others, "
+            "leave them out and shard_batches makes them"
+        )
+    return _between(again.flatten().nonzero().flatten().tolist(), rows * seq)
+
+
+def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
+    given = _integers(name, numbers)
+    if given.shape != (rows, seq):
+        raise InputError(f"{name} must be of shape ({rows}, {seq}); got {tuple(given.shape)}")
+    begins = torch.ones_like(given, dtype=torch.bool)
+    begins[:, 1:] = given[:, 1:] != given[:, :-1]
+    return _between(begins.flatten().nonzero().flatten().tolist(), rows * seq)
+
+
+def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
+    given = _integers(name, lengths).flatten().tolist()
+    ascending = all(a < b for a, b in itertools.pairwise(given))
+    if len(given) < 2 or given[0] != 0 or not ascending or given[-1] > rows * seq:
+        raise InputError(
+            f"{name} must ascend from 0 to the batch's {rows * seq} tokens; got {str(given)[:60]}, give those of this "
+            "batch"
+        )
+    edges = {*given[:-1], *range(0, rows * seq, seq)}
+    return _between(sorted(edges | ({given[-1]} if given[-1] < rows * seq else set())), rows * seq)
+
+
+def _between(starts: list[int], end: int) -> Lengths:
+    return tuple(b - a for a, b in itertools.pairwise([*starts, end]))
+
+
+def _integers(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} must be a tensor of whole numbers; got {got}")
+    return x.detach().cpu()

@@ -1,0 +1,76 @@
+"""Which tokens of a batch each rank holds, and which see one another, where the configured layout does not say."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .planning.balance import balanced
+from .planning.layout import dealt
+from .planning.masks import Mask
+from .planning.shards import UnevenShards, members_positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What `shard_batches` returns, as "placement", beside the tensors of a batch with packed documents, with padding
+    that is not plainly on the right, or of a length that ranks cannot share equally: give its mask and shards to
+    `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
+
+    mask, shards: by position in the batch. rows: how many sequences lie end to end in it, as one of (1, tokens); None:
+    sequences stand beside one another, all shared alike. restarts: the positions at which a model's position_ids begin
+    again at 0.
+    """
+
+    mask: Mask
+    shards: UnevenShards
+    rows: int | None = None
+    restarts: tuple[int, ...] = (0,)
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks, of a sequence or of all that lie end to end."""
+        return sum(self.shards.tokens("q", (rank,)) for rank in range(self.shards.size))
+
+    @property
+    def digest(self) -> int:
+        """The same number in every process."""
+        return hash((hash(self.mask), hash(self.shards), self.rows or 0, self.restarts)) & 0xFFFFFFFF
+
+    def masked(self, window: int | None) -> Mask:
+        """Its mask with a layer's window."""
+        return self.mask if window is None else windowed(self.mask, window)
+
+    def positions(self, ulysses: int, rank: int) -> Tensor:
+        """Those that an SP rank holds, int64, on the CPU."""
+        return held(self.shards, ulysses, rank)
+
+    def position_ids(self, ulysses: int, rank: int) -> Tensor:
+        """What a model is given for them."""
+        positions, restarts = self.positions(ulysses, rank), torch.tensor(self.restarts, device="cpu")
+        return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
+
+
+@functools.lru_cache(maxsize=64)
+def windowed(mask: Mask, window: int) -> Mask:
+    return dataclasses.replace(mask, window=window)
+
+
+@functools.lru_cache(maxsize=256)
+def held(shards: UnevenShards, ulysses: int, rank: int) -> Tensor:
+    inner, member = divmod(rank, ulysses)
+    return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")
+
+
+@functools.lru_cache(maxsize=64)
+def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
+    """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
+    return UnevenShards(balanced(lengths, ranks) if layout == "balanced" else _plain(layout, sum(lengths), ranks))
+
+
+def _plain(layout: str, tokens: int, ranks: int) -> Sequence:
+    return [dealt(layout, tokens, ranks, rank) for rank in range(ranks)]
