@@ -1,0 +1,220 @@
+"""Every supported family on 4 ranks: logits, loss and all gradients are those of the unpatched eager model, whatever
+the batch: packed, padded on either side, of a length that does not divide, with windows shorter and longer than a
+shard."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_seqpar import Mask, SequenceParallel, SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from hf_integration import families
+from tests import oracle
+from tests.hf.families import FAMILIES, SIZE, model_of
+from tests.hf.llama import IGNORE, array, gap
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+SECTIONS = {
+    "u2r2": {"size": 4, "ulysses": 2},
+    "u4": {"size": 4, "ulysses": 4},
+    "r4": {"size": 4, "ulysses": 1, "layout": "zigzag"},
+    "mesh": {"size": 4, "ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2]},
+}
+SEQ = 51
+PACKS = ((20, 1, 30), (7, 9, 35))  # rows may differ; a document of one token; others longer than a shard
+WINDOWS = (5, 20)  # a shard has 12 or 13 tokens
+KINDS = ("odd", "packed", "left", "right")
+NAMES = sorted(FAMILIES)
+
+
+def batch_of(kind):
+    ids = torch.randint(3, 64, (2, SEQ), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKS])
+    if kind in ("left", "right"):
+        at = torch.arange(SEQ)
+        mask = at >= torch.tensor([[0], [13]]) if kind == "left" else at < torch.tensor([[SEQ], [29]])
+        batch |= {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORE)}
+    return batch
+
+
+def plain(model, batch):
+    """(logits, loss, gradients by name) of the unpatched model. No label counts that is predicted across the end of a
+    document, or from padding."""
+    model.zero_grad()
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    given = {**batch, "shift_labels": shifted}
+    if "position_ids" in batch:
+        ends = torch.nn.functional.pad(batch["position_ids"][:, 1:], (0, 1), value=0) == 0
+        given["shift_labels"] = shifted.masked_fill(ends, IGNORE)
+    if "attention_mask" in batch:
+        given["shift_labels"] = shifted.masked_fill(batch["attention_mask"] == 0, IGNORE)
+    with told(model, batch):
+        output = model(**given, use_cache=False)
+    output.loss.backward()
+    return output.logits.detach(), output.loss.item(), gradients(model)
+
+
+@contextlib.contextmanager
+def told(model, batch):
+    """gpt-oss makes its masks without a look at position_ids (transformers 5.23), so that documents would see one
+    another: it is given masks."""
+    hook = None
+    if "position_ids" in batch and model.config.model_type == "gpt_oss":
+        given = masks(model.config.sliding_window)
+        hook = model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": given}), with_kwargs=True
+        )
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+def masks(window):
+    found = {}
+    for kind, limit in (("full_attention", None), ("sliding_attention", window)):
+        rows = [Mask(window=limit, documents=Mask.documents_of(row)) for row in PACKS]
+        seen = torch.stack([oracle.seen(mask, range(SEQ), range(SEQ)) for mask in rows])[:, None]
+        found[kind] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return found
+
+
+def gradients(model):
+    return {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sharded(model, sp, batch):
+    """The same of the patched model, which is unpatched again."""
+    model.zero_grad()
+    model.patch_attention(sp)
+    shard = sp.shard_batch(batch)
+    output = model(**shard)
+    output.loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:  # as ZeRO and DDP do
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+    logits = sp.gather(output.logits.detach(), 1, shard.get("placement"))
+    found = logits, sp.mean_loss(output.loss), gradients(model)
+    model.unpatch_attention()
+    return found
+
+
+def compared(names, cases):
+    """(family, case) -> the greatest errors of logits, loss and gradients."""
+    sps = {name: SequenceParallel(SequenceParallelConfig(**section)) for name, section in SECTIONS.items()}
+    found = {}
+    for name in names:
+        for window, kind, section in cases:
+            model, batch = model_of(name, window), batch_of(kind)
+            wanted, got = plain(model, batch), sharded(model, sps[section], batch)
+            real = batch.get("attention_mask", torch.ones(2, SEQ)).bool()
+            found[name, window, kind, section] = (
+                oracle.error(got[0][real], wanted[0][real]),
+                abs(got[1] - wanted[1]) / wanted[1],
+                gap(got[2], wanted[2]),
+            )
+    return found
+
+
+COVER = [
+    (5, "odd", "u2r2"),
+    (20, "odd", "mesh"),
+    (20, "packed", "u4"),
+    (5, "packed", "r4"),
+    (5, "left", "mesh"),
+    (20, "right", "r4"),
+]
+WHOLE = [(window, kind, section) for window in WINDOWS for kind in KINDS for section in SECTIONS]
+
+
+@pytest.mark.parametrize("names", [NAMES[:5], NAMES[5:10], NAMES[10:]], ids="-".join)
+@pytest.mark.parametrize("cases", [COVER, pytest.param(WHOLE, marks=pytest.mark.whole)], ids=["cover", "whole"])
+def test_a_family_is_what_it_is_unpatched(names, cases):
+    for found in on_ranks(4, compared, names, cases, timeout=900):
+        assert len(found) == len(names) * len(cases)
+        for case, (logits, loss, grads) in found.items():
+            assert logits < 1e-5, case
+            assert loss < 1e-5, case
+            assert grads < 1e-5, case
+
+
+def local_forwards():
+    """Forwards with a cache, and of whole sequences, beside the model before it was patched."""
+    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), {}
+    ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(24) >= torch.tensor([[0], [5]])).long()
+    for name in NAMES:
+        quiet = {"output_router_logits": False} if "output_router_logits" in FAMILIES[name] else {}
+        for before in ("eager", "sdpa"):
+            model = model_of(name, 5, **quiet).eval()
+            if before == "sdpa" and not model._supports_sdpa:
+                continue
+            model.set_attn_implementation(before)
+            given = {"input_ids": ids, "attention_mask": mask}
+            how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+            with torch.no_grad():
+                wanted = model(**given, use_cache=True).logits, model.generate(**given, **how)
+                model.patch_attention(sp)
+                got = model(**given, use_cache=True).logits, model.generate(**given, **how)
+            found[name, before] = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    return found
+
+
+def test_a_local_forward_uses_the_attention_that_the_model_had():
+    """Windows, softcap and sinks too: sdpa has none of the last two."""
+    for found in on_ranks(2, local_forwards, timeout=600):
+        assert len(found) >= len(NAMES)
+        assert all(found.values()), [case for case, equal in found.items() if not equal]
+
+
+def test_every_family_is_tried():
+    assert sorted(families.FAMILIES) == NAMES
+
+
+def test_windows_are_those_of_the_config():
+    assert families.windows(model_of("mistral", 7)) == [7, 7]
+    assert families.windows(model_of("qwen2", 7)) == [7, None]
+    assert families.windows(model_of("qwen2", 7, use_sliding_window=False)) == [None, None]
+    assert families.windows(model_of("llama")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}},
+         "longest position"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("mistral", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_what_a_family_cannot_have_is_refused(family, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        families.check_model(model_of(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+                         "kv_lora_rank": 16, "q_lora_rank": 16, "first_k_dense_replace": 2}, "latent attention"),
+        ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2}, "chunked attention"),
+        ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1}, "linear attention"),
+        ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 64}, "knows the attention of"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_attention_of_another_kind_is_refused_by_its_name(family, changes, words):
+    config = AutoConfig.for_model(family, **{**SIZE, **changes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=words):
+        families.check_model(model)
