@@ -14,8 +14,9 @@ from .patch import check_patch, patch_attention, patched_with, unpatch_attention
 from .versions import check_transformers
 
 TRAINER = {
+    "Packs": "collator",
+    "PackingCollator": "collator",
     "SequenceParallelCallback": "callback",
-    "SequenceParallelCollator": "collator",
     "SequenceParallelMixin": "trainer",
     "SequenceParallelTrainer": "trainer",
 }

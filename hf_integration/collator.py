@@ -1,74 +1,76 @@
-"""A data collator around the user's own: pads every batch to a length that the ranks of a sequence can share."""
+"""Packing: documents of a data set into packs, by a library for it, and packs into batches that say where each ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.errors import InputError
+from ds_seqpar.errors import ConfigError, InputError
 
-# what a position that does not count holds; padding on the right is never seen under a causal mask, so that any token
-# would do, but what cannot be padded by rule is refused and not guessed
-PADDING = {"labels": IGNORE, "attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1}
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "seq_lengths")
+Example = Mapping[str, Any]
 
 
-class SequenceParallelCollator:
-    """Calls the user's collator, then pads what it returns on the right to a multiple of `multiple` tokens.
+class Packs(Dataset):
+    """A data set of packs: each a list of documents with at most `tokens` tokens together.
 
-    collator: examples -> {name: tensor (batch, seq, ...)}. multiple: tokens, from `SequenceParallel.multiple`.
-    pad_token_id: for input_ids; None raises InputError where padding is needed. Sharding comes later, once ranks have
-    agreed that they hold the same batch: a collator may run in a worker process, where they cannot.
+    dataset: examples with input_ids (and labels), of a length. Which documents come together is decided once, by their
+    lengths alone, the same on every rank. Raises ConfigError without the `binpacking` package, InputError for a
+    document that is longer than a pack.
     """
 
-    def __init__(
-        self, collator: Callable[[list], Mapping[str, Any]], multiple: int, pad_token_id: int | None = None
-    ) -> None:
-        self.collator, self.multiple, self.pad_token_id = collator, multiple, pad_token_id
-        # the Trainer saves a collator's tokenizer with the model
-        self.tokenizer = getattr(collator, "tokenizer", None)
-
-    def __call__(self, examples: list) -> dict[str, Any]:
-        batch = dict(self.collator(examples))
-        refuse_packed(batch, "a collator")
-        tokens = batch.get("labels", batch.get("input_ids"))
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            return batch  # said on every rank, by `SequenceParallel.shard_batches`
-        seq = tokens.shape[1]
-        if short := -seq % self.multiple:
-            batch.setdefault("attention_mask", torch.ones_like(tokens))  # so that padding is not counted as tokens
-            batch = {name: self._pad(name, x, seq, short) for name, x in batch.items()}
-        return batch
-
-    def _pad(self, name: str, x: object, seq: int, short: int) -> object:
-        if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != seq:
-            return x
-        if name == "position_ids":  # go on counting: what follows packed documents is then refused for them alone
-            return torch.cat([x, x[:, -1:] + torch.arange(1, short + 1, device=x.device)], dim=1)
-        value = self.pad_token_id if name == "input_ids" else PADDING.get(name)
-        if value is None:
-            what = "a pad_token_id" if name == "input_ids" else f"a rule for {name!r}"
-            how = (
-                "set model.config.pad_token_id, or give the Trainer a processing_class that has a pad token"
-                if name == "input_ids"
-                else "pad it in your own collator"
-            )
+    def __init__(self, dataset: Any, tokens: int) -> None:
+        try:
+            from binpacking import to_constant_volume
+        except ImportError as reason:
+            raise ConfigError(
+                "packing needs the binpacking package; got none, pip install 'ds_seqpar[trainer]'"
+            ) from reason
+        lengths = {index: len(dataset[index]["input_ids"]) for index in range(len(dataset))}
+        if too_long := [index for index, length in lengths.items() if length > tokens]:
             raise InputError(
-                f"a sequence's length must be a multiple of {self.multiple}, and to pad one of {seq} needs {what}; "
-                f"got none, {how}"
+                f"packs of {tokens} tokens need documents that are no longer; got one of {lengths[too_long[0]]}, cut "
+                "it, or make packs larger"
             )
-        return torch.nn.functional.pad(x, (0, short), value=value)
+        self.dataset = dataset
+        self.packs = [sorted(pack) for pack in to_constant_volume(lengths, tokens)]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        return [self.dataset[document] for document in self.packs[index]]
 
 
-def refuse_packed(given: Mapping[str, Any], source: str) -> None:
-    """Raises InputError for an example, or a batch, in which documents lie one after another and must not attend across
-    their ends."""
-    if packed := [name for name in PACKED if name in given]:
-        raise InputError(
-            f"packed documents are not supported yet; got {source} that gives {packed[0]}, give one document an "
-            "example and pad it (with trl's SFTConfig: packing=False, padding_free=False)"
-        )
+class PackingCollator:
+    """Lays documents end to end: examples, or packs of them, -> input_ids, labels and position_ids, (1, all tokens).
+
+    position_ids begin again with each document, from which everything that takes a batch knows where it ends: no query
+    sees another document, and no label is predicted from one. Examples without labels get their tokens as labels.
+    Nothing is padded; an attention_mask must be all ones. Raises InputError.
+    """
+
+    def __call__(self, examples: Sequence[Example | Sequence[Example]]) -> dict[str, Tensor]:
+        documents = [document for one in examples for document in ([one] if isinstance(one, Mapping) else one)]
+        ids = [_tokens(document["input_ids"]) for document in documents]
+        labels = [_tokens(x.get("labels", x["input_ids"])) for x in documents]
+        for document, tokens, its in zip(documents, ids, labels, strict=True):
+            if len(tokens) != len(its) or not len(tokens):
+                raise InputError(
+                    f"a document needs as many labels as tokens, one or more; got {len(tokens)} and {len(its)}"
+                )
+            if not all(map(bool, document.get("attention_mask", ()))):
+                raise InputError("packed documents have no padding; got an attention_mask with zeros, leave it to us")
+        return {
+            "input_ids": torch.cat(ids)[None],
+            "labels": torch.cat([torch.cat([x.new_tensor([IGNORE]), x[1:]]) for x in labels])[None],
+            "position_ids": torch.cat([torch.arange(len(x)) for x in ids])[None],
+        }
+
+
+def _tokens(x: Any) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.int64).flatten()

@@ -21,7 +21,7 @@ MARK = "was_checked_whole"
 def add_checked_mask(sp: SequenceParallel, whole: Mapping[str, Any], shard: dict[str, Any]) -> None:
     """Puts this rank's part of the whole batch's attention_mask, if it has one, into its shard."""
     if (mask := whole.get("attention_mask")) is not None:
-        shard["attention_mask"] = sp.shard(mask, 1)
+        shard["attention_mask"] = sp.shard(mask, 1, shard.get("placement"))
         setattr(shard["attention_mask"], MARK, True)
 
 

@@ -16,9 +16,11 @@ from transformers.trainer_utils import has_length
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.placement import Placement
 from ds_seqpar.running.agreement import agree
 
 from .evaluation import check_evaluation
+from .experts import experts_of
 from .masks import add_checked_mask
 from .streams import Stream, examples_of, stream_of
 
@@ -73,7 +75,7 @@ class ShardedEvaluation(Behind):
             return loss, None, None
         if self._preprocess is not None:
             logits = self._preprocess(logits, local_labels)
-        logits = self._whole(logits, shard["position_ids"].shape)
+        logits = self._whole(logits, shard["position_ids"].shape, shard.get("placement"))
         return loss, logits, self._prepare_input(labels) if has_labels else None
 
     def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], *args: Any) -> tuple:
@@ -89,18 +91,22 @@ class ShardedEvaluation(Behind):
 
     def _divided_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         items = self._eval_items if num_items_in_batch is None else num_items_in_batch
+        if (experts := experts_of(self.model)) is not None:
+            # the Trainer multiplies by all ranks what they average: in training the sum over micro-steps and data
+            # groups, as the plain one has it, in evaluation the mean
+            experts.share = 1 / (self.sp.size if self._eval_items is None else dist.get_world_size())
         return self._own_loss(*args, num_items_in_batch=items, **kwargs)
 
-    def _whole(self, x: Any, local: torch.Size) -> Any:
+    def _whole(self, x: Any, local: torch.Size, placement: Placement | None) -> Any:
         if isinstance(x, tuple):
-            return tuple(self._whole(part, local) for part in x)
+            return tuple(self._whole(part, local, placement) for part in x)
         if not isinstance(x, Tensor) or x.shape[:2] != local:
             raise ConfigError(
                 f"gather_logits gathers outputs of a rank's shape {tuple(local)} and more dims; got "
                 f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}, name what else the model returns in "
                 "model.config.keys_to_ignore_at_inference, and preprocess logits a position at a time"
             )
-        return self.sp.gather(x, 1)
+        return self.sp.gather(x, 1, placement)
 
     def _once(self, labels: Tensor) -> Tensor:
         """Labels without those of sequences that fill the last batch up a second time."""

@@ -28,7 +28,6 @@ from ds_seqpar.running.telling import told_once
 from . import randomness
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
-from .collator import SequenceParallelCollator
 from .evaluation import check_evaluation
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .sharded_evaluation import ShardedEvaluation
@@ -73,7 +72,6 @@ class SequenceParallelMixin(ShardedEvaluation):
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch(self.model)
-        self._wrap_collator()
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
         self.callback_handler.callbacks.insert(1, self._throughput)
@@ -108,14 +106,7 @@ class SequenceParallelMixin(ShardedEvaluation):
 
     # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it
 
-    def _wrap_collator(self) -> None:
-        """Also one that was set after the Trainer was made."""
-        if not isinstance(self.data_collator, SequenceParallelCollator):
-            pad = checks.pad_token_id(self)
-            self.data_collator = SequenceParallelCollator(self.data_collator, self.sp.multiple, pad)
-
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
-        self._wrap_collator()
         if isinstance(dataset, IterableDataset):
             dataset = Stream(dataset)
         return super()._get_dataloader(dataset, *args, **kwargs)
@@ -179,7 +170,6 @@ class SequenceParallelMixin(ShardedEvaluation):
     # ---- before the first step
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._wrap_collator()
         with randomness.unchanged():
             error = checks.data_error(self)
         agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.data.data_collator import DataCollatorWithFlattening
 from transformers.trainer_utils import has_length
 
 from ds_seqpar.batches import check_batch
@@ -24,7 +23,6 @@ from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.running.agreement import agree
 
-from .collator import refuse_packed
 from .families import check_adapters, unwrapped
 from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
 from .sharding_trainer import ShardingTrainer
@@ -168,17 +166,6 @@ def check_trainer(trainer: ShardingTrainer) -> None:
             "compute_metrics needs whole logits, and a rank has those of its own tokens; got compute_metrics alone, "
             "pass gather_logits=True (every rank then holds those of whole sequences), or leave it out"
         )
-    if isinstance(trainer.data_collator, DataCollatorWithFlattening):
-        raise ConfigError(
-            "packed documents are not supported yet; got DataCollatorWithFlattening, use a collator that pads"
-        )
-
-
-def pad_token_id(trainer: ShardingTrainer) -> int | None:
-    """The first pad token that somebody knows: the collator's tokenizer, the processing class, the model."""
-    sources = getattr(trainer.data_collator, "tokenizer", None), trainer.processing_class, trainer.model.config
-    known = [getattr(source, "pad_token_id", None) for source in sources]
-    return next((token for token in known if isinstance(token, int) and token >= 0), None)  # -1 is an old "none"
 
 
 def model_error(model: nn.Module, check_loss: bool = True) -> ConfigError | None:
@@ -230,7 +217,7 @@ def lengths(trainer: ShardingTrainer) -> dict[str, int | None]:
 
 
 def data_error(trainer: ShardingTrainer) -> SeqParError | None:
-    """What shows in some examples of the data sets: packing, left padding, lengths that nobody pads."""
+    """What shows in some examples of the data sets: padding between tokens, lengths that nobody pads."""
     for _, dataset, together in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
             try:
@@ -243,8 +230,6 @@ def data_error(trainer: ShardingTrainer) -> SeqParError | None:
 def _try_examples(trainer: ShardingTrainer, dataset: Any, together: int) -> None:
     """Collates the shortest and the longest of some examples, as a batch may meet them."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
-    if isinstance(examples[0], Mapping):
-        refuse_packed(examples[0], "a data set")
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
@@ -257,7 +242,7 @@ def _try_examples(trainer: ShardingTrainer, dataset: Any, together: int) -> None
             _refuse_text(examples[0], reason)
             if len(batch) == 1:
                 raise as_error("making a batch failed", reason) from reason
-            name = getattr(trainer.data_collator.collator, "__name__", type(trainer.data_collator.collator).__name__)
+            name = getattr(trainer.data_collator, "__name__", type(trainer.data_collator).__name__)
             raise ConfigError(
                 f"examples of different lengths need a collator that pads, and a pad token; got {min(by_length)} to "
                 f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
