@@ -120,7 +120,7 @@ class SequenceParallel:
         out, lse = self._attention((q, k, v), meant, shards, scale, after)
         if not lse_too:
             return out
-        return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, q.shape[1], shards))
+        return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, (q, k, v), shards))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""

@@ -133,7 +133,8 @@ def attention(
     else:
         inputs.check_shards(shards, config.size // config.ulysses)
         _check_whole(shards, q, k)
-    ranks = _Ranks(config, shards, meant, q.shape[3] ** -0.5 if scale is None else float(scale))
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    ranks = _Ranks(config, shards, meant, scale, k.shape[2])
     inputs.check_shares(ranks.runtimes[0], q, k, meant, shards)
     return ranks.attention(q, k, v, do)
 
@@ -150,9 +151,9 @@ def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
 class _Ranks:
     """All SP ranks. Lists of tensors are indexed by SP rank = u + U * inner."""
 
-    def __init__(self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scale: float) -> None:
+    def __init__(self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scale: float, kv_heads: int) -> None:
         self.config, self.shards, self.mask, self.scale = config, shards, mask, scale
-        self.members = config.ulysses
+        self.members, self.kv_heads = config.ulysses, kv_heads
         topology = config.topology(config.size)
         self.mailboxes = [_Mailbox() for _ in range(self.members)]
         self.comms = [_VirtualComm(i // self.members, self.mailboxes[i % self.members]) for i in range(config.size)]
@@ -169,7 +170,7 @@ class _Ranks:
         ]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None) -> Result:
-        heads, kv_heads = q.shape[2], k.shape[2]
+        heads, kv_heads = q.shape[2], self.kv_heads
         operands = self.operands(q, k, v)
         settings = self.mask, self.shards, self.scale
         results = self.together([r.forward(*x, *settings) for r, x in zip(self.runtimes, operands, strict=True)])
@@ -223,21 +224,30 @@ class _Ranks:
         return swapped
 
     def inward(self, kind: str, side: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        buffers = [ulysses.pack_in(x, self.members) for x in tensors]
-        counts = [self.counts(side, rank) for rank in range(len(tensors))]
-        found = self.all_to_all(kind, buffers, [ulysses.sizes_in(*x) for x in zip(buffers, counts, strict=True)])
-        heads = [ulysses.heads_of_member(x.shape[2], self.members) for x in tensors[0]]
-        return [ulysses.split_in(x.view(-1, *buffers[0].shape[2:]), heads) for x in found]
+        its = ulysses.deal(tuple(x.shape[2] for x in tensors[0]), self.kv_heads, self.members)
+        batch, _, _, dim = tensors[0][0].shape
+        buffers = [ulysses.pack_in(x, its) for x in tensors]
+        found = self.all_to_all(kind, buffers, self.sizes(its, side, batch * dim))
+        heads = [ulysses.own_heads(tensors[0], self.kv_heads, self.members, u) for u in range(self.members)]
+        return [
+            ulysses.split_in(x.view(-1, batch, sum(mine), dim), mine)
+            for x, mine in zip(found, heads * (len(found) // self.members), strict=True)
+        ]
 
     def outward(self, kind: str, side: str, tensors: list[list[Tensor]], heads: list[int]) -> list[list[Tensor]]:
+        its = ulysses.deal(tuple(heads), self.kv_heads, self.members)
+        batch, _, _, dim = tensors[0][0].shape
         joined = [ulysses.join_out(x).contiguous() for x in tensors]
-        tokens = [len(held) for held in self.index[side]]
-        sizes = [ulysses.sizes_out(x, self.counts(side, rank), tokens[rank]) for rank, x in enumerate(joined)]
+        sizes = [(outgoing, incoming) for incoming, outgoing in self.sizes(its, side, batch * dim)]
         found = self.all_to_all(kind, joined, sizes)
         return [
-            ulysses.unpack_out(x.view(self.members, own, *joined[0].shape[1:]), heads)
-            for x, own in zip(found, tokens, strict=True)
+            ulysses.unpack_out(x, its, batch, len(held), dim) for x, held in zip(found, self.index[side], strict=True)
         ]
+
+    def sizes(self, its: ulysses.Deal, side: str, token: int) -> list[Sizes]:
+        """Inward, of every rank."""
+        ranks = range(self.config.size)
+        return [ulysses.sizes(its, self.counts(side, rank), rank % self.members, token) for rank in ranks]
 
     def counts(self, side: str, rank: int) -> list[int]:
         """The tokens of the members of a rank's inner rank."""
