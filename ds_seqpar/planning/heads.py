@@ -14,18 +14,16 @@ def heads_of(q_heads: int, kv_heads: int, members: int, member: int) -> tuple[sl
     if kv_heads >= members:
         kv = _run(kv_heads, members, member)
         return slice(kv.start * group, kv.stop * group), kv
-    sharers, more = divmod(members, kv_heads)
+    sharers, more = members // kv_heads, members % kv_heads
     if member < more * (sharers + 1):  # the first key/value heads have one member more than the others
-        sharers += 1
-        head, place = divmod(member, sharers)
-    else:
-        head, place = divmod(member - more, sharers)
+        sharers, more = sharers + 1, 0
+    head, place = (member - more) // sharers, (member - more) % sharers
     q = _run(group, sharers, place)
     return slice(head * group + q.start, head * group + q.stop), slice(head, head + 1)
 
 
 def _run(total: int, parts: int, index: int) -> slice:
-    least, more = divmod(total, parts)
+    least, more = total // parts, total % parts  # which a compiler can trace with symbols, and divmod not
     start = index * least + min(index, more)
     return slice(start, start + least + (1 if index < more else 0))
 

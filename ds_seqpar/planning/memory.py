@@ -208,7 +208,7 @@ def whole_forward(bound: Bound, members: int, own: Shape) -> int:
     program = peak(bound)
     if members == 1:
         return program
-    q, kv, lse, sent, inner_q, inner_kv = _sizes(bound, members, own)
+    q, _, lse, sent, inner_q, inner_kv = _sizes(bound, members, own)
     inner = inner_q + inner_kv
     return max(q + sent + inner, inner + program, inner + inner_q + 2 * q + lse)
 
@@ -225,8 +225,8 @@ def whole_backward(bound: Bound, members: int, own: Shape) -> int:
 
 
 def _sizes(bound: Bound, members: int, own: Shape) -> tuple[int, int, int, int, int, int]:
-    """Bytes of the rank's own q, of its k and v, of the lse; of k and v as they are sent, once to each member that needs
-    a head; of the inner q, and of the inner k and v."""
+    """Bytes of the rank's own q, of its k and v, of the lse; of k and v as they are sent, a head once to each member
+    that needs it; of the inner q, and of the inner k and v."""
     tokens, inner, size = bound.tokens("q", (0,)), bound.shape, ITEMSIZE[own.dtype] * own.batch
     head = size * own.head_dim
     q, kv = (tokens // members * heads * head for heads in (own.q_heads, 2 * own.kv_heads))
