@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,24 +37,23 @@ def own_heads(tensors: Sequence[Tensor], kv_heads: int, members: int, member: in
 
 
 class Run(NamedTuple):
-    """Neighbouring members with equal shares. Of each tensor: the heads of one member, and those of all together."""
+    """Neighbouring members with equal shares. Of each tensor: the heads of one member, those of all together, and how
+    many members work on one and the same head."""
 
     members: int
     heads: tuple[int, ...]
     spans: tuple[slice, ...]
-
-    def sharing(self, index: int) -> int:
-        """How many of them work on one and the same head of a tensor."""
-        span = self.spans[index]
-        return self.members * self.heads[index] // (span.stop - span.start)
+    sharing: tuple[int, ...]
 
 
 class Deal(NamedTuple):
-    """How tensors of `totals` heads go to members. widths: the heads of all tensors that each member has."""
+    """How tensors of `totals` heads go to members. widths: the heads of all tensors that each member has; split: of
+    each tensor, whether the members of one of its heads are in several runs."""
 
     totals: tuple[int, ...]
     runs: tuple[Run, ...]
     widths: tuple[int, ...]
+    split: tuple[bool, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,20 +66,27 @@ def deal(totals: tuple[int, ...], kv_heads: int, members: int) -> Deal:
         sharers = [sum(other[i] == mine for other in shares) for i, mine in enumerate(shares[member])]
         return heads[member], sharers
 
-    runs = []
-    for _, found in itertools.groupby(range(members), alike):
-        run = list(found)
-        spans = (slice(a.start, b.stop) for a, b in zip(shares[run[0]], shares[run[-1]], strict=True))
-        runs.append(Run(len(run), heads[run[0]], tuple(spans)))
-    return Deal(totals, tuple(runs), tuple(map(sum, heads)))
+    runs = [_run([shares[member] for member in mine]) for _, mine in itertools.groupby(range(members), alike)]
+    split = (
+        any(after.start < before.stop for before, after in itertools.pairwise(spans))
+        for spans in zip(*(run.spans for run in runs), strict=True)
+    )
+    return Deal(totals, tuple(runs), tuple(map(sum, heads)), tuple(split))
+
+
+def _run(shares: list[tuple[slice, ...]]) -> Run:
+    """shares: of each member, which heads of each tensor."""
+    heads = tuple(mine.stop - mine.start for mine in shares[0])
+    spans = tuple(slice(first.start, last.stop) for first, last in zip(shares[0], shares[-1], strict=True))
+    sharing = (len(shares) * h // (span.stop - span.start) for h, span in zip(heads, spans, strict=True))
+    return Run(len(shares), heads, spans, tuple(sharing))
 
 
 def _blocks(buffer: Tensor, its: Deal, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
     """What goes or comes outside (elements,) -> of every run the part (members, s, B, h, D) of each tensor."""
     shapes = [(run.members, tokens, batch, sum(run.heads), dim) for run in its.runs]
-    parts = buffer.split([members * tokens * batch * heads * dim for members, *_, heads, _ in shapes])
-    views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return [view.split(run.heads, dim=3) for view, run in zip(views, its.runs, strict=True)]
+    parts = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)
+    return [part.view(shape).split(run.heads, dim=3) for part, shape, run in zip(parts, shapes, its.runs, strict=True)]
 
 
 def pack_in(tensors: Sequence[Tensor], its: Deal) -> Tensor:
@@ -88,15 +95,17 @@ def pack_in(tensors: Sequence[Tensor], its: Deal) -> Tensor:
     batch, tokens, _, dim = tensors[0].shape
     buffer = tensors[0].new_empty(sum(its.widths) * tokens * batch * dim)
     for run, block in zip(its.runs, _blocks(buffer, its, batch, tokens, dim), strict=True):
-        for index, (x, part, span) in enumerate(zip(tensors, block, run.spans, strict=True)):
-            mine, shared = x.narrow(2, span.start, span.stop - span.start), run.sharing(index)
-            part.unflatten(0, (-1, shared)).copy_(_by_member(mine, run.members // shared))
+        for x, part, heads, span, shared in zip(tensors, block, *run[1:], strict=True):
+            shares = run.members // shared
+            mine = _by_member(x, span, (batch, tokens, shares, heads, dim))
+            part.view(shares, shared, tokens, batch, heads, dim).copy_(mine.unsqueeze(1))
     return buffer
 
 
-def _by_member(x: Tensor, shares: int) -> Tensor:
-    """(B, s, H, D) -> a view (shares, 1, s, B, h, D)."""
-    return x.unflatten(2, (shares, -1)).permute(2, 1, 0, 3, 4).unsqueeze(1)
+def _by_member(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
+    """(B, s, H, D) -> a view (shares, s, B, h, D) of these heads. shape: (B, s, shares, h, D)."""
+    some = x if x.shape[2] == span.stop - span.start else x[:, :, span]
+    return some.view(shape).permute(2, 1, 0, 3, 4)
 
 
 def split_in(received: Tensor, heads: Sequence[int]) -> list[Tensor]:
@@ -113,26 +122,21 @@ def join_out(tensors: Sequence[Tensor]) -> Tensor:
 def unpack_out(received: Tensor, its: Deal, batch: int, tokens: int, dim: int) -> list[Tensor]:
     """What the all-to-all gives, (elements,): from each member (s, B, h of all, D) -> each (B, s, H, D), in memory of
     its own. Where members share heads, what belongs to one is summed, in fp32 or wider."""
-    blocks = _blocks(received, its, batch, tokens, dim)
-    return [_from_members(parts, its, index) for index, parts in enumerate(zip(*blocks, strict=True))]
-
-
-def _from_members(parts: Sequence[Tensor], its: Deal, index: int) -> Tensor:
-    """parts: of every run, (members, s, B, h, D)."""
-    _, tokens, batch, _, dim = parts[0].shape
-    dtype = parts[0].dtype
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    spans = [run.spans[index] for run in its.runs]
-    split = any(after.start < before.stop for before, after in itertools.pairwise(spans))  # one head's members
-    found = parts[0].new_empty(batch, tokens, its.totals[index], dim, dtype=wide if split else dtype)
-    for place, (part, run, span) in enumerate(zip(parts, its.runs, spans, strict=True)):
-        if (shared := run.sharing(index)) > 1:
-            part = part.unflatten(0, (-1, shared)).sum(1, dtype=wide)
-        whole = found.narrow(2, span.start, span.stop - span.start).unflatten(2, (part.shape[0], -1))
-        part = part.permute(2, 1, 0, 3, 4)
-        begun = place > 0 and span.start < spans[place - 1].stop
-        whole.add_(part) if begun else whole.copy_(part)
-    return found.to(dtype)
+    blocks, found = _blocks(received, its, batch, tokens, dim), []
+    wide = torch.float64 if received.dtype == torch.float64 else torch.float32
+    for index, (total, split) in enumerate(zip(its.totals, its.split, strict=True)):
+        shape, done = (batch, tokens, total, dim), 0
+        whole = received.new_empty(shape, dtype=wide) if split else received.new_empty(shape)
+        for run, block in zip(its.runs, blocks, strict=True):
+            part, heads, span, shared = block[index], run.heads[index], run.spans[index], run.sharing[index]
+            shares = run.members // shared
+            if shared > 1:
+                part = part.view(shares, shared, tokens, batch, heads, dim).sum(1, dtype=wide)
+            place = _by_member(whole, span, (batch, tokens, shares, heads, dim))
+            place.add_(part) if span.start < done else place.copy_(part)
+            done = span.stop
+        found.append(whole.to(received.dtype) if split else whole)
+    return found
 
 
 def sizes(its: Deal, counts: Sequence[int], member: int, token: int) -> tuple[list[int], list[int]]:
