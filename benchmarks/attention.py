@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.config import legal_ulysses
+from ds_seqpar.config import even_ulysses
 
 Step = Callable[[], None]
 
@@ -47,7 +47,7 @@ def main() -> None:
     if args.heads % size == 0 and args.kv_heads % size == 0:
         rows["DeepSpeed DistributedAttention"] = peer(local)
     counted = {}
-    for ulysses in legal_ulysses(size, args.heads, args.kv_heads):
+    for ulysses in even_ulysses(size, args.heads, args.kv_heads):
         for layout in ("zigzag", "striped", "contiguous") if ulysses < size else ("zigzag",):
             sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout))
             name = f"ulysses {ulysses} x ring {size // ulysses}" + (f", {layout}" if ulysses < size else "")

@@ -11,6 +11,7 @@ from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParalle
 from .errors import ConfigError, SeqParError
 from .planning.compile import Compiler, pattern_of, weight
 from .planning.draw import draw
+from .planning.heads import most
 from .planning.layout import multiple
 from .planning.listing import listing
 from .planning.masks import CAUSAL, FULL
@@ -69,7 +70,8 @@ def _show(args: argparse.Namespace) -> None:
         chosen["placement"] = args.placement[0]
     config = SequenceParallelConfig(**chosen).resolve(args.size, heads=tuple(args.heads))
     recipe = recipe_of(config, config.topology(args.size))
-    heads = args.heads[0] // config.ulysses, max(1, args.heads[1] // config.ulysses), 128  # of a Ulysses member
+    q_heads, kv_heads = args.heads
+    heads = *most(q_heads, kv_heads, config.ulysses), 128  # of the Ulysses member that sets the pace
     shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
     seq = args.seq or 4 * multiple(config.layout, config.size, config.ulysses)
     check_length(config, seq)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from .deepspeed_json import read_deepspeed, section_of
 from .errors import SECTION, ConfigError, choose, in_words, nearest
+from .planning import heads as dealing
 from .planning import schedules
 from .planning.layout import LAYOUTS as RUNS
 from .planning.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
@@ -28,9 +29,10 @@ class SequenceParallelConfig:
 
     size: ranks that share one sequence (P). "auto": all ranks of the job.
     ulysses: ranks of an all-to-all that trades sequence for heads (U); the other `size / ulysses` (A) run `schedule`.
-        "auto": the largest that divides `size` and fits the model's heads and what is said of the schedule's shape, 1
-        where heads are not known. The floor on received bytes falls as 1/sqrt(U P), so larger is better until heads or
-        slow links end it.
+        At most the query heads; what it does not divide equally is dealt unevenly (`planning.heads`), exactly, and the
+        member with the most heads sets the pace. "auto": the largest that divides `size`, shares the model's heads
+        equally and fits what is said of the schedule's shape, 1 where heads are not known. The floor on received bytes
+        falls as 1/sqrt(U P), so larger is better until heads or slow links end it.
     schedule: what the inner A ranks do, by name: those in ds_seqpar/planning/schedules, and what you `register` there.
         Each may have settings of its own, which are given and read as those here are; "auto" is chosen.
         `python -m ds_seqpar show --help` lists all.
@@ -161,8 +163,8 @@ class SequenceParallelConfig:
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """The largest with which the schedule has the shape that was asked for."""
-        legal = legal_ulysses(self.size, *heads)
+        """The largest that divides the heads equally and with which the schedule has the shape that was asked for."""
+        legal = even_ulysses(self.size, *heads)
         for ulysses in sorted(legal, reverse=True):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
@@ -172,7 +174,8 @@ class SequenceParallelConfig:
         shape = ", ".join(f"{name} {value}" for name, value in self.own)
         raise ConfigError(
             f"{SECTION}.{'/'.join(dict(self.own))} must fit the inner ranks, size / ulysses; got {shape} for size "
-            f"{self.size}, whose ulysses degrees for {heads[0]} query and {heads[1]} key/value heads are {legal}"
+            f"{self.size}, whose ulysses degrees that divide {heads[0]} query and {heads[1]} key/value heads equally "
+            f"are {legal}"
         )
 
     def _check_schedule(self, chosen: Schedule) -> None:
@@ -195,8 +198,8 @@ class SequenceParallelConfig:
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
         """The schedule's own settings without "auto"."""
-        if heads:  # those of a Ulysses member; where members are more than key/value heads, each has one of these
-            heads = heads[0] // self.ulysses, max(1, heads[1] // self.ulysses)
+        if heads:  # all members must choose alike: for the one with the most
+            heads = dealing.most(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
         return tuple(chosen.resolve(self.size // self.ulysses, dict(self.own), heads).items())
 
@@ -234,18 +237,22 @@ def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     return {"layout": schedule.layouts, "forward": sides, "backward": sides, "placement": tuple(schedule.placements)}
 
 
-def legal_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
-    """The Ulysses degrees that divide `size` and fit the heads. Where U > kv_heads, U / kv_heads members share one."""
-    return [u for u in divisors(size) if q_heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
+def legal_ulysses(size: int, q_heads: int) -> list[int]:
+    """The Ulysses degrees that divide `size` and leave no member without a query head."""
+    return [u for u in divisors(size) if u <= q_heads]
+
+
+def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
+    """Those of them that divide the heads equally. Where U > kv_heads, U / kv_heads members share one."""
+    return [u for u in divisors(size) if dealing.equally(q_heads, kv_heads, u)]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int) -> None:
-    """Raises ConfigError where this Ulysses degree cannot share these heads equally."""
+    """Raises ConfigError where these heads cannot be dealt to so many Ulysses members."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
-    legal = legal_ulysses(size, q_heads, kv_heads)
-    if ulysses not in legal:
+    if ulysses > q_heads:
         raise ConfigError(
-            f"{SECTION}.ulysses must divide the query heads and divide, or be a multiple of, the key/value heads; "
-            f"got ulysses {ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal}"
+            f"{SECTION}.ulysses must be at most the number of query heads, so that every member has one; got ulysses "
+            f"{ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal_ulysses(size, q_heads)}"
         )

@@ -31,6 +31,12 @@ def hold(*handles: int) -> None:
         _held.popitem(last=False)
 
 
+def held(*handles: int) -> list[Any]:
+    """What a backward needs even where the caller has let go of it; a compiler has symbols for numbers that change, and
+    a number below 0 stands for nothing."""
+    return [of_handle(handle) for handle in handles if type(handle) is int and handle >= 0]
+
+
 def of_handle(handle: int) -> Any:
     """Raises ConfigError where it is gone."""
     if (thing := _OBJECTS.get(handle)) is None:

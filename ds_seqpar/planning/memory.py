@@ -205,28 +205,31 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
 def whole_forward(bound: Bound, members: int, own: Shape) -> int:
     """The same of a whole call, the exchange of heads around the program included. own: the shape of a rank's own
     tensors; members: ranks that trade heads."""
-    inner = peak(bound)
+    program = peak(bound)
     if members == 1:
-        return inner
-    tokens = bound.tokens("q", (0,)) // members
-    q, kv = (own.batch * tokens * size for size in _bytes(own))
-    lse = own.batch * tokens * own.q_heads * ITEMSIZE[own.wide]
-    return max(2 * (q + kv), q + kv + inner, q + kv + 3 * q + lse)
+        return program
+    q, _, lse, sent, inner_q, inner_kv = _sizes(bound, members, own)
+    inner = inner_q + inner_kv
+    return max(q + sent + inner, inner + program, inner + inner_q + 2 * q + lse)
 
 
 def whole_backward(bound: Bound, members: int, own: Shape) -> int:
     """The same of a backward, with what forward kept: out and lse, and around a program with an exchange of heads also
     the inner q, k, v and out."""
-    tokens = bound.tokens("q", (0,)) // members
-    q, kv = (own.batch * tokens * size for size in _bytes(own))
-    lse = own.batch * tokens * own.q_heads * ITEMSIZE[own.wide]
+    q, kv, lse, sent, inner_q, inner_kv = _sizes(bound, members, own)
     if members == 1:
         return q + lse + peak(bound)
-    kept = 3 * q + kv + lse  # out twice: inner and own
-    return max(kept + 2 * q, kept + q + peak(bound), q + 3 * (q + kv))
+    inner = inner_q + inner_kv
+    kept = q + inner_q + inner + lse  # out twice: own and inner
+    return max(kept + q + inner_q, kept + inner_q + peak(bound), q + inner + (q + sent) + (q + kv))
 
 
-def _bytes(own: Shape) -> tuple[int, int]:
-    """A token's q, and its k and v."""
-    size = ITEMSIZE[own.dtype]
-    return own.q_heads * own.head_dim * size, 2 * own.kv_heads * own.head_dim * size
+def _sizes(bound: Bound, members: int, own: Shape) -> tuple[int, int, int, int, int, int]:
+    """Bytes of the rank's own q, of its k and v, of the lse; of k and v as they are sent, a head once to each member
+    that needs it; of the inner q, and of the inner k and v."""
+    tokens, inner, size = bound.tokens("q", (0,)), bound.shape, ITEMSIZE[own.dtype] * own.batch
+    head = size * own.head_dim
+    q, kv = (tokens // members * heads * head for heads in (own.q_heads, 2 * own.kv_heads))
+    sent = tokens // members * 2 * max(own.kv_heads, members) * head
+    lse = own.batch * tokens * inner.q_heads * ITEMSIZE[own.wide]
+    return q, kv, lse, sent, tokens * inner.q_heads * head, tokens * 2 * inner.kv_heads * head

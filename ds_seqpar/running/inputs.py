@@ -6,6 +6,7 @@ Annotations say what a user is meant to give. The checks take what was given, wh
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 from typing import Any, TypeGuard
 
@@ -16,13 +17,13 @@ from torch.autograd import forward_ad
 
 from ..config import SequenceParallelConfig, check_heads
 from ..errors import InputError, SeqParError, as_error
+from ..planning.heads import dealt
 from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
 from ..planning.shards import Shards, UnevenShards, members_tokens
 from .agreement import agree
 from .comm import TorchComm
 from .runtime import Runtime
-from .ulysses import heads_of_member
 
 
 def traceable(q: object, k: object, v: object, asked: Asked) -> bool:
@@ -238,10 +239,11 @@ def check_shares(
         _check_tokens(runtime, runtime.member, q, k, shards)
     if shards is None:
         check_documents(mask, q.shape[1] * config.size)
-    inner_q, inner_k = (x[:, :1, : heads_of_member(x.shape[2], members)] for x in (q, k))
     held = runtime.shards(q.shape[1] * members) if shards is None else shards
-    for direction in ("forward", "backward"):
-        runtime.bound(direction, inner_q, inner_k, mask, held, softcap)
+    shares = dealt(q.shape[2], k.shape[2], members)
+    mine = shares if runtime.member is None else [shares[runtime.member]]
+    for direction, (q_heads, kv_heads) in itertools.product(("forward", "backward"), mine):
+        runtime.bound(direction, q[:, :1, q_heads], k[:, :1, kv_heads], mask, held, softcap)
     runtime.checked = key
 
 

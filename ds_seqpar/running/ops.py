@@ -7,28 +7,23 @@ number goes by its handle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
-
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..handles import hold, of_handle
+from ..handles import held, hold, of_handle
 from ..planning.masks import Mask
 from ..planning.shards import Shards, UnevenShards, members_tokens
 from . import sinks as sink
 from . import ulysses
 from .buffers import Tensors
+from .exchange import Context, Place, gather_heads, scatter_heads
 from .inputs import Asked, agree_on_inputs
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
 from .work import wide
 
-# what an exchange of heads is counted as -> its derivative
-DERIVATIVE = {"qkv": "dqkv", "out_heads": "do_heads", "lse_heads": "dlse_heads"}
-Context: TypeAlias = Any  # of a backward to come: torch's own type of it has none of the attributes that one gives it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
@@ -43,21 +38,26 @@ def attention(
     if members == 1:
         return _attention(*tensors, sinks, *handles, *scores, after)
     (q, k, v), counts = tensors, _counts(runtime, tensors, shards)
-    tokens, heads = q.shape[1], q.shape[2]
+    heads, place = q.shape[2], _place(runtime, k)
     if counts[0] == counts[1]:
-        q, k, v = _inward([q, k, v], counts[0], handle, after)
+        q, k, v = _inward([q, k, v], counts[0], place, handle, after)
     else:  # queries and keys are shared otherwise
-        (q,) = _inward([q], counts[0], handle, after)
-        k, v = _inward([k, v], counts[1], handle, after)
-    if sinks is not None:  # those of this member's heads
-        sinks = sinks.unflatten(0, (members, -1))[runtime.member]
+        (q,) = _inward([q], counts[0], place, handle, after)
+        k, v = _inward([k, v], counts[1], place, handle, after)
+    if sinks is not None:
+        sinks = sinks[ulysses.heads_of(heads, *place)[0]]
     out, lse = _attention(q, k, v, sinks, *handles, *scores, None)
-    return _gather_heads(ulysses.join_out([out]), [heads], counts[0], tokens, handle, "out_heads")[0], lse
+    return gather_heads(ulysses.join_out([out]), [heads], counts[0], place, handle, "out_heads")[0], lse
 
 
-def _inward(tensors: list[Tensor], counts: list[int], handle: int, after: Tensor | None) -> list[Tensor]:
-    mine = [ulysses.heads_of_member(x.shape[2], len(counts)) for x in tensors]
-    return ulysses.split_in(_scatter_heads(tensors, counts, handle, "qkv", after), mine)
+def _inward(tensors: list[Tensor], counts: list[int], place: Place, handle: int, after: Tensor | None) -> list[Tensor]:
+    arrived = scatter_heads(tensors, counts, place, handle, "qkv", after)
+    return ulysses.split_in(arrived, ulysses.own_heads(tensors, *place))
+
+
+def _place(runtime: Runtime, k: Tensor) -> Place:
+    assert runtime.member is not None  # None is for virtual ranks
+    return k.shape[2], runtime.config.ulysses, runtime.member
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
@@ -73,15 +73,13 @@ def _counts(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> 
     return [members_tokens(shards, side, runtime.rank, members) for side in ("q", "kv")]
 
 
-def gather_lse(runtime: Runtime, lse: Tensor, tokens: int, shards: UnevenShards | None) -> Tensor:
-    """The lse (B, s, Hq) of this rank's own `tokens`, from what `attention` returns."""
-    if (members := runtime.config.ulysses) == 1:
+def gather_lse(runtime: Runtime, lse: Tensor, tensors: Tensors, shards: UnevenShards | None) -> Tensor:
+    """The lse (B, s, Hq) of this rank's own tokens, from what `attention` returns for these q, k and v."""
+    if runtime.config.ulysses == 1:
         return lse
-    counts = [tokens] * members
-    if shards is not None:
-        counts = members_tokens(shards, "q", runtime.rank, members)
-    joined, heads = ulysses.join_out([lse.unsqueeze(-1)]), lse.shape[2] * members
-    return _gather_heads(joined, [heads], counts, tokens, runtime.handle, "lse_heads")[0].squeeze(-1)
+    (q, k, _), joined = tensors, ulysses.join_out([lse.unsqueeze(-1)])
+    counts, place = _counts(runtime, tensors, shards)[0], _place(runtime, k)
+    return gather_heads(joined, [q.shape[2]], counts, place, runtime.handle, "lse_heads")[0].squeeze(-1)
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
@@ -154,14 +152,9 @@ def _(
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
-def _held(*handles: int) -> list[object]:
-    """What backward needs even where the caller has let go of it; a compiler has symbols for numbers that change."""
-    return [of_handle(handle) for handle in handles if type(handle) is int and handle != CONFIGURED]
-
-
 def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
     q, k, v, sinks, *ctx.handles, scale, softcap, _ = inputs
-    ctx.held, ctx.scores = _held(*ctx.handles), (scale, softcap)
+    ctx.held, ctx.scores = held(*ctx.handles), (scale, softcap)
     ctx.save_for_backward(q, k, v, *output, sinks)
 
 
@@ -219,66 +212,6 @@ def _refuse_second_derivative(ctx: Context, *grads: Tensor) -> tuple:
 
 
 _attention_backward.register_autograd(_refuse_second_derivative)
-
-
-@torch.library.custom_op("ds_seqpar::scatter_heads", mutates_args=())
-def _scatter_heads(
-    tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, after: Tensor | None
-) -> Tensor:
-    """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens,
-    (T, B, h of all, D). counts: the tokens of every member."""
-    buffer = ulysses.pack_in(tensors, len(counts))
-    shape = sum(counts), *buffer.shape[2:]
-    return of_handle(handle).comm.exchange_heads(kind, buffer, ulysses.sizes_in(buffer, counts)).view(shape)
-
-
-@_scatter_heads.register_fake
-def _(tensors: Sequence[Tensor], counts: Sequence[int], handle: int, kind: str, after: Tensor | None) -> Tensor:
-    heads = sum(ulysses.heads_of_member(x.shape[2], len(counts)) for x in tensors)
-    return tensors[0].new_empty(sum(counts), tensors[0].shape[0], heads, tensors[0].shape[3])
-
-
-def _save_scatter(ctx: Context, inputs: tuple, output: Tensor) -> None:
-    tensors, ctx.counts, ctx.handle, ctx.kind, _ = inputs
-    ctx.held, ctx.heads, ctx.tokens = _held(ctx.handle), [x.shape[2] for x in tensors], tensors[0].shape[1]
-
-
-def _differentiate_scatter(ctx: Context, grad: Tensor) -> tuple:
-    kind = DERIVATIVE.get(ctx.kind, ctx.kind)
-    return _gather_heads(grad, ctx.heads, ctx.counts, ctx.tokens, ctx.handle, kind), None, None, None, None
-
-
-_scatter_heads.register_autograd(_differentiate_scatter, setup_context=_save_scatter)
-
-
-@torch.library.custom_op("ds_seqpar::gather_heads", mutates_args=())
-def _gather_heads(
-    joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, handle: int, kind: str
-) -> list[Tensor]:
-    """The way back, and the derivative: (T, B, h of all, D) -> each (B, s, H, D), H in `heads`. tokens: one's own s."""
-    joined = joined.contiguous()
-    received = of_handle(handle).comm.exchange_heads(kind, joined, ulysses.sizes_out(joined, counts, tokens))
-    shape = len(counts), tokens, *joined.shape[1:]
-    del joined  # where it is a copy it must not stand beside the results
-    return ulysses.unpack_out(received.view(shape), heads)
-
-
-@_gather_heads.register_fake
-def _(joined: Tensor, heads: Sequence[int], counts: Sequence[int], tokens: int, handle: int, kind: str) -> list[Tensor]:
-    return [joined.new_empty(joined.shape[1], tokens, total, joined.shape[3]) for total in heads]
-
-
-def _save_gather(ctx: Context, inputs: tuple, output: list[Tensor]) -> None:
-    _, _, ctx.counts, _, ctx.handle, ctx.kind = inputs
-    ctx.held = _held(ctx.handle)
-
-
-def _differentiate_gather(ctx: Context, grads: list[Tensor]) -> tuple:
-    kind = DERIVATIVE.get(ctx.kind, ctx.kind)
-    return _scatter_heads(grads, ctx.counts, ctx.handle, kind, None), None, None, None, None, None
-
-
-_gather_heads.register_autograd(_differentiate_gather, setup_context=_save_gather)
 
 
 class Constant(torch.autograd.Function):

@@ -142,7 +142,7 @@ def attention(
     inputs.check_softcap(softcap)
     inputs.check_sinks(sinks, q)
     scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
-    ranks = _Ranks(config, shards, meant, scores, sinks)
+    ranks = _Ranks(config, shards, meant, scores, sinks, k.shape[2])
     inputs.check_shares(ranks.runtimes[0], q, k, meant, shards, scores.softcap)
     return ranks.attention(q, k, v, do)
 
@@ -160,10 +160,11 @@ class _Ranks:
     """All SP ranks. Lists of tensors are indexed by SP rank = u + U * inner."""
 
     def __init__(
-        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None
-    ) -> None:
+        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None,
+        kv_heads: int,
+    ) -> None:  # fmt: skip
         self.config, self.shards, self.mask, self.scores, self.sinks = config, shards, mask, scores, sinks
-        self.members = config.ulysses
+        self.members, self.kv_heads = config.ulysses, kv_heads
         topology = config.topology(config.size)
         self.mailboxes = [_Mailbox() for _ in range(self.members)]
         self.comms = [_VirtualComm(i // self.members, self.mailboxes[i % self.members]) for i in range(config.size)]
@@ -180,7 +181,7 @@ class _Ranks:
         ]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None) -> Result:
-        heads, kv_heads = q.shape[2], k.shape[2]
+        heads, kv_heads = q.shape[2], self.kv_heads
         operands = self.operands(q, k, v)
         settings = self.mask, self.shards, self.scores
         results = self.together([r.forward(*x, *settings) for r, x in zip(self.runtimes, operands, strict=True)])
@@ -204,12 +205,11 @@ class _Ranks:
         return Result(out, dq, dk, dv, sinks, [comm.received for comm in self.comms])
 
     def own_heads(self, rank: int, heads: int) -> slice:
-        first = rank % self.members * heads
-        return slice(first, first + heads)
+        return ulysses.heads_of(heads, self.kv_heads, self.members, rank % self.members)[0]
 
     def merge_sinks(self, rank: int, out: Tensor, lse: Tensor) -> None:
         if self.sinks is not None:
-            sink.merge_(out, lse, self.sinks[self.own_heads(rank, out.shape[2])])
+            sink.merge_(out, lse, self.sinks[self.own_heads(rank, len(self.sinks))])
 
     def sink_gradient(self, results: list[Tensors]) -> Tensor | None:
         """The sum of all ranks'. results: (do, out, lse) of each."""
@@ -217,7 +217,7 @@ class _Ranks:
             return None
         total = torch.zeros_like(self.sinks)
         for rank, (do, out, lse) in enumerate(results):
-            own = self.own_heads(rank, out.shape[2])
+            own = self.own_heads(rank, len(total))
             total[own] += sink.gradient(do, out, lse, self.sinks[own])
         return total
 
@@ -255,21 +255,30 @@ class _Ranks:
         return swapped
 
     def inward(self, kind: str, side: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        buffers = [ulysses.pack_in(x, self.members) for x in tensors]
-        counts = [self.counts(side, rank) for rank in range(len(tensors))]
-        found = self.all_to_all(kind, buffers, [ulysses.sizes_in(*x) for x in zip(buffers, counts, strict=True)])
-        heads = [ulysses.heads_of_member(x.shape[2], self.members) for x in tensors[0]]
-        return [ulysses.split_in(x.view(-1, *buffers[0].shape[2:]), heads) for x in found]
+        its = ulysses.deal(tuple(x.shape[2] for x in tensors[0]), self.kv_heads, self.members)
+        batch, _, _, dim = tensors[0][0].shape
+        buffers = [ulysses.pack_in(x, its) for x in tensors]
+        found = self.all_to_all(kind, buffers, self.sizes(its, side, batch * dim))
+        heads = [ulysses.own_heads(tensors[0], self.kv_heads, self.members, u) for u in range(self.members)]
+        return [
+            ulysses.split_in(x.view(-1, batch, sum(mine), dim), mine)
+            for x, mine in zip(found, heads * (len(found) // self.members), strict=True)
+        ]
 
     def outward(self, kind: str, side: str, tensors: list[list[Tensor]], heads: list[int]) -> list[list[Tensor]]:
+        its = ulysses.deal(tuple(heads), self.kv_heads, self.members)
+        batch, _, _, dim = tensors[0][0].shape
         joined = [ulysses.join_out(x).contiguous() for x in tensors]
-        tokens = [len(held) for held in self.index[side]]
-        sizes = [ulysses.sizes_out(x, self.counts(side, rank), tokens[rank]) for rank, x in enumerate(joined)]
+        sizes = [(outgoing, incoming) for incoming, outgoing in self.sizes(its, side, batch * dim)]
         found = self.all_to_all(kind, joined, sizes)
         return [
-            ulysses.unpack_out(x.view(self.members, own, *joined[0].shape[1:]), heads)
-            for x, own in zip(found, tokens, strict=True)
+            ulysses.unpack_out(x, its, batch, len(held), dim) for x, held in zip(found, self.index[side], strict=True)
         ]
+
+    def sizes(self, its: ulysses.Deal, side: str, token: int) -> list[Sizes]:
+        """Inward, of every rank."""
+        ranks = range(self.config.size)
+        return [ulysses.sizes(its, self.counts(side, rank), rank % self.members, token) for rank in ranks]
 
     def counts(self, side: str, rank: int) -> list[int]:
         """The tokens of the members of a rank's inner rank."""

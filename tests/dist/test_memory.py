@@ -7,7 +7,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planning import memory
 from ds_seqpar.planning.masks import Mask
 from ds_seqpar.running.runtime import shape_of
-from ds_seqpar.running.ulysses import heads_of_member, split_in
+from ds_seqpar.running.ulysses import heads_of, own_heads, split_in
 from tests import live
 from tests.dist.ranks import make
 from tests.launch import on_ranks
@@ -29,6 +29,10 @@ OTHERS = {
     "window": ({"size": 4, "schedule": "double_ring", "layout": "contiguous"}, Mask(window=600), 8),
     "overlap": ({"size": 4, "schedule": "wallfacer", "overlap": True}, Mask(), 8),
     "ulysses around": ({"size": 4, "ulysses": 2, "schedule": "ring"}, Mask(), 4),
+    "heads dealt unevenly": ({"size": 3, "ulysses": 3}, Mask(), 8),
+    "grouped heads dealt unevenly": ({"size": 3, "ulysses": 3}, Mask(), 4),
+    "members that share heads": ({"size": 4, "ulysses": 4}, Mask(), 2),
+    "members that share heads unevenly": ({"size": 3, "ulysses": 3}, Mask(), 2),
 }
 
 
@@ -41,7 +45,7 @@ def _measured(setting, mask, kv_heads):
         figures = live.measure(lambda *x: sp.attention(*x, mask=mask), q, k, v, do)
         members = sp.config.ulysses
         own = shape_of(sp.config.travel_dtype, "bfloat16", 1, (HEADS, kv_heads, DIM))
-        inner = [x.narrow(2, 0, x.shape[2] // members) for x in (q, k)]
+        inner = [x[:, :, mine] for x, mine in zip((q, k), heads_of(HEADS, kv_heads, members, sp.rank % members), strict=True)]
         shards = sp.runtime.shards(TOKENS * members)
         bound = [sp.runtime.bound(direction, *inner, mask, shards)[0] for direction in ("forward", "backward")]
         said = memory.whole_forward(bound[0], members, own), memory.whole_backward(bound[1], members, own)
@@ -71,11 +75,12 @@ def exchanged(batch):
     when results are dropped."""
     sp = make(size=2, ulysses=2, layout="contiguous")
     tensors = [torch.randn(batch, 64, heads, 16).requires_grad_() for heads in (4, 2, 2)]
-    mine = [heads_of_member(x.shape[2], 2) for x in tensors]
+    place = tensors[1].shape[2], 2, sp.rank
+    mine = own_heads(tensors, *place)
     grads = [torch.randn(batch, 128, heads, 16) for heads in mine]
     unit = 4 * sum(x.numel() for x in grads)  # of q, k and v
     with live.Live(*tensors, *grads) as seen:
-        arrived = torch.ops.ds_seqpar.scatter_heads(tensors, [64, 64], sp.runtime.handle, "qkv", None)
+        arrived = torch.ops.ds_seqpar.scatter_heads(tensors, [64, 64], place, sp.runtime.handle, "qkv", None)
         inner = split_in(arrived, mine)
         del arrived
         found = [seen.peak, seen.settled()]

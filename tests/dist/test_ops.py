@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from ds_seqpar.planning.masks import CAUSAL
 from ds_seqpar.running.ops import CONFIGURED
-from ds_seqpar.running.ulysses import join_out, split_in
+from ds_seqpar.running.ulysses import join_out, own_heads, split_in
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, leaves, make, refusal
 from tests.launch import on_ranks
@@ -19,37 +19,41 @@ def check(heads, dtype):
     sp = make(size=2, ulysses=2, layout="contiguous")
     q, k, v = leaves(sp, *oracle.tensors(1, 8, heads, dtype=dtype)[:3])
     handle, ops = sp.runtime.handle, torch.ops.ds_seqpar
-    counts = [q.shape[1]] * 2
-    arrived = ops.scatter_heads([q, k, v], counts, handle, "qkv", None)
-    inner = [x.detach().requires_grad_() for x in split_in(arrived, [max(1, x.shape[2] // 2) for x in (q, k, v)])]
+    counts, place = [q.shape[1]] * 2, (k.shape[2], 2, sp.rank)
+    arrived = ops.scatter_heads([q, k, v], counts, place, handle, "qkv", None)
+    inner = [x.detach().requires_grad_() for x in split_in(arrived, own_heads([q, k, v], *place))]
     settings = handle, CAUSAL.handle, CONFIGURED
     sinks = torch.randn(inner[0].shape[2], requires_grad=True)
     out, lse = (x.detach() for x in ops.attention(*inner, None, *settings, 0.5, 0.0, None))
     joined = join_out([out.clone()])
     calls = [
         (ops.agree.default, (q, k, v, *settings, None, True, False, 2.0, sinks.new_zeros(heads[0]))),
-        (ops.scatter_heads.default, ([q, k, v], counts, handle, "qkv", None)),
+        (ops.scatter_heads.default, ([q, k, v], counts, place, handle, "qkv", None)),
         (ops.attention.default, (*inner, None, *settings, 0.5, 0.0, None)),
         (ops.attention.default, (*inner, sinks, *settings, 0.5, 2.0, None)),
         (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, *settings, 0.5, 2.0)),
-        (ops.gather_heads.default, (joined.requires_grad_(), [heads[0]], counts, counts[0], handle, "out_heads")),
+        (ops.gather_heads.default, (joined.requires_grad_(), [heads[0]], counts, place, handle, "out_heads")),
     ]
     found = [torch.library.opcheck(*call) for call in calls]
     return {result for results in found for result in results.values()}, copy.deepcopy(sp) is sp
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float64), ((4, 1), torch.bfloat16)])
+# also heads that two members do not divide, k/v's own and shared
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((4, 2), torch.float64), ((4, 1), torch.bfloat16), ((6, 3), torch.float64), ((5, 1), torch.float64)],
+)
 def test_ops_are_what_they_declare(heads, dtype):
     assert on_ranks(2, check, heads, dtype) == [({"SUCCESS"}, True)] * 2
 
 
-def compiled(settings, backend):
+def compiled(settings, heads, backend):
     """(greatest error, graph breaks) of a compiled function around attention, and of a second call with other sizes."""
     sp, errors = make(**settings), []
     # a fresh function each time: what is compiled for one must not be taken for another
     function = torch.compile(lambda q, k, v: 2.0 * sp.attention(q, k, v), backend=backend, fullgraph=True)
     for seq in (24, 48):
-        whole = oracle.tensors(1, seq, (4, 2))
+        whole = oracle.tensors(1, seq, heads)
         local = leaves(sp, *whole[:3])
         out = function(*local) / 2
         out.backward(sp.shard(whole[3], 1))
@@ -59,9 +63,13 @@ def compiled(settings, backend):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("settings", [{}, {"ulysses": 2}], ids=["ring", "ulysses"])
-def test_compiled_attention_is_one_graph(settings, backend):
-    for error, breaks in on_ranks(2, compiled, settings, backend, timeout=300):
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [({}, (4, 2)), ({"ulysses": 2}, (4, 2)), ({"ulysses": 2}, (9, 3))],
+    ids=["ring", "ulysses", "uneven heads"],
+)
+def test_compiled_attention_is_one_graph(settings, heads, backend):
+    for error, breaks in on_ranks(2, compiled, settings, heads, backend, timeout=300):
         assert error < 1e-10
         assert breaks == 0
 

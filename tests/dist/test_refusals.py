@@ -140,20 +140,24 @@ RING = {
 # the same ranks with ulysses 2
 ULYSSES = {
     "heads": (
-        lambda sp, rank: attention(sp, heads=(3, 3)),
-        everywhere("ConfigError", "ulysses must divide the query heads", "ulysses 2 for 3 query", "use one of [1]"),
+        lambda sp, rank: attention(sp, heads=(1, 1)),
+        everywhere("ConfigError", "must be at most the number of query heads", "ulysses 2 for 1 query", "one of [1]"),
     ),
     "key/value heads": (
-        lambda sp, rank: attention(sp, heads=(6, 3)),
-        everywhere("ConfigError", "ulysses 2 for 6 query and 3 key/value heads", "use one of [1]"),
+        lambda sp, rank: attention(sp, heads=(6, 4)),
+        everywhere("ConfigError", "query heads must be a multiple of key/value heads; got 6 and 4"),
     ),
     "return_lse": (
         lambda sp, rank: attention(sp, **on_wrong(rank, return_lse=True)),
         differ("return_lse True", "return_lse False"),
     ),
     "one rank's heads": (
+        lambda sp, rank: attention(sp, **on_wrong(rank, heads=(1, 1))),
+        only_one("ConfigError", "ulysses 2 for 1 query", "use one of [1]"),
+    ),
+    "one rank's uneven heads": (
         lambda sp, rank: attention(sp, **on_wrong(rank, heads=(3, 3))),
-        only_one("ConfigError", "ulysses 2 for 3 query", "use one of [1]"),
+        differ("(1, 4, 3, 8)", "(1, 4, 4, 8)"),
     ),
     "shapes": (lambda sp, rank: attention(sp, **on_wrong(rank, tokens=8)), differ("(1, 4, 4, 8)", "(1, 8, 4, 8)")),
     "no kernel": (
@@ -206,10 +210,10 @@ CONFIGURATIONS = {
         lambda rank: make(size=2, ulysses=4),
         everywhere("ConfigError", "ulysses must divide", "ulysses 4, size 2", "[1, 2]"),
     ),
-    # deepspeed#8291 and verl#850: heads that cannot be shared were split unequally, or padded apart from the queries
+    # deepspeed#8291: a rank without a head
     "heads": (
-        lambda rank: make((6, 2), ulysses=4),
-        everywhere("ConfigError", "ulysses 4 for 6 query and 2 key/value heads", "[1, 2]"),
+        lambda rank: make((3, 1), ulysses=4),
+        everywhere("ConfigError", "so that every member has one", "ulysses 4 for 3 query and 1 key/value", "[1, 2]"),
     ),
     "heads that do not group": (
         lambda rank: make((4, 3), ulysses=1),

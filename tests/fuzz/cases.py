@@ -89,10 +89,14 @@ def calls(draw, section, largest=64):
     kv_heads = draw(st.sampled_from(divisors(ulysses))) * draw(st.sampled_from((1, 1, 2)))
     if ulysses % kv_heads and kv_heads % ulysses:
         kv_heads = ulysses
+    heads = math.lcm(ulysses, kv_heads) * draw(st.integers(1, 3))
+    if draw(st.booleans()):  # such that members may not divide them
+        kv_heads = draw(st.integers(1, 5))
+        heads = kv_heads * (-(-ulysses // kv_heads) + draw(st.integers(0, 2)))
     return {
         "batch": draw(st.integers(1, 3)),
         "tokens": tokens * draw(st.integers(1, max(1, min(5, largest // tokens // section["size"])))),
-        "heads": math.lcm(ulysses, kv_heads) * draw(st.integers(1, 3)),
+        "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": draw(st.sampled_from((1, 2, 3, 5, 8, 16, 31, 64, 80, 129, 256))),
         "dtype": draw(st.sampled_from(FLOATING)),

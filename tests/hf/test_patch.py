@@ -39,8 +39,8 @@ pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
 WAYS = [{**MODES[mode], "layout": layout} for mode in ("u4", "r4", "u2r2") for layout in LAYOUTS if mode != "u4"]
 WAYS.append(MODES["u4"])
-# query and key/value heads: MHA, GQA with fewer kv heads than 4 Ulysses members, and MQA
-HEADS = ((8, 8), (8, 2), (8, 1))
+# query and key/value heads: MHA, GQA with fewer kv heads than 4 Ulysses members, MQA, and such that no members divide
+HEADS = ((8, 8), (8, 2), (8, 1), (6, 3))
 
 
 def parallel(section):
@@ -72,7 +72,7 @@ def logits_errors(dtypes):
 def logits_errors_in(dtype, sps):
     found = []
     for heads, kv_heads in HEADS:
-        model = llama(num_attention_heads=heads, num_key_value_heads=kv_heads).to(dtype)
+        model = llama(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads).to(dtype)
         exact = copy.deepcopy(model).double()
         with torch.no_grad():
             plain, true = model(tokens()).logits, exact(tokens()).logits

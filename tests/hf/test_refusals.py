@@ -77,10 +77,10 @@ UNFIT = [
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type that does not depend"),
     ({"is_causal": False}, "a causal model; got is_causal=False"),
     ({"attention_dropout": 0.1, "is_causal": False}, "got 0.1 and a causal model"),
-    # deepspeed#8291: 6 heads on 4 ranks became [4, 4, 4, 0] and hung; here 3 kv heads on 2 Ulysses ranks
+    # deepspeed#8291: 6 heads on 4 ranks became [4, 4, 4, 0] and hung; here a Ulysses rank without a head
     (
-        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
-        "got ulysses 2 for 6 query and 3 key/value heads, use one of [1]",
+        {"num_attention_heads": 1, "num_key_value_heads": 1},
+        "got ulysses 2 for 1 query and 1 key/value heads, use one of [1]",
     ),
 ]
 

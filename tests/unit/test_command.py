@@ -217,7 +217,7 @@ REFUSED = [
     (["--forward", "v"], "forward must be one of auto, kv, q"),
     (["--travel-dtype", "fp8"], "travel_dtype must be one of"),
     (["--heads", 8, 3], "query heads must be a multiple of key/value heads"),
-    (["--size", 4, "--ulysses", 4, "--heads", 6, 6], "ulysses must divide the query heads"),
+    (["--size", 4, "--ulysses", 4, "--heads", 3, 3], "ulysses must be at most the number of query heads"),
 ]
 
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from ds_seqpar.config import KERNELS, SequenceParallelConfig, legal_ulysses
+from ds_seqpar.config import KERNELS, SequenceParallelConfig, even_ulysses, legal_ulysses
 from ds_seqpar.errors import ConfigError, SeqParError
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.running.kernels import KERNELS as KERNEL_OBJECTS
@@ -154,29 +154,36 @@ def test_ulysses_divides_the_size():
 
 
 # deepspeed#8291: heads split [4, 4, 4, 0] and a hang; verl#850, prime-rl#3042: kv heads fewer than ranks
-def test_ulysses_fits_the_heads_or_the_legal_degrees_are_listed():
-    assert _message(Config(size=8, ulysses=8).resolve, 8, (12, 2)) == (
-        "sequence_parallel.ulysses must divide the query heads and divide, or be a multiple of, the key/value heads; "
-        "got ulysses 8 for 12 query and 2 key/value heads, use one of [1, 2, 4]"
+def test_every_member_has_a_head_or_the_legal_degrees_are_listed():
+    assert _message(Config(size=8, ulysses=8).resolve, 8, (6, 2)) == (
+        "sequence_parallel.ulysses must be at most the number of query heads, so that every member has one; "
+        "got ulysses 8 for 6 query and 2 key/value heads, use one of [1, 2, 4]"
     )
-    assert "use one of [1, 2, 3, 6, 12]" in _message(Config(size=12, ulysses=4).resolve, 12, (24, 6))
+    assert "use one of [1, 2, 3, 4, 6]" in _message(Config(size=12, ulysses=12).resolve, 12, (7, 7))
     assert "query heads must be a multiple of key/value heads; got 6 and 4" in _message(
         Config(size=2).resolve, 2, (6, 4)
     )
     assert "query and key/value heads; got (6, 0)" in _message(Config(size=2, ulysses=2).resolve, 2, (6, 0))
 
 
-def test_legal_degrees_are_those_that_share_heads_equally():
+@pytest.mark.parametrize("heads", [(33, 33), (25, 5), (14, 2), (40, 10), (7, 1), (24, 6)])
+def test_heads_that_ulysses_does_not_divide_are_taken_where_it_is_given_and_never_chosen(heads):
+    assert Config(size=4, ulysses=4).resolve(4, heads).ulysses == 4
+    assert Config(size=4).resolve(4, heads).ulysses == max(even_ulysses(4, *heads)) < 4
+
+
+def test_even_degrees_are_those_that_share_heads_equally():
     for size in range(1, 25):
         for q_heads, kv_heads in ((24, 24), (24, 6), (24, 2), (24, 1), (96, 24), (12, 4), (33, 33)):
-            legal = legal_ulysses(size, q_heads, kv_heads)
+            even = even_ulysses(size, q_heads, kv_heads)
+            assert set(even) <= set(legal_ulysses(size, q_heads))
             for u in range(1, size + 1):
                 # equally: each of u members has as many query heads, and they read whole kv heads or one of them
                 queries = [set(range(m * q_heads // u, (m + 1) * q_heads // u)) for m in range(u)]
                 keys = [{h * kv_heads // q_heads for h in mine} for mine in queries]
                 equal = len({len(x) for x in queries}) == 1 and len({len(x) for x in keys}) == 1
                 split = sum(len(x) for x in keys) in (kv_heads, u)
-                assert (u in legal) == (size % u == 0 and q_heads % u == 0 and equal and split), (size, u, kv_heads)
+                assert (u in even) == (size % u == 0 and q_heads % u == 0 and equal and split), (size, u, kv_heads)
 
 
 def test_auto_is_resolved():
@@ -331,5 +338,5 @@ def test_ulysses_auto_leaves_room_for_the_shape_that_is_given(given, ulysses):
 def test_a_shape_that_fits_no_ulysses_is_refused_with_what_there_is():
     assert _message(Config(size=8, schedule="mesh", mesh=[3, 1, 1]).resolve, 8, (8, 2)) == (
         "sequence_parallel.mesh must fit the inner ranks, size / ulysses; got mesh (3, 1, 1) for size 8, whose ulysses "
-        "degrees for 8 query and 2 key/value heads are [1, 2, 4, 8]"
+        "degrees that divide 8 query and 2 key/value heads equally are [1, 2, 4, 8]"
     )

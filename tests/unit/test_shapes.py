@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig, legal_ulysses
+from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig, even_ulysses
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.topology import divisors
@@ -119,12 +119,20 @@ def test_a_mesh_is_as_attention2d_with_a_ring_for_its_rows():
 @pytest.mark.parametrize("schedule", ["attention2d", "mesh"])
 def test_auto_counts_the_heads_of_a_member(schedule):
     for q_heads, kv_heads in ((8, 1), (16, 2), (32, 8), (8, 8), (48, 4)):
-        for ulysses in legal_ulysses(16, q_heads, kv_heads):
+        for ulysses in even_ulysses(16, q_heads, kv_heads):
             size = 16 * ulysses
             config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule=schedule)
             member = q_heads // ulysses, max(1, kv_heads // ulysses)
             wanted = _axes(schedule, 16, member)
             assert config.resolve(size, (q_heads, kv_heads)).inner_axes == wanted, (q_heads, kv_heads, ulysses)
+
+
+# all members must choose the same: that of the member with the most heads
+def test_auto_counts_the_most_heads_of_a_member_where_they_differ():
+    for heads, ulysses, member in (((40, 10), 4, (12, 3)), ((14, 2), 4, (4, 1)), ((25, 5), 8, (5, 1))):
+        size = 16 * ulysses
+        config = SequenceParallelConfig(size=size, ulysses=ulysses, schedule="mesh")
+        assert config.resolve(size, heads).inner_axes == _axes("mesh", 16, member)
 
 
 # ---- refusals say what to use instead

@@ -2,17 +2,36 @@
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_seqpar.planning.heads import dealt
 from ds_seqpar.running import ulysses
 
 DIM = 4
 # members, query heads, kv heads: more kv heads than members, as many, fewer, one
-CASES = [(1, 4, 2), (2, 4, 4), (2, 8, 2), (4, 8, 2), (4, 4, 1), (3, 6, 3), (6, 12, 2), (8, 24, 2)]
-_cases = pytest.mark.parametrize(("members", "q_heads", "kv_heads"), CASES)
+EVEN = [(1, 4, 2), (2, 4, 4), (2, 8, 2), (4, 8, 2), (4, 4, 1), (3, 6, 3), (6, 12, 2), (8, 24, 2)]
+# the same where members do not divide them; in the last row kv heads with different numbers of members
+UNEVEN = [
+    *[(4, 33, 33), (4, 25, 5), (4, 40, 10), (2, 3, 3), (4, 14, 2), (2, 7, 1), (4, 7, 1), (8, 14, 2)],
+    *[(8, 21, 3), (8, 25, 5), (8, 12, 3)],
+]
+_cases = pytest.mark.parametrize(("members", "q_heads", "kv_heads"), EVEN + UNEVEN)
 # sequences; whether members hold different numbers of tokens, one of them none; whether the tensors have gaps
 _forms = pytest.mark.parametrize(
     ("batch", "uneven", "strided"), [(1, False, False), (2, False, True), (1, True, True), (2, True, False)]
 )
+
+
+class CountCopies(TorchDispatchMode):
+    """Writes to tensors, views and empty ones aside."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.copies += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.add_, torch.ops.aten._to_copy)
+        return func(*args, **(kwargs or {}))
 
 
 def _exchange(buffers, sizes):
@@ -27,24 +46,27 @@ def _counts(tensors):
     return [mine[0].shape[1] for mine in tensors]
 
 
-def _inward(tensors):
+def _inward(tensors, kv_heads):
     """tensors[u] = [q, k, v] of member u, all heads of its tokens -> its heads of all tokens."""
-    members, counts = len(tensors), _counts(tensors)
-    buffers = [ulysses.pack_in(mine, members) for mine in tensors]
-    received = _exchange(buffers, [ulysses.sizes_in(buffer, counts) for buffer in buffers])
-    heads = [ulysses.heads_of_member(x.shape[2], members) for x in tensors[0]]
-    return [ulysses.split_in(x.view(sum(counts), *buffers[0].shape[2:]), heads) for x in received]
-
-
-def _outward(tensors, heads, counts):
-    members = len(tensors)
-    joined = [ulysses.join_out(mine).contiguous() for mine in tensors]
-    sizes = [ulysses.sizes_out(x, counts, own) for x, own in zip(joined, counts, strict=True)]
-    received = _exchange(joined, sizes)
+    members, counts, (batch, *_, dim) = len(tensors), _counts(tensors), tensors[0][0].shape
+    its = ulysses.deal(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
+    sizes = [ulysses.sizes(its, counts, u, batch * dim) for u in range(members)]
+    received = _exchange([ulysses.pack_in(mine, its) for mine in tensors], sizes)
     return [
-        ulysses.unpack_out(x.view(members, own, *joined[0].shape[1:]), heads)
-        for x, own in zip(received, counts, strict=True)
+        ulysses.split_in(
+            x.view(sum(counts), batch, its.widths[u], dim), ulysses.own_heads(tensors[0], kv_heads, members, u)
+        )
+        for u, x in enumerate(received)
     ]
+
+
+def _outward(tensors, heads, kv_heads, counts):
+    members, (batch, *_, dim) = len(tensors), tensors[0][0].shape
+    its = ulysses.deal(tuple(heads), kv_heads, members)
+    joined = [ulysses.join_out(mine).contiguous() for mine in tensors]
+    sizes = [ulysses.sizes(its, counts, u, batch * dim)[::-1] for u in range(members)]
+    received = _exchange(joined, sizes)
+    return [ulysses.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
 
 
 def _random(batch, counts, *heads, seed=0, strided=False):
@@ -76,23 +98,55 @@ def _dot(a, b):
 def test_a_member_gets_its_heads_of_all_tokens_in_member_order(members, q_heads, kv_heads, batch, uneven, strided):
     tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
     whole = [torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True)]
-    share = q_heads // members
-    for u, (q, k, v) in enumerate(_inward(tensors)):
-        queries = range(u * share, (u + 1) * share)
+    first = 0
+    for q, k, v in _inward(tensors, kv_heads):
+        queries = range(first, first := first + q.shape[2])
         assert torch.equal(q, whole[0][:, :, list(queries)])
         # verl#850: the ratio of query to key heads must hold on each member
         needed = sorted({head * kv_heads // q_heads for head in queries})
         assert torch.equal(k, whole[1][:, :, needed])
         assert torch.equal(v, whole[2][:, :, needed])
-        assert share % len(needed) == 0
+        assert len(queries) % len(needed) == 0
+    assert first == q_heads
+
+
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12))
+def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, members):
+    q_heads = kv_heads * group
+    assume(members <= q_heads)
+    tensors = _random(1, [1] * members, q_heads, kv_heads, kv_heads)
+    whole = [torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True)]
+    moved = _inward(tensors, kv_heads)
+    for (q, kv), mine in zip(dealt(q_heads, kv_heads, members), moved, strict=True):
+        wanted = [x[:, :, span] for x, span in zip(whole, (q, kv, kv), strict=True)]
+        assert all(torch.equal(x, y) for x, y in zip(mine, wanted, strict=True))
+    ones = [[torch.ones_like(x) for x in mine] for mine in moved]
+    holders = sum(kv.stop - kv.start for _, kv in dealt(q_heads, kv_heads, members))
+    for q, k, v in _outward(ones, [q_heads, kv_heads, kv_heads], kv_heads, [1] * members):
+        assert q.eq(1).all()
+        assert k.sum() == v.sum() == DIM * holders
+
+
+# queries travel without keys where they are held otherwise, results do always
+@_forms
+@_cases
+def test_tensors_that_travel_alone_are_dealt_as_together(members, q_heads, kv_heads, batch, uneven, strided):
+    tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
+    together = _inward(tensors, kv_heads)
+    for kinds in (slice(0, 1), slice(1, 3)):
+        alone = [mine[kinds] for mine in tensors]
+        for found, wanted in zip(_inward(alone, kv_heads), together, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted[kinds], strict=True))
 
 
 @_forms
 @_cases
 def test_outward_is_the_inverse_of_inward(members, q_heads, kv_heads, batch, uneven, strided):
     tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
-    back = _outward(_inward(tensors), [q_heads, kv_heads, kv_heads], _counts(tensors))
-    times = max(1, members // kv_heads)  # what several members hold of one head comes back as their sum
+    back = _outward(_inward(tensors, kv_heads), [q_heads, kv_heads, kv_heads], kv_heads, _counts(tensors))
+    # what several members hold of one head comes back as their sum
+    holders = [kv.start for _, kv in dealt(q_heads, kv_heads, members)] if kv_heads < members else range(kv_heads)
+    times = torch.tensor([[float(list(holders).count(head))] for head in range(kv_heads)], dtype=torch.float64)
     for mine, found in zip(tensors, back, strict=True):
         assert torch.equal(found[0], mine[0])
         for x, y in zip(found[1:], mine[1:], strict=True):
@@ -106,18 +160,27 @@ def test_outward_is_the_adjoint_of_inward(members, q_heads, kv_heads, batch, une
     """<A x, y> = <x, A' y>: so gradients that go outward are those of what went inward."""
     counts = _tokens(members, uneven)
     x = _random(batch, counts, q_heads, kv_heads, kv_heads, seed=1)
-    moved = _inward(x)
-    y = _random(batch, [sum(counts)] * members, *(part.shape[2] for part in moved[0]), seed=2, strided=strided)
-    back = _outward(y, [q_heads, kv_heads, kv_heads], counts)
+    moved = _inward(x, kv_heads)
+    y = [
+        _random(batch, [sum(counts)], *(part.shape[2] for part in mine), seed=2 + u, strided=strided)[0]
+        for u, mine in enumerate(moved)
+    ]
+    back = _outward(y, [q_heads, kv_heads, kv_heads], kv_heads, counts)
     torch.testing.assert_close(_dot(moved, y), _dot(x, back), rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_shared_heads_are_summed_wide():
+# of equal shares, and of members that are copied for one by one
+@pytest.mark.parametrize("q_heads", [4, 7])
+def test_gradients_of_shared_heads_are_summed_wide(q_heads):
     """deepspeed#6841: sums of sequence parallel gradients in bf16."""
-    parts = [[torch.full((2, 4, 1, DIM), 256.0 if u == 0 else 1.0, dtype=torch.bfloat16)] for u in range(4)]
-    (found,), *_ = _outward(parts, [1], [1] * 4)
-    assert found.dtype == torch.bfloat16
-    assert found.eq(torch.tensor(259.0).to(torch.bfloat16)).all()  # adding in bf16 would stay at 256
+    own = [q.stop - q.start for q, _ in dealt(q_heads, 1, 4)]
+    parts = [
+        [torch.full((2, 4, heads, DIM), 256.0 if u == 0 else 1.0, dtype=torch.bfloat16) for heads in (own[u], 1)]
+        for u in range(4)
+    ]
+    for _, found in _outward(parts, [q_heads, 1], 1, [1] * 4):
+        assert found.dtype == torch.bfloat16
+        assert found.eq(torch.tensor(259.0).to(torch.bfloat16)).all()  # adding in bf16 would stay at 256
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -130,7 +193,18 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
     joined = ulysses.join_out([out])
     assert _memory(joined) == _memory(out)
     assert joined.is_contiguous() == (batch == 1)
-    came = torch.randn(2, 3, batch, 4, DIM)
-    found = ulysses.unpack_out(came, [4, 2, 2])
+    came = torch.randn(2 * 3 * batch * 4 * DIM)
+    found = ulysses.unpack_out(came, ulysses.deal((4, 2, 2), 2, 2), batch, 3, DIM)
     assert len({_memory(x) for x in (came, *found)}) == 4
     assert all(x.is_contiguous() for x in found)
+
+
+@pytest.mark.parametrize(("members", "q_heads", "kv_heads"), EVEN)
+def test_equal_shares_are_copied_at_once(members, q_heads, kv_heads):
+    """One copy a tensor, however many members there are."""
+    its = ulysses.deal((q_heads, kv_heads, kv_heads), kv_heads, members)
+    assert [run.members for run in its.runs] == [members]
+    tensors = _random(1, [3], q_heads, kv_heads, kv_heads)[0]
+    with CountCopies() as seen:
+        ulysses.unpack_out(ulysses.pack_in(tensors, its), its, 1, 3, DIM)
+    assert seen.copies == 6

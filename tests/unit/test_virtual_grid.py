@@ -3,6 +3,8 @@
 The walker, kernels and packing are those of the real ranks; only the transport is a mailbox.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
+from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards, UnevenShards
 from ds_seqpar.running.kernels import KERNELS, accumulate
 from ds_seqpar.running.runtime import recipe_of, shape_of
@@ -20,6 +23,16 @@ from tests.oracle import dense, error, errors, tensors
 
 SIZES = (1, 2, 3, 4, 6, 8)
 HEADS = ((24, 24), (24, 6), (24, 2), (24, 1), (96, 24))
+# (ranks, heads) that members deal unevenly, alone and around a ring
+UNEVEN = {
+    "ranks": ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 3)),
+    "heads": ((33, 33), (14, 2), (25, 5), (40, 10), (7, 1), (7, 7)),
+    "layout": LAYOUTS,
+    "causal": (True, False),
+    "batch": (1, 2),
+    "head_dim": (8, 20),
+    "times": (1, 3),
+}
 # (size, ulysses)
 RANKS = tuple((size, u) for size in SIZES for u in range(1, size + 1) if size % u == 0)
 
@@ -27,6 +40,11 @@ RANKS = tuple((size, u) for size in SIZES for u in range(1, size + 1) if size % 
 def _legal(case):
     (_, u), (q_heads, kv_heads) = case["ranks"], case["heads"]
     return q_heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
+
+
+def _enough(case):
+    """A query head for every member, and members that do not divide the heads."""
+    return case["ranks"][1] <= case["heads"][0] and not _legal(case)
 
 
 GRID = {
@@ -71,16 +89,54 @@ def test_virtual_ranks_equal_dense_attention_in_fp32(ranks):
             _check(case, torch.float32, 1e-5)
 
 
-# deepspeed#8291, verl#850: heads that ranks cannot share equally are refused, not split unequally or padded
+# deepspeed#8291, verl#850: heads that ranks cannot share equally
+@pytest.mark.parametrize("cases", grouped(("ranks",), _enough, **UNEVEN))
+def test_heads_that_members_do_not_divide_are_exact_too(cases):
+    for case in cases:
+        _check(case, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("heads", [(14, 2), (33, 33), (25, 5), (7, 1)], ids=str)
+def test_every_schedule_takes_heads_that_members_do_not_divide(schedule, heads):
+    """What travels may be k/v for one member and q for another, which have rings of their own."""
+    for ulysses, overlap in ((2, False), (4, True)):
+        config = SequenceParallelConfig(size=4 * ulysses, ulysses=ulysses, schedule=schedule, overlap=overlap)
+        inputs = tensors(2, 2 * multiple("zigzag", config.size, ulysses), heads, 8)
+        found = attention(config, *inputs)
+        assert max(errors((found.out, found.dq, found.dk, found.dv), dense(*inputs))) <= 1e-10
+
+
+@pytest.mark.parametrize("heads", [(33, 33), (14, 2), (25, 5), (40, 10), (7, 1)], ids=str)
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_uneven_heads_and_uneven_shards_together(heads, ulysses):
+    shards = UnevenShards([[(0, 1, 5), (30, 1, 13)], [(5, 1, 25)]])
+    others = UnevenShards(
+        [[(0, 1, 3)], [(3, 1, 10)]], [[(0, 1, 29)], [(29, 1, 14)]]
+    )  # k and v are held otherwise than q
+    for held, (queries, keys), mask in ((shards, (43, 43), Mask(window=9)), (others, (13, 43), FULL)):
+        q, _, _, do = tensors(1, queries, heads, 8)
+        _, k, v, _ = tensors(1, keys, heads, 8, seed=1)
+        config = SequenceParallelConfig(size=2 * ulysses, ulysses=ulysses)
+        found = attention(config, q, k, v, do, mask=mask, shards=held)
+        wanted = dense(q, k, v, do, mask=mask)
+        assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) <= 1e-10
+
+
+# deepspeed#8291: a member without a head, and a hang
 def test_every_illegal_ulysses_degree_is_refused():
-    for size, heads in ((size, heads) for size in SIZES for heads in HEADS):
+    for size, heads in itertools.product(SIZES, (*HEADS, (5, 5), (3, 1))):
         inputs = tensors(1, 48, heads, 8)[:3]
         for ulysses in range(1, size + 2):
-            if (size, ulysses) in RANKS and _legal({"ranks": (size, ulysses), "heads": heads}):
-                attention(SequenceParallelConfig(size=size, ulysses=ulysses), *inputs)
-            else:
+            config = SequenceParallelConfig(size=size, ulysses=ulysses)
+            if (size, ulysses) not in RANKS:
                 with pytest.raises(ConfigError, match="ulysses must divide"):
-                    attention(SequenceParallelConfig(size=size, ulysses=ulysses), *inputs)
+                    attention(config, *inputs)
+            elif ulysses > heads[0]:
+                with pytest.raises(ConfigError, match="must be at most the number of query heads"):
+                    attention(config, *inputs)
+            else:
+                attention(config, *inputs)
 
 
 # deepspeed#7384, #7842: a sequence length that the ranks do not divide silently corrupts the result

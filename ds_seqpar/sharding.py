@@ -1,0 +1,153 @@
+"""Moving data between global order and the tokens of one rank, whatever says which those are."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import SequenceParallelConfig
+from .errors import InputError
+from .placement import Placement, shards_of
+from .planning.layout import multiple
+from .planning.masks import Mask
+from .planning.shards import positions
+from .running import inputs
+from .running.agreement import agree, sums
+from .running.comm import failing
+from .running.groups import Groups
+
+
+class Sharding:
+    """What SequenceParallel, which makes its attributes, can do with tensors of whole sequences."""
+
+    config: SequenceParallelConfig
+    size: int
+    rank: int
+    groups: Groups
+
+    @property
+    def multiple(self) -> int:
+        """What a sequence's length, in tokens, is a multiple of that all ranks share equally."""
+        return multiple(self.config.layout, self.size, self.config.ulysses)
+
+    def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> Placement | None:
+        """How a sequence of `seq` tokens is shared: None where the configured layout says so alone. documents: the
+        lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
+        if type(seq) is not int or seq < 1:
+            raise InputError(f"a sequence must have one token or more; got {seq!r}")
+        if documents is None and seq % self.multiple == 0:
+            return None
+        lengths = (seq,) if documents is None else tuple(documents)
+        mask = Mask(causal=causal, documents=Mask.documents_of(lengths))
+        if sum(lengths) != seq:
+            raise InputError(f"documents must have all {seq} tokens of the sequence; got {sum(lengths)}")
+        return Placement(mask, shards_of(self.config.layout, lengths, self.size // self.config.ulysses))
+
+    def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
+        """What a model is given of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU: their
+        global positions; with a placement (`seq` is then not read) those in their documents. Ranks may have some tokens
+        more or less than others where seq / size is no whole number."""
+        if placement is not None:
+            return placement.position_ids(self.config.ulysses, self.rank)
+        return self._held(seq, self.place(seq), self.rank).clone()  # the cached one must not be the caller's to change
+
+    def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
+        """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
+        a batch from `shard_batches` that has one; where rows lie end to end in it, x has (rows, tokens) on dim - 1 and
+        dim."""
+        if placement is not None and placement.rows is not None:
+            x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
+        seq = x.shape[dim]
+        return x.index_select(dim, self._held(seq, placement or self.place(seq), self.rank).to(x.device))
+
+    def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
+        """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
+
+        Raises InputError for a tensor that autograd follows: each rank's loss would send it a gradient, and whether
+        those are parts to be summed or copies of one another only the caller knows.
+        """
+        shape = list(getattr(x, "shape", ()))
+        rest = tuple(size for at, size in enumerate(shape) if at != dim % len(shape)) if shape else ()
+        given = rest, getattr(x, "dtype", type(x)), dim, 0 if placement is None else placement.digest
+        error = self._gather_error(x, dim, placement)
+        agree(self.groups.control, "tensor to gather", given, error=error, call="gather")
+        if placement is None:
+            seq = x.shape[dim] * self.size
+            if self.groups.control is not None:
+                seq = int(sums(self.groups.control, [x.shape[dim]], "gather")[0])
+            placement = self.place(seq)
+            error = self._gather_error(x, dim, placement, seq)
+            agree(self.groups.control, "tokens to gather", seq, error=error, call="gather")
+        else:
+            seq = placement.tokens
+        orders = [self._held(seq, placement, rank) for rank in self.groups.sp_order]
+        local = x.movedim(dim, 0)
+        longest = max(len(order) for order in orders)
+        parts = local.new_empty(self.size, longest, *local.shape[1:])
+        if (group := self.groups.sp) is None:
+            parts[0].copy_(local)
+        else:
+            padded = local.new_zeros(longest, *local.shape[1:])  # all gather as many
+            padded[: len(local)] = local
+            with failing("gather", group):
+                dist.all_gather(list(parts.unbind()), padded, group=group)
+        whole = local.new_empty(seq, *local.shape[1:])
+        for part, order in zip(parts, orders, strict=True):
+            whole[order.to(whole.device)] = part[: len(order)]
+        whole = whole.movedim(0, dim)
+        if placement is not None and placement.rows is not None:
+            whole = whole.unflatten(dim, (placement.rows, -1)).squeeze(dim - 1)
+        return whole
+
+    def _held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
+        if placement is not None:
+            return placement.positions(self.config.ulysses, rank)
+        return _positions(self.config.layout, seq, self.size, self.config.ulysses, rank)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of x, any shape, over the ranks that share the sequence, for a loss that every one of them has whole,
+        and that is not linear in tokens. The gradient that reaches this rank's x is `size` times the loss's own, which
+        is right where gradients are averaged over ranks, as ZeRO and DDP do. Collective over the sequence's ranks.
+        """
+        if (group := self.groups.sp) is None:
+            return x
+        total = x.detach().clone()
+        with failing("sum_over_ranks", group):
+            dist.all_reduce(total, group=group)
+        return total + self.size * (x - x.detach())
+
+    def _gather_error(
+        self, x: Tensor, dim: int, placement: Placement | None, seq: int | None = None
+    ) -> InputError | None:
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+            return InputError(
+                f"gather needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim}, "
+                "give it this rank's tokens and the dim that they are on"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            return InputError(
+                "gather needs a tensor that autograd does not follow; got one with requires_grad, "
+                "gather x.detach() or call it under torch.no_grad()"
+            )
+        if placement is None and seq is None:
+            return None  # until all ranks' tokens are known
+        wanted = len(self._held(seq or 0, placement, self.rank))
+        if x.shape[dim] != wanted:
+            return InputError(
+                f"gather needs this rank's {wanted} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
+                "what was sharded, and the placement that shard_batches returned where it did"
+            )
+        if placement is not None and placement.rows is not None and (dim % x.dim() == 0 or x.shape[dim - 1] != 1):
+            return InputError(
+                "gather of rows that lie end to end needs a tensor with 1 before the tokens; got "
+                f"{inputs.shape_of(x)} and dim {dim}"
+            )
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(layout: str, seq: int, size: int, ulysses: int, rank: int) -> Tensor:
+    return torch.tensor(positions(layout, seq, size, ulysses, rank), device="cpu")  # whatever the default device is

@@ -1,0 +1,117 @@
+"""Heads that Ulysses members do not divide, over real gloo processes: exact, and no more than must be is sent."""
+
+import pytest
+import torch
+
+from ds_seqpar.planning.heads import dealt
+from ds_seqpar.planning.layout import Run
+from ds_seqpar.planning.masks import Mask
+from ds_seqpar.planning.shards import UnevenShards, members_positions
+from ds_seqpar.running import virtual
+from tests import oracle
+from tests.dist.ranks import attend, leaves, make
+from tests.launch import on_ranks
+
+HEADS = ((33, 33), (14, 2), (25, 5), (40, 10), (7, 1))
+BATCH, SEQ, DIM = 2, 48, 8
+
+
+def deviations(settings):
+    """By heads: the greatest error; whether virtual ranks give the same bits, and count as much."""
+    found, sp = {}, make(**settings)
+    for heads in HEADS:
+        before, whole = sp.comm.received.copy(), oracle.tensors(BATCH, SEQ, heads)
+        mine = attend(sp, *whole)
+        imagined = virtual.attention(sp.config, *whole)
+        expected = imagined.out, imagined.dq, imagined.dk, imagined.dv
+        same = all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+        counted = sp.comm.received - before == +imagined.received[sp.rank]
+        found[heads] = max(oracle.errors(mine, oracle.dense(*whole))), same, counted
+    return found
+
+
+# deepspeed#8291, verl#850, prime-rl#3042
+@pytest.mark.parametrize("settings", [
+    {"ulysses": 4},
+    {"ulysses": 2, "layout": "striped"},
+    {"ulysses": 2, "schedule": "mesh", "mesh": [2, 1, 1], "overlap": True},
+    {"size": 2, "ulysses": 2},
+], ids=["four", "around a ring", "around a mesh", "two sequences"])  # fmt: skip
+def test_heads_that_members_do_not_divide_are_exact(settings):
+    for found in on_ranks(4, deviations, settings):
+        assert found.keys() == set(HEADS)
+        for heads, (error, same, counted) in found.items():
+            assert error < 1e-10, heads
+            assert (same, counted) == (True, True), heads
+
+
+def received(heads):
+    """What this rank receives by kind, of a forward and its backward."""
+    sp = make(ulysses=4)
+    whole = oracle.tensors(BATCH, SEQ, heads, dim=DIM)
+    sp.attention(*leaves(sp, *whole[:3])).backward(sp.shard(whole[3], 1))
+    return dict(sp.comm.received), sp.comm.received_bytes
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_member_receives_its_own_heads_and_no_other(heads):
+    row, results = BATCH * SEQ // 4 * DIM, on_ranks(4, received, heads)  # one head of one member's tokens
+    own = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealt(*heads, 4)]
+    for (counts, in_bytes), (q, kv) in zip(results, own, strict=True):
+        inward, outward = 3 * row * (q + 2 * kv), row * (heads[0] - q)
+        # a gradient of k and v comes from every other member that has one
+        gradients = 2 * row * (sum(kv for _, kv in own) - kv)
+        assert counts == {"qkv": inward, "out_heads": outward, "do_heads": 3 * row * q, "dqkv": outward + gradients}
+        assert in_bytes == 8 * sum(counts.values())
+
+
+def lse_of_all():
+    """The greatest error of the lse, of whole sequences and of shards of any length; of the latter's output too."""
+    errors, mask = [], Mask(window=9)
+    shards = UnevenShards([[Run(0, 1, 5), Run(30, 1, 13)], [Run(5, 1, 25)]])
+    for members, held in ((4, None), (2, None), (2, shards), (4, UnevenShards([[Run(0, 1, 43)]]))):
+        sp = make(ulysses=members)
+        for heads in HEADS:
+            q, k, v, do = oracle.tensors(BATCH, SEQ if held is None else 43, heads)
+            at = places(sp, held, q.shape[1])
+            local = [x[:, at].requires_grad_() for x in (q, k, v)]
+            out, lse = sp.attention(*local, mask=mask, shards=held, return_lse=True)
+            out.backward(do[:, at])
+            found = [out.detach(), *(x.grad for x in local), lse.detach()]
+            expected = [*oracle.dense(q, k, v, do, mask=mask), scores(q, k, mask).logsumexp(-1)]
+            errors += oracle.errors(found, [x[:, at] for x in expected])
+    return max(errors)
+
+
+def places(sp, shards, seq):
+    """The positions of this rank's tokens."""
+    if shards is None:
+        return sp.position_ids(seq)
+    members = sp.config.ulysses
+    return torch.tensor(members_positions(shards, "q", sp.rank // members, members)[sp.rank % members])
+
+
+def scores(q, k, mask):
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    found = torch.einsum("bqhd,bkhd->bqhk", q, keys) * q.shape[3] ** -0.5
+    return found.masked_fill(~oracle.seen(mask, range(q.shape[1]), range(k.shape[1]))[:, None], float("-inf"))
+
+
+def test_lse_and_shards_of_any_length():
+    assert max(on_ranks(4, lse_of_all)) < 1e-10
+
+
+def narrow(heads):
+    """Of bf16: root mean square errors of (out, dq, dk, dv), which a sum in bf16 of shared heads' gradients would show."""
+    sp = make(ulysses=4)
+    whole = oracle.tensors(1, 256, heads, dim=16, dtype=torch.bfloat16)
+    alone = virtual.attention(make(size=1).config, *whole)
+    expected = oracle.dense(*whole)
+    single = oracle.spreads((alone.out, alone.dq, alone.dk, alone.dv), expected)
+    return list(zip(oracle.spreads(attend(sp, *whole), expected), single, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(14, 2), (7, 1)], ids=str)
+def test_bf16_is_as_good_as_one_rank(heads):
+    for found in on_ranks(4, narrow, heads):
+        assert all(mine <= 1.5 * single for mine, single in found), found

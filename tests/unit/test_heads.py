@@ -1,0 +1,81 @@
+"""Who gets which heads: the rule by itself, over any numbers of heads and members."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_seqpar.planning.heads import dealt, equally, heads_of, most
+
+
+@st.composite
+def _numbers(draw):
+    """(query heads, key/value heads, members) that fit."""
+    kv_heads = draw(st.integers(1, 40))
+    q_heads = kv_heads * draw(st.integers(1, 9))
+    return q_heads, kv_heads, draw(st.integers(1, q_heads))
+
+
+def _heads(span):
+    return list(range(span.start, span.stop))
+
+
+def _spread(numbers):
+    return max(numbers) - min(numbers)
+
+
+@given(_numbers())
+def test_every_query_head_is_dealt_once_in_order_with_the_keys_that_it_reads(numbers):
+    q_heads, kv_heads, members = numbers
+    shares = [(_heads(q), _heads(kv)) for q, kv in dealt(*numbers)]
+    assert len(shares) == members
+    assert [head for q, _ in shares for head in q] == list(range(q_heads))
+    group = q_heads // kv_heads
+    for q, kv in shares:
+        assert q
+        assert sorted({head // group for head in q}) == kv
+        assert len(q) % len(kv) == 0  # GQA as before: each key/value head has as many readers
+        assert len(kv) == 1 or len(q) == group * len(kv)
+
+
+@given(_numbers())
+def test_shares_differ_by_no_more_than_they_must(numbers):
+    _, kv_heads, members = numbers
+    shares = [(_heads(q), _heads(kv)) for q, kv in dealt(*numbers)]
+    if kv_heads >= members:
+        sizes = [len(kv) for _, kv in shares]
+        assert _spread(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+        return
+    sharers = [[len(q) for q, kv in shares if kv == [head]] for head in range(kv_heads)]
+    assert _spread([len(mine) for mine in sharers]) <= 1
+    for mine in [[len(mine) for mine in sharers], *sharers]:
+        assert _spread(mine) <= 1
+        assert mine == sorted(mine, reverse=True)
+
+
+@given(_numbers())
+def test_shares_are_equal_where_they_can_be(numbers):
+    q_heads, kv_heads, members = numbers
+    counts = {(len(_heads(q)), len(_heads(kv))) for q, kv in dealt(*numbers)}
+    sharers = {sum(kv == other for _, other in dealt(*numbers)) for _, kv in dealt(*numbers)}
+    assert equally(*numbers) == (len(counts) == len(sharers) == 1)
+    assert most(*numbers) in counts
+    assert most(*numbers)[0] == max(q for q, _ in counts)
+    if equally(*numbers):
+        assert counts == {(q_heads // members, max(1, kv_heads // members))}
+
+
+def _sizes(*numbers):
+    return tuple(zip(*((len(_heads(q)), len(_heads(kv))) for q, kv in dealt(*numbers)), strict=True))
+
+
+def test_what_is_dealt_to_some_members():
+    assert _sizes(40, 10, 4) == ((12, 12, 8, 8), (3, 3, 2, 2))
+    assert _sizes(33, 33, 4) == ((9, 8, 8, 8), (9, 8, 8, 8))
+    assert _sizes(25, 5, 4) == ((10, 5, 5, 5), (2, 1, 1, 1))
+    assert _sizes(14, 2, 4) == ((4, 3, 4, 3), (1, 1, 1, 1))
+    assert _sizes(7, 1, 4) == ((2, 2, 2, 1), (1, 1, 1, 1))
+    # three key/value heads for eight members: two of them have three, one has two
+    assert _sizes(12, 3, 8) == ((2, 1, 1, 2, 1, 1, 2, 2), (1,) * 8)
+    assert heads_of(14, 2, 4, 2) == (slice(7, 11), slice(1, 2))
+    assert most(12, 3, 8) == (2, 1)
+    assert most(25, 5, 8) == (5, 1)  # of a member that has its key/value head for itself, not of the first
