@@ -3,20 +3,21 @@
     python -m benchmarks.balance
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/balance.py --time
 
-The first, without processes, over 1,000 packs for 8 and 16 ranks: causal products of the busiest rank beside the mean of
-those that the documents need; how far a rank's tokens are from the mean, at most; k/v tokens that a rank receives in
+The first, without processes, over 1,000 packs for 8 and 16 ranks: causal products of the busiest rank beside the mean
+of those that the documents need; how far a rank's tokens are from the mean, at most; k/v tokens that a rank receives in
 a ring's forward; a ring's critical path by the simulator; and what dealing and compiling a new pack takes.
 The second: forward and backward of a few packs, dealt in three ways that take turns; the slowest rank's medians.
 
-A pack has 32K, 64K or 128K tokens. Of ten, five have documents of lognormal length (sigma 1, median 500, 1,000 or 2,000)
-and two of sigma 1.5 (median 300 or 1,000), one after the other, the last one cut off; one has a document of 20 to 95 %
-and others of 16 to 512 tokens; one has 1 to 64 equal documents; one is cut into 1 to P documents anywhere.
+A pack has 32K, 64K or 128K tokens. Of ten, five have documents of lognormal length (sigma 1, median 500, 1,000 or
+2,000) and two of sigma 1.5 (median 300 or 1,000), one after the other, the last one cut off; one has a document of 20
+to 95 % and others of 16 to 512 tokens; one has 1 to 64 equal documents; one is cut into 1 to P documents anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -40,7 +41,7 @@ from ds_seqpar.planning.simulate import Costs, programs_of, simulate
 from ds_seqpar.planning.tiles import tiles
 from ds_seqpar.running.runtime import recipe_of
 
-PACKS, SIMULATED, TIMED = 1000, 40, 50
+PACKS, SIMULATED = 1000, 40
 SHAPE = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, dtype="bfloat16", travel="float32")
 TIME_SHAPES = (4, 64), (2, 64), (2, 64)  # heads of q, k and v
 
@@ -101,8 +102,8 @@ def main() -> None:
         return
     for ranks in (8, 16):
         spread(ranks, args.packs)
-    compiling(64, 16)
-    compiling(600, 16)
+    compiling(64, 16, 50)
+    compiling(600, 16, 9)
 
 
 # ---- packs
@@ -143,7 +144,7 @@ def filled(tokens: int, draw: Callable[[], int]) -> tuple[int, ...]:
 
 def cut_anywhere(dice: random.Random, tokens: int, documents: int) -> tuple[int, ...]:
     cuts = [0, *sorted(dice.sample(range(1, tokens), documents - 1)), tokens]
-    return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
 # ---- what ranks have to do
@@ -151,8 +152,10 @@ def cut_anywhere(dice: random.Random, tokens: int, documents: int) -> tuple[int,
 
 def spread(ranks: int, count: int) -> None:
     print(f"\n### {count} packs, {ranks} ranks\n")
-    print("| dealt | products, busiest to mean: mean | worst | tokens from the mean, worst | k/v tokens received a rank |"
-          " of the pack | runs a rank |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| dealt | products, busiest to mean: mean | worst | tokens from the mean, worst "
+        "| k/v tokens received a rank | of the pack | runs a rank |\n|---|---|---|---|---|---|---|"
+    )
     for name, deal in DEALS.items():
         rows = [figures(deal, lengths, ranks) for lengths in packs(count, ranks)]
         busiest, apart, received, share, runs = zip(*rows, strict=True)
@@ -171,8 +174,8 @@ def spread(ranks: int, count: int) -> None:
 
 
 def figures(deal: Deal, lengths: Sequence[int], ranks: int) -> tuple[float, float, float, float, float]:
-    """(busiest rank's products to the mean of what is needed, its tokens' greatest distance from it, k/v tokens received
-    by the mean rank, the same to the pack's tokens, runs of the mean rank)."""
+    """(busiest rank's products to the mean of what is needed, greatest distance of tokens from their mean, k/v tokens
+    received by the mean rank, the same to the pack's tokens, runs of the mean rank)."""
     dealt = deal(lengths, ranks)
     needed, tokens = sum(n * (n + 1) // 2 for n in lengths) / ranks, sum(lengths) / ranks
     starts = dealt.mask.documents or (0,)
@@ -231,14 +234,14 @@ def recipe(ranks: int) -> Recipe:
     return recipe_of(config, config.topology(ranks))
 
 
-def compiling(documents: int, ranks: int) -> None:
-    print(f"\n### Milliseconds for a new pack of {documents} documents, {ranks} ranks\n")
+def compiling(documents: int, ranks: int, count: int) -> None:
+    print(f"\n### Milliseconds for a new pack of {documents} documents, {ranks} ranks, {count} packs\n")
     print("| dealt | dealing: median | worst | both programs and all tiles: median | worst | kernel calls |")
     print("|---|---|---|---|---|---|")
     for name, deal in DEALS.items():
         compilers = [Compiler(recipe(ranks), rank) for rank in range(ranks)]
         rows = []
-        for seed in range(TIMED):
+        for seed in range(count):
             lengths = cut_anywhere(random.Random(seed), ranks * 4096, documents)
             began = time.perf_counter()
             dealt = deal(lengths, ranks)
