@@ -15,7 +15,8 @@ from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.documents import documents_of
+from ds_seqpar.errors import ConfigError, InputError, as_error
 from ds_seqpar.placement import Placement
 from ds_seqpar.running.agreement import agree
 
@@ -63,7 +64,7 @@ class ShardedEvaluation(Behind):
             check_evaluation(self, model)
         inputs, has_labels = dict(inputs), inputs.get("labels") is not None
         labels = inputs["labels"] if has_labels else torch.full_like(inputs["input_ids"], IGNORE)
-        shard = self.sp.shard_batch({**inputs, "labels": self._once(labels)}, training=False)
+        shard = self.sp.shard_batch({**inputs, "labels": self._once(inputs, labels)}, training=False)
         add_checked_mask(self.sp, inputs, shard)
         for name in [] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
@@ -108,13 +109,37 @@ class ShardedEvaluation(Behind):
             )
         return self.sp.gather(x, 1, placement)
 
-    def _once(self, labels: Tensor) -> Tensor:
-        """Labels without those of sequences that fill the last batch up a second time."""
-        if (real := self._real_sequences()) is None:
+    def _once(self, inputs: Mapping[str, Any], labels: Tensor) -> Tensor:
+        """Labels without those of examples that fill the last batch up a second time. Where a collator has laid all
+        examples end to end, each must be one document, or there must be one."""
+        real = self._real_sequences()
+        if real is None or self.sp.data_size == 1:  # a group alone is given a shorter batch
             return labels
-        first = self.sp.data_rank * len(labels)
-        repeated = torch.arange(first, first + len(labels), device=labels.device) >= real
-        return labels.masked_fill(repeated[:, None], IGNORE)
+        error = None
+        try:
+            labels = self._without_repeated(inputs, labels, real)
+        except Exception as reason:
+            error = as_error("telling the last examples apart failed", reason)
+        agree(self.sp.control_world, "evaluation step", None, error=error)
+        return labels
+
+    def _without_repeated(self, inputs: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
+        examples = self.args.eval_batch_size
+        first = self.sp.data_rank * examples
+        repeated = torch.arange(first, first + examples, device=labels.device) >= real
+        if len(labels) == examples:
+            return labels.masked_fill(repeated[:, None], IGNORE)
+        if bool(repeated.all()) or not bool(repeated.any()):
+            return labels.masked_fill(repeated[0], IGNORE)
+        lengths = documents_of(inputs, *labels.shape) or (labels.shape[1],) * len(labels)
+        if len(lengths) != examples:
+            raise InputError(
+                f"evaluation of packs needs to know whose tokens are whose, where the last batch repeats some; got "
+                f"{examples} examples in {len(lengths)} documents, set per_device_eval_batch_size=1, or "
+                "dataloader_drop_last=True"
+            )
+        of_example = torch.repeat_interleave(repeated.cpu(), torch.tensor(lengths)).view(labels.shape)
+        return labels.masked_fill(of_example.to(labels.device), IGNORE)
 
     def _real_sequences(self) -> int | None:
         """How many of the current step's sequences, over all groups, are no repetitions; None: all of them."""

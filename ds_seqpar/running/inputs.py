@@ -284,8 +284,8 @@ def check_length(config: SequenceParallelConfig, seq: int) -> None:
         fits = max(1, -(-seq // step)) * step
         raise InputError(
             f"a sequence's length must be a multiple of {step} for the {config.layout} layout on {config.size} "
-            f"ranks with ulysses {config.ulysses}; got {seq}, pad it (on the right) to {fits}, or "
-            "give mask and shards of the batch's placement"
+            f"ranks with ulysses {config.ulysses}; got {seq}, pad it (on the right) to {fits}, or share it by "
+            "sp.place(length), which has a mask and shards for attention"
         )
 
 

@@ -79,17 +79,13 @@ ONE_GROUP = {
         everywhere("InputError", "not shifted", "got shift_labels"),
     ),
     # TransformerEngine#3331 and #1930, accelerate#4177: a mask that was dropped or misread let padding be attended to
-    "left padding": (
-        lambda sp, rank: sp.shard_batch(batch(attention_mask=mask(0, 1))),
-        everywhere("InputError", "padding must be on the right", "padding_side"),
-    ),
     "gap": (
         lambda sp, rank: sp.shard_batch(batch(attention_mask=mask(5))),
-        everywhere("InputError", "padding must be on the right", "padding before a real token"),
+        everywhere("InputError", "padding must be before or after a row's tokens", "zeros between ones"),
     ),
-    "left padding on one rank": (
-        lambda sp, rank: sp.shard_batch(one_given(rank, attention_mask=mask(0, 1))),
-        only_one("InputError", "padding must be on the right"),
+    "gap on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, attention_mask=mask(3, 4))),
+        only_one("InputError", "padding must be before or after a row's tokens"),
     ),
     # the tutorials' padding="max_length" with labels = input_ids.copy(): a loss of 4.1969 for 4.1614
     "padding that carries labels": (
@@ -132,10 +128,6 @@ ONE_GROUP = {
         lambda sp, rank: sp.shard_batch(batch(labels=torch.ones(2, 16))),
         everywhere("InputError", "labels of shape (batch, seq), int64", "float32 (2, 16)"),
     ),
-    "padding that is not masked": (
-        lambda sp, rank: sp.shard_batch(batch(attention_mask=mask(14, 15)), causal=False),
-        everywhere("InputError", "without a causal mask takes no padding", "zeros"),
-    ),
     "mask of four dims": (
         lambda sp, rank: sp.shard_batch(batch(attention_mask=torch.ones(2, 1, 16, 16))),
         everywhere("InputError", "shape (2, 16)", "(2, 1, 16, 16)"),
@@ -145,17 +137,22 @@ ONE_GROUP = {
         only_one("InputError", "shape (2, 16)", "got list"),
     ),
     # axolotl#3608 and #2495, LLaMA-Factory PR 7338: packed documents attended to one another, loss 1.83 times too large
-    "packed": (
-        lambda sp, rank: sp.shard_batch(batch(position_ids=RESET)),
-        everywhere("InputError", "position_ids must count", "packed documents"),
+    "documents that begin in the middle": (
+        lambda sp, rank: sp.shard_batch(batch(position_ids=RESET + 1)),
+        everywhere("InputError", "position_ids must count 0, 1, 2", "through every document"),
     ),
     "positions that are a list on one rank": (
         lambda sp, rank: sp.shard_batch(one_given(rank, position_ids=list(range(16)))),
-        only_one("InputError", "position_ids must count"),
+        only_one("InputError", "position_ids must be a tensor of whole numbers", "got list"),
     ),
-    "length": (
-        lambda sp, rank: sp.shard_batch(batch(seq=20)),
-        everywhere("InputError", "multiple of 8", "got 20", "to 24"),
+    # transformers, accelerate: cumulative lengths of another micro-batch, used after an evaluation step
+    "lengths of another batch": (
+        lambda sp, rank: sp.shard_batch(batch(position_ids=RESET, cu_seq_lens_q=torch.tensor([0, 5, 32]))),
+        everywhere("InputError", "documents must be the same", "4 in position_ids", "3 others in cu_seq_lens_q"),
+    ),
+    "documents on one rank": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, position_ids=RESET)),
+        differ("position_ids"),
     ),
     "tensor of another shape": (
         lambda sp, rank: sp.shard_batch(batch(pixel_values=torch.zeros(3, 5))),
@@ -205,12 +202,12 @@ SECOND_GROUP = {
         lambda sp, rank: sp.shard_batch(batch(sp.data_rank, **({"labels": None} if rank == 3 else {}))),
         {3: ("InputError", "needs labels"), "others": ("DisagreementError", "rank 3 cannot go on", "needs labels")},
     ),
-    "left padding": (
-        lambda sp, rank: sp.shard_batch(batch(sp.data_rank, attention_mask=mask(0) if rank >= 2 else None)),
+    "gap": (
+        lambda sp, rank: sp.shard_batch(batch(sp.data_rank, attention_mask=mask(2) if rank >= 2 else None)),
         {
-            2: ("InputError", "padding must be on the right"),
-            3: ("InputError", "padding must be on the right"),
-            "others": ("DisagreementError", "rank 2 cannot go on", "padding must be on the right"),
+            2: ("InputError", "padding must be before or after"),
+            3: ("InputError", "padding must be before or after"),
+            "others": ("DisagreementError", "rank 2 cannot go on", "padding must be before or after"),
         },
     ),
     "peers differ": (

@@ -62,13 +62,13 @@ RING = {
         lambda sp, rank: attention(sp, change=lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0])),
         everywhere("InputError", "multiple of 8", "got 0", "to 8"),
     ),
-    "length to shard": (
-        lambda sp, rank: sp.shard(torch.arange(20), 0),
-        everywhere("InputError", "multiple of 8", "got 20", "to 24"),
+    "nothing to shard": (
+        lambda sp, rank: sp.shard(torch.arange(0), 0),
+        everywhere("InputError", "one token or more", "got 0"),
     ),
-    "length to gather": (
-        lambda sp, rank: sp.gather(torch.zeros(3), 0),
-        everywhere("InputError", "multiple of 8", "got 12", "to 16"),
+    "tokens to gather that are not this rank's": (
+        lambda sp, rank: sp.gather(torch.zeros(4 * (rank == 0)), 0),
+        {0: ("InputError", "this rank's 1 tokens of 4", "got 4"), "others": ("DisagreementError", "rank 0")},
     ),
     "query heads": (
         lambda sp, rank: attention(sp, heads=(2, 2), change=lambda q, k, v: (q[:, :, :1], k, v)),

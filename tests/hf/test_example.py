@@ -152,8 +152,7 @@ def test_missing_json_ends_it_with_a_sentence(tmp_path):
     assert "absent.json: No such file or directory" in ran.stdout + ran.stderr
 
 
-def test_bad_length_ends_it_with_a_sentence(tmp_path):
-    ran = run(4, config_with(tmp_path, size=4, ulysses=1), tmp_path, seq_len=252)
+def test_bad_degree_ends_it_with_a_sentence(tmp_path):
+    ran = run(4, config_with(tmp_path, size=4, ulysses=3), tmp_path)
     assert ran.failed
-    assert "must be a multiple of 8" in ran.stdout + ran.stderr
-    assert "pad it (on the right) to 256" in ran.stdout + ran.stderr
+    assert "sequence_parallel.ulysses must divide sequence_parallel.size; got ulysses 3" in ran.stdout + ran.stderr

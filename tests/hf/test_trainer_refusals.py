@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
-    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,10 +20,10 @@ from transformers import (
 )
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import SequenceParallelCollator, SequenceParallelTrainer
+from hf_integration import SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import llama
-from tests.hf.trainers import collate, documents, make, settings, trained
+from tests.hf.trainers import documents, make, settings, trained
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -83,8 +82,9 @@ def prompt_tuned():
     return peft.get_peft_model(llama(pad_token_id=0), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
 
 
-def packed():
-    return [{**example, "position_ids": torch.arange(len(example["input_ids"])) % 8} for example in equal(24)]
+def packed(first=0):
+    """Three documents of 8 tokens in each."""
+    return [{**example, "position_ids": torch.arange(24) % 8 + first} for example in equal(24)]
 
 
 def equal(length, count=16):
@@ -103,11 +103,6 @@ def parts(**given):
 
 def right_padded():
     return DataCollatorForLanguageModeling(ByT5Tokenizer(extra_ids=0), mlm=False)
-
-
-def left_padded():
-    tokenizer = ByT5Tokenizer(extra_ids=0, padding_side="left")
-    return DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
 
 def broken(examples):
@@ -138,8 +133,6 @@ WRONG = {
     ),
     "batches of all groups": (lambda: {"accelerator_config": {"split_batches": True}}, ["split_batches=False"]),
     "uneven batches": (lambda: {"accelerator_config": {"even_batches": False}}, ["even_batches=True"]),
-    "no pad token": (lambda: {"model": llama()}, ["pad_token_id", "processing_class"]),
-    "an old model's pad token": (lambda: {"model": llama(pad_token_id=-1)}, ["pad_token_id", "processing_class"]),
     "a collator that fails": (lambda: parts(train_dataset=equal(24), data_collator=broken), ["'weights'"]),
     "nobody pads": (lambda: parts(data_collator=default_data_collator), ["a collator that pads", "mlm=False"]),
     "labels are not padded": (
@@ -149,25 +142,17 @@ WRONG = {
         ),
         ["a collator that pads", "DataCollatorWithPadding", "tokenizer.pad_token"],
     ),
-    "padding on the left": (
-        lambda: parts(train_dataset=lists(), data_collator=left_padded()),
-        ["padding_side = 'right'"],
+    "padding between tokens": (
+        lambda: parts(train_dataset=holes(), data_collator=default_data_collator),
+        ["padding must be before or after", "as documents of their own"],
     ),
-    "flattened documents": (
-        lambda: parts(data_collator=DataCollatorWithFlattening()),
-        ["packed", "collator that pads"],
+    "documents that begin in the middle": (
+        lambda: parts(train_dataset=packed(first=1), data_collator=default_data_collator),
+        ["position_ids must count 0, 1, 2"],
     ),
-    "packed documents": (
-        lambda: parts(train_dataset=packed(), data_collator=default_data_collator),
-        ["packed documents"],
-    ),
-    "packed lengths": (
-        lambda: parts(train_dataset=[{**e, "seq_lengths": [3]} for e in equal(24)]),
-        ["packed documents", "seq_lengths"],
-    ),
-    "packed for evaluation": (
-        lambda: parts(train_dataset=equal(24), eval_dataset=packed(), data_collator=default_data_collator),
-        ["packed documents"],
+    "wrong documents for evaluation": (
+        lambda: parts(train_dataset=equal(24), eval_dataset=packed(first=1), data_collator=default_data_collator),
+        ["position_ids must count 0, 1, 2"],
     ),
     "no labels": (
         lambda: parts(train_dataset=[{"input_ids": torch.ones(24)}] * 8, data_collator=default_data_collator),
@@ -190,6 +175,10 @@ WRONG = {
     "a key given twice": (lambda: {"deepspeed": written_twice()}, ['"ulysses" twice in one object']),
     "several GPUs' JSON": (lambda: {"deepspeed_changes": {"sequence_parallel_size": 2}}, ["sequence_parallel_size"]),
 }  # fmt: skip
+
+
+def holes():
+    return [{**example, "attention_mask": (torch.arange(24) % 9 > 0).long()} for example in equal(24)]
 
 
 def labelled_padding():
@@ -357,19 +346,6 @@ def test_the_trainer_must_see_all_ranks(tmp_path):
     for sentence in on_ranks(2, alone, tmp_path):
         assert "sees 1 of 2" in sentence
         assert "use_cpu=True" in sentence
-
-
-def test_collator_pads_by_rule_or_not_at_all():
-    collator = SequenceParallelCollator(collate, 8, pad_token_id=5)
-    batch = collator(equal(11, count=2))
-    assert {name: tuple(x.shape) for name, x in batch.items()} == dict.fromkeys(batch, (2, 16))
-    assert batch["input_ids"][0, 11:].tolist() == [5] * 5
-    assert batch["labels"][0, 11:].tolist() == [-100] * 5
-    assert batch["attention_mask"][0].tolist() == [1] * 11 + [0] * 5
-    other = SequenceParallelCollator(lambda examples: {**collate(examples), "weights": torch.ones(2, 11)}, 8, 5)
-    with pytest.raises(ValueError, match="a rule for 'weights'"):
-        other(equal(11, count=2))
-    assert other(equal(16, count=2))["input_ids"].shape == (2, 16)  # nothing to pad
 
 
 def two_models(folder):

@@ -38,7 +38,7 @@ def sft(folder, size, parts=None, **changes):
         "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "eval_strategy": "steps",
         "eval_steps": 2, "deepspeed": settings(size and {"size": size}, 2),
     }  # fmt: skip
-    own = {"train_dataset": rows(48), "eval_dataset": rows(8, seed=9), **(parts or {})}
+    own = {"train_dataset": rows(changes.pop("documents", 48)), "eval_dataset": rows(8, seed=9), **(parts or {})}
     return (Shared if size else SFTTrainer)(
         model=small(vocab_size=300, pad_token_id=0), args=SFTConfig(str(folder), **{**given, **changes}),
         processing_class=ByT5Tokenizer(extra_ids=0), **own,
@@ -79,8 +79,8 @@ def test_wrapped_packing_cuts_documents_into_equal_blocks_as_the_plain_trainer_d
 @pytest.mark.parametrize(
     "changes",
     [
-        {"packing": True, "max_length": 96, "eval_packing": True},
-        {"packing": True, "packing_strategy": "bfd_split", "max_length": 32},
+        {"packing": True, "max_length": 48, "documents": 120, "eval_packing": False},
+        {"packing": True, "packing_strategy": "bfd_split", "max_length": 32, "documents": 60, "eval_packing": False},
         {"padding_free": True, "max_length": None},
     ],
     ids=["bfd", "bfd_split", "padding_free"],

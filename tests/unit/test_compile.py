@@ -55,7 +55,7 @@ def test_a_program_hangs_on_what_travels_and_how():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
     for size in (1, 2, 3, 4, 6):
-        runs = size * (2 if layout == "zigzag" else 1)
+        runs = size * (2 if layout in ("zigzag", "balanced") else 1)
         keys = [(block,) for block in range(size)] + [tuple(range(size)), tuple(range(0, size, 2))]
         for run in (PROBE + 1, PROBE + 2, 7, 16, 61, 1000):
             shards = EvenShards(layout, runs * run, size)
@@ -82,7 +82,7 @@ def test_tiles_grow_without_looking_at_tokens():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_pattern_of_a_stand_in_is_the_true_one(layout):
     for size in (1, 2, 3, 4, 8):
-        runs = size * (2 if layout == "zigzag" else 1)
+        runs = size * (2 if layout in ("zigzag", "balanced") else 1)
         for run, mask in itertools.product((1, 2, 3, 5, 64), ORDER):
             shards = EvenShards(layout, runs * run, size)
             assert compiling._stand_in(mask, shards).seq <= max(2 * runs, shards.seq if run < 3 else 0)

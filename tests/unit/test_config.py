@@ -51,8 +51,8 @@ def test_sizes_are_whole_numbers_or_auto(field, value):
     ("field", "value", "known", "nearest"),
     [
         ("schedule", "rings", "auto, ring", "'ring'"),
-        ("layout", "zig-zag", "auto, contiguous, striped, zigzag", "'zigzag'"),
-        ("layout", "stripes", "auto, contiguous, striped, zigzag", "'striped'"),
+        ("layout", "zig-zag", "auto, balanced, contiguous, striped, zigzag", "'zigzag'"),
+        ("layout", "stripes", "auto, balanced, contiguous, striped, zigzag", "'striped'"),
         ("kernel", "cpuflash", "auto, cpu_flash, cuda_flash, flash_attn, reference", "'cpu_flash'"),
     ],
 )
@@ -188,10 +188,10 @@ def test_even_degrees_are_those_that_share_heads_equally():
 
 def test_auto_is_resolved():
     chosen = Config().resolve(8)
-    assert chosen == Config(size=8, ulysses=1, schedule="ring", layout="zigzag")
+    assert chosen == Config(size=8, ulysses=1, schedule="ring", layout="balanced")
     assert Config().resolve(8, (24, 2)).ulysses == 8
     assert Config().resolve(8, (6, 2)).ulysses == 2
-    assert Config().resolve(1, (6, 2)) == Config(size=1, ulysses=1, schedule="ring", layout="zigzag")
+    assert Config().resolve(1, (6, 2)) == Config(size=1, ulysses=1, schedule="ring", layout="balanced")
     given = Config(size=4, ulysses=2, schedule="ring", layout="striped", kernel="reference")
     assert given.resolve(8, (6, 2)) == given
 
@@ -211,7 +211,7 @@ def test_a_schedules_own_settings_are_read_compared_and_replaced_as_the_others()
     assert config == Config(schedule="attention2d", rows=2, cols="auto")
     assert dataclasses.replace(config, rows=4, cols=1) == Config(schedule="attention2d", cols=1, rows=4)
     assert dataclasses.replace(config, rows="auto") == Config(schedule="attention2d")
-    assert config.resolve(8) == dataclasses.replace(config, size=8, ulysses=1, layout="zigzag", cols=4)
+    assert config.resolve(8) == dataclasses.replace(config, size=8, ulysses=1, layout="balanced", cols=4)
     assert Config(**config.settings()) == config
     assert "rows=2" in repr(config)
     assert eval(repr(config), {"SequenceParallelConfig": Config}) == config
