@@ -1,4 +1,4 @@
-"""What position_ids say on padding changes nothing: tokenizers and models fill them in as they like."""
+"""What position_ids say on padding changes nothing, and those of a placement begin again with each document."""
 
 import pytest
 import torch
@@ -39,3 +39,14 @@ def test_positions_on_padding_may_be_anything(padded):
         assert all(other == first for other in others), found
         assert first[1] is None or len(first[1].documents) <= 5  # padding is a document, not one a token
     assert on_ranks(2, sharded, real, at[None]) == on_ranks(2, sharded, real, None)
+
+
+def placed(lengths):
+    sp = make(ulysses=2)
+    seq, placement = sum(lengths), sp.place(sum(lengths), lengths)
+    whole = torch.cat([torch.arange(length) for length in lengths])
+    return torch.equal(sp.position_ids(seq, placement), sp.shard(whole, 0, placement)), len(placement.position_ids(2, 0))
+
+
+def test_positions_of_a_placement_begin_again_with_each_document():
+    assert on_ranks(4, placed, (5, 1, 17, 9)) == [(True, 8)] * 4
