@@ -1,4 +1,4 @@
-"""Fine-tunes a LLaMA with the HuggingFace Trainer, each document split over many ranks.
+"""Fine-tunes a model with the HuggingFace Trainer, each document split over many ranks.
 
     deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/trainer_zero3_sp4.json
 
@@ -47,7 +47,9 @@ from hf_integration import PackingCollator, Packs, SequenceParallelTrainer
 @dataclass
 class Arguments:
     data: str = field(default=sysconfig.get_paths()["stdlib"], metadata={"help": "folder with .py, .txt or .md files"})
-    model: str | None = field(default=None, metadata={"help": "a local LLaMA folder; default: a small new one"})
+    model: str | None = field(
+        default=None, metadata={"help": "a local folder of a known family; default: a small LLaMA"}
+    )
     seq_len: int = field(default=2048, metadata={"help": "most tokens of a document, and of a pack"})
     documents: int = field(default=256, metadata={"help": "documents to train on"})
     eval_documents: int = field(default=10, metadata={"help": "held-out documents"})
