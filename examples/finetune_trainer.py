@@ -47,9 +47,7 @@ from hf_integration import PackingCollator, Packs, SequenceParallelTrainer
 @dataclass
 class Arguments:
     data: str = field(default=sysconfig.get_paths()["stdlib"], metadata={"help": "folder with .py, .txt or .md files"})
-    model: str | None = field(
-        default=None, metadata={"help": "a local folder of a known family; default: a small LLaMA"}
-    )
+    model: str | None = field(default=None, metadata={"help": "a local model folder; default: a small LLaMA"})
     seq_len: int = field(default=2048, metadata={"help": "most tokens of a document, and of a pack"})
     documents: int = field(default=256, metadata={"help": "documents to train on"})
     eval_documents: int = field(default=10, metadata={"help": "held-out documents"})
