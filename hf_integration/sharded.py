@@ -147,6 +147,11 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
     inner = sp.size // sp.config.ulysses
     if placement.shards.size != inner:
         return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
+    if min(placement.shards.tokens("q", (rank,)) for rank in range(inner)) < sp.config.ulysses:
+        return InputError(
+            f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
+            "some ranks would have none, give it longer sequences, or fewer ranks a sequence"
+        )
     own = len(placement.positions(sp.config.ulysses, sp.rank))
     if tokens.shape[1] == own and (placement.rows is None or tokens.shape[0] == 1):
         return None
