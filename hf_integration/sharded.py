@@ -55,7 +55,7 @@ class Agreement:
         error = error or shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
-            value = {"placement": f"of {placement.tokens} tokens {placement.digest:08x}", "backward": back}
+            value = {"placement": str(placement), "backward": back}
         model = None if self.compared else self.model()
         value |= fingerprint(model) if model is not None else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
