@@ -179,6 +179,58 @@ def test_any_length_is_exact_in_every_layout(cases):
         assert {case: result for case, result in found.items() if not (result[0] < 1e-10 and result[1])} == {}
 
 
+# real tokens of two rows of 23, whose documents, if any, follow one another from the first real token on
+PADDED = {
+    "left": ((0, 23), (9, 23)),
+    "right": ((0, 23), (0, 14)),
+    "both": ((2, 21), (6, 22)),
+    "a row of one token": ((0, 23), (22, 23)),
+}
+
+
+def padded():
+    """By side, documents and whether causal: the greatest error on real tokens, to attention over each document alone;
+    whether their positions and labels are right."""
+    found = {}
+    for settings in ({"ulysses": 2}, {"ulysses": 1, "layout": "striped"}):
+        sp = make(**settings)
+        for (side, real), cut, causal in itertools.product(PADDED.items(), (None, 5), (True, False)):
+            kept = torch.stack([(torch.arange(23) >= a) & (torch.arange(23) < b) for a, b in real])
+            pieces = [
+                (row, lo, hi)
+                for row, (a, b) in enumerate(real)
+                for lo, hi in itertools.pairwise([a, *([a + cut] if cut and a + cut < b else []), b])
+            ]
+            batch, labels = collated([(23,)] * 2), torch.full((2, 23), IGNORE)
+            positions = torch.arange(23).repeat(2, 1) if cut is None else torch.ones(2, 23, dtype=torch.int64)
+            for row, lo, hi in pieces:
+                labels[row, lo : hi - 1] = batch["labels"][row, lo + 1 : hi]
+                if cut is not None:  # padding after the tokens goes on, that before them has ones, as transformers has
+                    positions[row, lo:] = torch.arange(23 - lo)
+            batch |= {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, IGNORE)}
+            batch["position_ids"] = None if cut is None else positions
+            shard = sp.shard_batch(batch, causal=causal)
+            placement, (q, k, v, do) = shard["placement"], oracle.tensors(2, 23, HEADS, 4)
+            mine = attend(sp, placement, (q, k, v, do * kept[..., None, None]), plain(sp), placement.mask)
+            gaps = [
+                gap([x[row : row + 1, lo:hi] for x in mine], oracle.dense(
+                    *(x[row : row + 1, lo:hi] for x in (q, k, v, do)), causal))
+                for row, lo, hi in pieces
+            ]  # fmt: skip
+            at = sp.gather(shard["position_ids"].expand(len(shard["labels"]), -1), 1, placement)
+            right = torch.equal(at[kept], positions[kept])
+            right &= torch.equal(sp.gather(shard["shift_labels"], 1, placement), labels)
+            found[sp.config.layout, side, cut, causal] = max(gaps), right
+    return found
+
+
+# TransformerEngine#3331: tail padding dropped real keys; accelerate#4177: a padding mask was discarded
+def test_padding_on_either_side_is_seen_by_nobody():
+    for found in on_ranks(4, padded, timeout=200):
+        assert len(found) == 2 * len(PADDED) * 4
+        assert {case: result for case, result in found.items() if not (result[0] < 1e-10 and result[1])} == {}
+
+
 def compiled():
     """The greatest error of a compiled function that is given one placement after another."""
     errors = []
