@@ -67,6 +67,7 @@ class Sharding:
 
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
+        placement: that of the batch, where it has one; nothing in a tensor shows that it was left out.
 
         Raises InputError for a tensor that autograd follows: each rank's loss would send it a gradient, and whether
         those are parts to be summed or copies of one another only the caller knows.
@@ -148,7 +149,7 @@ class Sharding:
         if placement is not None and placement.rows is not None and (dim % x.dim() == 0 or x.shape[dim - 1] != 1):
             return InputError(
                 "gather of rows that lie end to end needs a tensor with 1 before the tokens; got "
-                f"{inputs.shape_of(x)} and dim {dim}"
+                f"{inputs.shape_of(x)} and dim {dim}, give it (1, tokens, ...) as sharded tensors are"
             )
         return None
 

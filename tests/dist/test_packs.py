@@ -362,11 +362,11 @@ CU = {"position_ids": None}
 REFUSED = {
     "positions from 1": (
         given(position_ids=restarts(ROWS) + 1),
-        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "leave them out"),
+        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "got 1 at token 0 of row 0", "or none where"),
     ),
     "a gap in positions": (
         given(position_ids=restarts(ROWS) * 2),
-        everywhere("InputError", "position_ids must count 0, 1, 2, ..."),
+        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "got 2 at token 1 of row 0"),
     ),
     "one rank's positions": (
         given_to_wrong(position_ids=restarts(ROWS) + 1),
@@ -508,7 +508,7 @@ def wrong_placements():
     return {name: asked(model, sp, ROWS, placement=case) for name, case in cases.items()}
 
 
-POSITIONS = ("InputError", "this rank's tokens with their global position_ids", "got those of other tokens")
+POSITIONS = ("InputError", "the position_ids of the tokens that its placement gives this rank; got those of other tokens")
 WRONG_PLACEMENTS = {
     "another size": everywhere("InputError", "a placement must be of the 4 inner ranks; got 2"),
     "fewer tokens": everywhere("InputError", "tokens that the placement gives this rank; got (1, 2"),
