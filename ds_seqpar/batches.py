@@ -143,7 +143,7 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
     placement = sp.place(rows * seq, apart, causal=causal) if apart else sp.place(seq, causal=causal)
     if apart and placement is not None:
         placement = dataclasses.replace(placement, rows=rows, restarts=starts_of(documents or (seq,) * rows))
-    starts = torch.zeros(rows * seq + 1, dtype=torch.bool)
+    starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
     starts[[*starts_of(apart or (seq,) * rows), rows * seq]] = True
     checked = Checked(
         tensors=rest,

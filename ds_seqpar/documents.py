@@ -63,16 +63,17 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
     given = _integers(name, positions)
     if given.shape not in ((seq,), (1, seq), (rows, seq)):
         raise InputError(
-            f"position_ids must be of shape ({rows}, {seq}); got {tuple(given.shape)}, leave them out and "
-            "shard_batches makes them"
+            f"position_ids must be of shape ({rows}, {seq}); got {tuple(given.shape)}, give such, or none where each "
+            "row is one document"
         )
     flat = given.expand(rows, seq) if given.dim() < 2 or given.shape[0] != rows else given
     again = torch.ones_like(flat, dtype=torch.bool)
     again[:, 1:] = flat[:, 1:] != flat[:, :-1] + 1
-    if bool((flat[again] != 0).any()):
+    if len(wrong := (again & (flat != 0)).nonzero()):
+        row, token = wrong[0].tolist()
         raise InputError(
-            "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it; got others, "
-            "leave them out and shard_batches makes them"
+            "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it; got "
+            f"{int(flat[row, token])} at token {token} of row {row}, give such, or none where each row is one document"
         )
     return _between(again.flatten().nonzero().flatten().tolist(), rows * seq)
 
@@ -80,7 +81,9 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
 def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
     given = _integers(name, numbers)
     if given.shape != (rows, seq):
-        raise InputError(f"{name} must be of shape ({rows}, {seq}); got {tuple(given.shape)}")
+        raise InputError(
+            f"{name} must be of shape ({rows}, {seq}); got {tuple(given.shape)}, give each token its document's number"
+        )
     begins = torch.ones_like(given, dtype=torch.bool)
     begins[:, 1:] = given[:, 1:] != given[:, :-1]
     return _between(begins.flatten().nonzero().flatten().tolist(), rows * seq)
@@ -105,5 +108,5 @@ def _between(starts: list[int], end: int) -> Lengths:
 def _integers(name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name} must be a tensor of whole numbers; got {got}")
+        raise InputError(f"{name} must be a tensor of whole numbers; got {got}, make one with dtype=torch.int64")
     return x.detach().cpu()

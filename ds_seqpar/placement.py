@@ -41,6 +41,9 @@ class Placement:
         """The same number in every process."""
         return hash((hash(self.mask), hash(self.shards), self.rows or 0, self.restarts)) & 0xFFFFFFFF
 
+    def __str__(self) -> str:
+        return f"of {self.tokens} tokens {self.digest:08x}"
+
     def masked(self, window: int | None) -> Mask:
         """Its mask with a layer's window."""
         return self.mask if window is None else windowed(self.mask, window)

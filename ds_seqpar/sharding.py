@@ -59,7 +59,9 @@ class Sharding:
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
         a batch from `shard_batches` that has one; where rows lie end to end in it, x has (rows, tokens) on dim - 1 and
-        dim."""
+        dim. Raises InputError for a tensor of other tokens."""
+        if placement is not None:
+            _check_tokens(x, dim, placement)
         if placement is not None and placement.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
@@ -67,13 +69,16 @@ class Sharding:
 
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
+        placement: that of the batch, where it has one; nothing in a tensor shows that it was left out.
 
         Raises InputError for a tensor that autograd follows: each rank's loss would send it a gradient, and whether
         those are parts to be summed or copies of one another only the caller knows.
         """
         shape = list(getattr(x, "shape", ()))
         rest = tuple(size for at, size in enumerate(shape) if at != dim % len(shape)) if shape else ()
-        given = rest, getattr(x, "dtype", type(x)), dim, 0 if placement is None else placement.digest
+        given = {"shape beside the tokens": rest, "dtype": getattr(x, "dtype", type(x)), "dim": dim}
+        if placement is not None:
+            given["placement"] = str(placement)
         error = self._gather_error(x, dim, placement)
         agree(self.groups.control, "tensor to gather", given, error=error, call="gather")
         if placement is None:
@@ -101,7 +106,8 @@ class Sharding:
             whole[order.to(whole.device)] = part[: len(order)]
         whole = whole.movedim(0, dim)
         if placement is not None and placement.rows is not None:
-            whole = whole.unflatten(dim, (placement.rows, -1)).squeeze(dim - 1)
+            at = dim % whole.dim()
+            whole = whole.unflatten(at, (placement.rows, -1)).squeeze(at - 1)
         return whole
 
     def _held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
@@ -145,9 +151,22 @@ class Sharding:
         if placement is not None and placement.rows is not None and (dim % x.dim() == 0 or x.shape[dim - 1] != 1):
             return InputError(
                 "gather of rows that lie end to end needs a tensor with 1 before the tokens; got "
-                f"{inputs.shape_of(x)} and dim {dim}"
+                f"{inputs.shape_of(x)} and dim {dim}, give it (1, tokens, ...) as sharded tensors are"
             )
         return None
+
+
+def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
+    """Raises InputError for a tensor that has not all tokens of the placement, in its rows."""
+    wanted: tuple[int, ...] = (placement.tokens,)
+    if placement.rows is not None:
+        wanted = placement.rows, placement.tokens // placement.rows
+    axes = [dim - len(wanted) + 1 + at for at in range(len(wanted))]
+    if dim % x.dim() < len(wanted) - 1 or tuple(x.shape[axis] for axis in axes) != wanted:
+        raise InputError(
+            f"shard needs the {' x '.join(map(str, wanted))} tokens of the placement; got {inputs.shape_of(x)} and dim "
+            f"{dim}, give it a tensor of the batch that the placement was returned for"
+        )
 
 
 @functools.lru_cache(maxsize=64)

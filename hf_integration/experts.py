@@ -22,7 +22,7 @@ class Experts:
     """Of a patched model whose loss has such a part. share: what of it a rank's loss has.
 
     A loss from `shard_batches`' divisor is averaged over ranks: each has all of it. The Trainer's are summed over the
-    ranks of a sequence: it sets another share.
+    ranks of a sequence: it asks for another share (`having_share`).
     """
 
     def __init__(self, sp: SequenceParallel) -> None:
@@ -50,11 +50,19 @@ def has_experts(model: Any) -> bool:
     return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
 
 
-def experts_of(model: nn.Module) -> Experts | None:
-    """Of a patched model."""
+@contextlib.contextmanager
+def having_share(model: nn.Module, share: float) -> Iterator[None]:
+    """A context in which a rank's loss has that share of what balances experts, if the model has some."""
     base: Any = unwrapped(model).base_model
     patch = getattr(base, "_sequence_parallel_patch", None)
-    return patch.experts if patch is not None else None
+    if patch is None or patch.experts is None:
+        yield
+        return
+    before, patch.experts.share = patch.experts.share, share
+    try:
+        yield
+    finally:
+        patch.experts.share = before
 
 
 def balance(

@@ -125,6 +125,8 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         delattr(module, SP)
         delattr(module, MASK)
     inner.set_attn_implementation(patch.before)
+    if patch.experts is not None:
+        patch.sp.keeps_masks = False
     del inner.base_model._sequence_parallel_patch
     return model
 

@@ -55,7 +55,7 @@ class Agreement:
         error = error or shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
-            value = {"placement": f"of {placement.tokens} tokens {placement.digest:08x}", "backward": back}
+            value = {"placement": str(placement), "backward": back}
         model = None if self.compared else self.model()
         value |= fingerprint(model) if model is not None else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
@@ -114,7 +114,7 @@ def shard_error(
     if error is not None:
         return error
     if positions is None or not _are_for(positions, tokens):
-        return InputError(WRONG_POSITIONS.format("none" if positions is None else "those of other tokens"))
+        return InputError(_wrong_positions(placement, "none" if positions is None else "those of other tokens"))
     share = tokens.shape[1] * sp.size if placement is None else placement
     if later is not None and positions.device.type != "cpu":
         later.look(sp, share, positions, mask)
@@ -122,7 +122,7 @@ def shard_error(
     if mask is not None and not is_trusted(mask, sp) and not bool((mask != 0).all()):
         return InputError(WRONG_MASK)
     wrong = bool((positions.cpu() != _expected(sp, share)).any())
-    return InputError(WRONG_POSITIONS.format("those of other tokens")) if wrong else None
+    return InputError(_wrong_positions(share)) if wrong else None
 
 
 def _expected(sp: SequenceParallel, share: int | Placement) -> Tensor:
@@ -147,6 +147,11 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
     inner = sp.size // sp.config.ulysses
     if placement.shards.size != inner:
         return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
+    if min(placement.shards.tokens("q", (rank,)) for rank in range(inner)) < sp.config.ulysses:
+        return InputError(
+            f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
+            "some ranks would have none, give it longer sequences, or fewer ranks a sequence"
+        )
     own = len(placement.positions(sp.config.ulysses, sp.rank))
     if tokens.shape[1] == own and (placement.rows is None or tokens.shape[0] == 1):
         return None
@@ -155,10 +160,17 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
 
 
 WRONG_MASK = f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
-WRONG_POSITIONS = (
-    f"a patched model needs this rank's tokens with their global position_ids; got {{}}, {HOW}, or run it "
-    "on whole sequences: with hf_integration.whole_sequences(model)"
-)
+
+
+def _wrong_positions(share: int | Placement | None, got: str = "those of other tokens") -> str:
+    if isinstance(share, Placement):
+        return (
+            f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
+        )
+    return (
+        f"a patched model needs this rank's tokens with their global position_ids; got {got}, {HOW}, or run it on "
+        "whole sequences: with hf_integration.whole_sequences(model)"
+    )
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:
@@ -180,7 +192,7 @@ class Later:
         """Compares on the device, and sends for the result."""
         if not is_trusted(positions, sp):
             wrong = (positions != self._of_device(sp, share, positions.device)).any()
-            self._send_for(WRONG_POSITIONS.format("those of other tokens"), wrong)
+            self._send_for(_wrong_positions(share), wrong)
         if mask is not None and not is_trusted(mask, sp):
             self._send_for(WRONG_MASK, (mask == 0).any())
 

@@ -21,7 +21,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.running.agreement import agree
 
 from .evaluation import check_evaluation
-from .experts import experts_of
+from .experts import having_share
 from .masks import add_checked_mask
 from .streams import Stream, examples_of, stream_of
 
@@ -92,11 +92,11 @@ class ShardedEvaluation(Behind):
 
     def _divided_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         items = self._eval_items if num_items_in_batch is None else num_items_in_batch
-        if (experts := experts_of(self.model)) is not None:
-            # the Trainer multiplies by all ranks what they average: in training the sum over micro-steps and data
-            # groups, as the plain one has it, in evaluation the mean
-            experts.share = 1 / (self.sp.size if self._eval_items is None else dist.get_world_size())
-        return self._own_loss(*args, num_items_in_batch=items, **kwargs)
+        # the Trainer multiplies by all ranks what they average: in training the loss for balanced experts is summed
+        # over micro-steps and data groups, as the plain one has it, in evaluation it is the mean
+        share = 1 / (self.sp.size if self._eval_items is None else dist.get_world_size())
+        with having_share(self.model, share):
+            return self._own_loss(*args, num_items_in_batch=items, **kwargs)
 
     def _whole(self, x: Any, local: torch.Size, placement: Placement | None) -> Any:
         if isinstance(x, tuple):

@@ -44,14 +44,15 @@ def striped(seq: int, ranks: int, rank: int) -> Runs:
 
 
 def dealt(layout: str, tokens: int, ranks: int, rank: int) -> Runs:
-    """The runs of a named layout for any number of tokens: chunks differ by one token at most, and may be empty."""
+    """The runs of a named layout for any number of tokens: ranks' shares differ by one token at most."""
+    first, end = tokens * rank // ranks, tokens * (rank + 1) // ranks
     if layout == "striped":
         runs = [Run(rank, ranks, len(range(rank, tokens, ranks)))]
-    else:
-        pieces = ranks if layout == "contiguous" else 2 * ranks
-        own = [rank] if layout == "contiguous" else [rank, 2 * ranks - 1 - rank]
-        cuts = [tokens * piece // pieces for piece in range(pieces + 1)]
-        runs = [Run(cuts[piece], 1, cuts[piece + 1] - cuts[piece]) for piece in own]
+    elif layout == "contiguous":
+        runs = [Run(first, 1, end - first)]
+    else:  # from the outermost tokens inwards, half of a rank's in front
+        low, high = (first + 1) // 2, (end + 1) // 2
+        runs = [Run(low, 1, high - low), Run(tokens - end // 2, 1, end // 2 - first // 2)]
     return tuple(run for run in runs if run.length)
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_seqpar.errors import InputError
-from ds_seqpar.planning.layout import LAYOUTS, Run, join, multiple
+from ds_seqpar.planning.layout import LAYOUTS, Run, dealt, join, multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.shards import UnevenShards, positions
 from ds_seqpar.planning.tiles import tiles
@@ -209,3 +209,16 @@ def test_contiguous_ring_idles_almost_half_of_its_slots():
         blocks = _blocks("contiguous", ranks, 3)
         idle = sum(not visible(q, kv, True) for q, kv in itertools.product(blocks, repeat=2))
         assert idle * 2 == ranks * ranks - ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
+def test_any_number_of_tokens_is_dealt_evenly(layout, ranks):
+    """To one token, every token once; a number that divides as the layout itself deals it."""
+    for tokens in (*range(1, 80), 1001):
+        held = [dealt(layout, tokens, ranks, rank) for rank in range(ranks)]
+        assert sorted(p for runs in held for run in runs for p in run.positions) == list(range(tokens))
+        shares = [sum(run.length for run in runs) for runs in held]
+        assert max(shares) - min(shares) <= 1
+        if tokens % (2 * ranks) == 0:
+            assert held == [LAYOUTS[layout](tokens, ranks, rank) for rank in range(ranks)]

@@ -1,0 +1,533 @@
+"""Packed documents, and lengths that ranks do not divide, over gloo: `sp.shard_batches` places them, attention over its
+placement is exact, and what does not fit is one sentence on every rank."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+from ds_seqpar.planning.masks import Mask
+from tests import oracle
+from tests.dist.ranks import (
+    SECONDS,
+    WRONG,
+    assert_all_refused,
+    differ,
+    everywhere,
+    is_one_sentence,
+    make,
+    only_one,
+    refusal,
+    try_all,
+)
+from tests.grids import cover, whole
+from tests.hf.llama import small
+from tests.launch import on_ranks
+
+IGNORE = -100
+HEADS = (6, 2)  # which 4 members do not divide
+LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
+WAYS = {
+    "ulysses 4": {"ulysses": 4},
+    "ulysses 2": {"ulysses": 2},
+    "ring": {"ulysses": 1, "overlap": True},
+    "ring, q travels": {"ulysses": 1, "layout": "striped", "forward": "q", "backward": "q"},
+    "mesh": {"ulysses": 1, "layout": "zigzag", "schedule": "mesh", "mesh": [2, 1, 2]},
+    "distflash": {"ulysses": 1, "schedule": "distflash"},
+    "two groups": {"size": 2, "ulysses": 1},
+}
+# rows of documents: of one token, longer than a rank's share, as many as tokens, and what divides evenly
+PACKS = {
+    "rows differ": ((20, 1, 30), (7, 9, 35)),
+    "one row": ((3, 1, 1, 40, 8),),
+    "of one token": ((1,) * 13, (13,), (6, 7)),
+    "even": ((16, 16), (8, 24)),
+}
+WINDOWS = (1, 5, 99)  # of them each case has one, and none
+
+
+def collated(pack, seed=0):
+    """What a collator gives: rows of documents, each of which counts its own positions. Every token has a label."""
+    rows, seq = len(pack), sum(pack[0])
+    ids = torch.randint(3, 64, (rows, seq), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": restarts(pack)}
+
+
+def restarts(pack):
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in pack])
+
+
+def next_in_document(labels, pack):
+    """Each label at the token before it, if that is of its document."""
+    parts = [row.split(list(lengths)) for row, lengths in zip(labels, pack, strict=True)]
+    end = torch.full((1,), IGNORE)
+    return torch.stack([torch.cat([torch.cat([part[1:], end]) for part in row]) for row in parts])
+
+
+def dense(pack, whole, window):
+    """(out, dq, dk, dv) of rows that each have their own mask."""
+    found = []
+    for row, lengths in enumerate(pack):
+        mask = Mask(window=window, documents=Mask.documents_of(lengths))
+        found.append(oracle.dense(*(x[row : row + 1] for x in whole), mask=mask))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def attend(sp, placement, whole, attention, mask):
+    """Global (out, dq, dk, dv) of global tensors."""
+    q, k, v, do = (sp.shard(x, 1, placement) for x in whole)
+    local = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*local, mask, placement.shards)
+    out.backward(do)
+    return [sp.gather(x.detach(), 1, placement) for x in (out, *(x.grad for x in local))]
+
+
+def gap(found, wanted):
+    """The greatest error, to the greatest number or 1: a token that sees itself alone has gradients of 0."""
+    pairs = zip(found, wanted, strict=True)
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
+
+
+def plain(sp):
+    return lambda q, k, v, mask, shards: sp.attention(q, k, v, mask=mask, shards=shards)
+
+
+# ---- right
+
+
+def placed(ways):
+    """By way and pack: the greatest error of attention by window; what of the batch, put together again, is not as it
+    should be; whether gather undoes shard."""
+    found, turns = {}, itertools.cycle(WINDOWS)
+    for way, settings in ways.items():
+        sp = make(**settings)
+        for name, pack in PACKS.items():
+            batch = collated(pack, seed=sp.data_rank)
+            shard = sp.shard_batch(batch)
+            placement = shard["placement"]
+            expected = {
+                "input_ids": batch["input_ids"],
+                "labels": batch["labels"],
+                "position_ids": restarts(pack),
+                "shift_labels": next_in_document(batch["labels"], pack),
+            }
+            wrong = [x for x in expected if not torch.equal(sp.gather(shard[x], 1, placement), expected[x])]
+            assert torch.equal(shard["position_ids"][0], sp.position_ids(0, placement))
+            labels = sum(length - 1 for row in pack for length in row) * sp.data_size
+            assert shard["num_items_in_batch"] == max(labels, 1) / 4
+            whole = oracle.tensors(len(pack), sum(pack[0]), HEADS, 4, seed=sp.data_rank)
+            gaps = {}
+            for window in (None, next(turns)):
+                mine = attend(sp, placement, whole, plain(sp), placement.masked(window))
+                gaps[window] = gap(mine, dense(pack, whole, window))
+            found[way, name] = gaps, wrong, inverse(sp, placement, len(pack), sum(pack[0]))
+    return found
+
+
+def inverse(sp, placement, rows, seq):
+    """Whether gather undoes shard, of tensors of any dims."""
+    whole = torch.arange(3 * rows * seq * 2).view(3, rows, seq, 2)
+    given = [(whole[0], 1), (whole[0, :, :, 0], 1), (whole, 2), (whole, -2), (whole[..., 0], -1)]
+    return all(torch.equal(sp.gather(sp.shard(x, dim, placement), dim, placement), x) for x, dim in given)
+
+
+# axolotl#3608: packed documents attended to one another, loss 1.83 times too large; TransformerEngine#1930: packing with
+# context parallelism wrong; verl#6475: labels leaked from one packed sample into the next; verl#6068: labels rolled
+# after slicing; TRL PR 6812: positions began at 0 on every shard
+def test_packed_rows_are_placed_and_attention_over_them_is_exact():
+    for found in on_ranks(4, placed, WAYS, timeout=200):
+        assert len(found) == len(WAYS) * len(PACKS)
+        for case, (gaps, wrong, undone) in found.items():
+            assert {window: gap for window, gap in gaps.items() if not gap < 1e-10} == {}, case
+            assert wrong == [], case
+            assert undone, case
+
+
+LENGTHS = {"layout": LAYOUTS, "members": (1, 2, 4), "seq": (1, 2, 3, 5, 7, 13, 31, 53)}
+
+
+def any_length(cases):
+    """By layout, members and length: the greatest error; whether positions and labels, put together again, and what is
+    gathered without the placement are right."""
+    found = {}
+    for (layout, members), group in itertools.groupby(cases, lambda case: (case["layout"], case["members"])):
+        sp = make(ulysses=members, layout=layout)
+        for seq in (case["seq"] for case in group):
+            ids = torch.randint(3, 64, (2, seq), generator=torch.Generator().manual_seed(seq))
+            shard = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
+            placement, tensors = shard["placement"], oracle.tensors(2, seq, HEADS, 4)
+            at = torch.arange(seq).expand(2, -1)
+            expected = {"input_ids": ids, "position_ids": at, "shift_labels": next_in_document(ids, [(seq,)] * 2)}
+            right = all(
+                torch.equal(sp.gather(shard[name], 1, given), x)
+                for name, x in expected.items()
+                for given in (placement, None)
+            )
+            right &= torch.equal(shard["position_ids"][0], sp.position_ids(seq))
+            mine = attend(sp, placement, tensors, plain(sp), placement.mask)
+            found[layout, members, seq] = gap(mine, oracle.dense(*tensors)), right
+    return found
+
+
+# deepspeed#7384, #7842: a sequence length that the ranks do not divide silently corrupts the result
+@pytest.mark.parametrize("cases", [cover(**LENGTHS), pytest.param(whole(**LENGTHS), marks=pytest.mark.whole)], ids=len)
+def test_any_length_is_exact_in_every_layout(cases):
+    for found in on_ranks(4, any_length, cases, timeout=200):
+        assert len(found) == len(cases)
+        assert {case: result for case, result in found.items() if not (result[0] < 1e-10 and result[1])} == {}
+
+
+# real tokens of two rows of 23, whose documents, if any, follow one another from the first real token on
+PADDED = {
+    "left": ((0, 23), (9, 23)),
+    "right": ((0, 23), (0, 14)),
+    "both": ((2, 21), (6, 22)),
+    "a row of one token": ((0, 23), (22, 23)),
+}
+
+
+def padded():
+    """By side, documents and whether causal: the greatest error on real tokens, to attention over each document alone;
+    whether their positions and labels are right."""
+    found = {}
+    for settings in ({"ulysses": 2}, {"ulysses": 1, "layout": "striped"}):
+        sp = make(**settings)
+        for (side, real), cut, causal in itertools.product(PADDED.items(), (None, 5), (True, False)):
+            kept = torch.stack([(torch.arange(23) >= a) & (torch.arange(23) < b) for a, b in real])
+            pieces = [
+                (row, lo, hi)
+                for row, (a, b) in enumerate(real)
+                for lo, hi in itertools.pairwise([a, *([a + cut] if cut and a + cut < b else []), b])
+            ]
+            batch, labels = collated([(23,)] * 2), torch.full((2, 23), IGNORE)
+            positions = torch.arange(23).repeat(2, 1) if cut is None else torch.ones(2, 23, dtype=torch.int64)
+            for row, lo, hi in pieces:
+                labels[row, lo : hi - 1] = batch["labels"][row, lo + 1 : hi]
+                if cut is not None:  # padding after the tokens goes on, that before them has ones, as transformers has
+                    positions[row, lo:] = torch.arange(23 - lo)
+            batch |= {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, IGNORE)}
+            batch["position_ids"] = None if cut is None else positions
+            shard = sp.shard_batch(batch, causal=causal)
+            placement, (q, k, v, do) = shard["placement"], oracle.tensors(2, 23, HEADS, 4)
+            mine = attend(sp, placement, (q, k, v, do * kept[..., None, None]), plain(sp), placement.mask)
+            gaps = [
+                gap([x[row : row + 1, lo:hi] for x in mine], oracle.dense(
+                    *(x[row : row + 1, lo:hi] for x in (q, k, v, do)), causal))
+                for row, lo, hi in pieces
+            ]  # fmt: skip
+            at = sp.gather(shard["position_ids"].expand(len(shard["labels"]), -1), 1, placement)
+            right = torch.equal(at[kept], positions[kept])
+            right &= torch.equal(sp.gather(shard["shift_labels"], 1, placement), labels)
+            found[sp.config.layout, side, cut, causal] = max(gaps), right
+    return found
+
+
+# TransformerEngine#3331: tail padding dropped real keys; accelerate#4177: a padding mask was discarded
+def test_padding_on_either_side_is_seen_by_nobody():
+    for found in on_ranks(4, padded, timeout=200):
+        assert len(found) == 2 * len(PADDED) * 4
+        assert {case: result for case, result in found.items() if not (result[0] < 1e-10 and result[1])} == {}
+
+
+def compiled():
+    """The greatest error of a compiled function that is given one placement after another."""
+    errors = []
+    for settings in ({"ulysses": 2}, {"ulysses": 1, "overlap": True}):
+        sp = make(**settings)
+
+        def function(q, k, v, mask, shards, sp=sp):
+            return sp.attention(q * 2.0, k, v, mask=mask, shards=shards) / 2.0
+
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for name, window in (("rows differ", None), ("rows differ", 5), ("one row", 9), ("even", None)):
+            pack = PACKS[name]
+            placement = sp.shard_batch(collated(pack))["placement"]
+            q, *others = oracle.tensors(len(pack), sum(pack[0]), HEADS, 4)
+            out, dq, dk, dv = attend(sp, placement, (q / 2, *others), function, placement.masked(window))
+            wanted = dense(pack, (q, *others[:2], others[2] / 2), window)
+            # of the function: q counts twice, and its result half
+            errors += oracle.errors((out, dq, dk, dv), (wanted[0] / 2, wanted[1] * 2, *wanted[2:]))
+    return max(errors)
+
+
+def test_attention_over_a_placement_is_compiled():
+    assert max(on_ranks(4, compiled, timeout=200)) < 1e-10
+
+
+# ---- whatever says where documents are
+
+FLAT = (20, 1, 9, 21)
+
+
+def forms():
+    """name -> a batch of one flat row whose documents are said so."""
+    tokens = torch.randint(3, 64, (sum(FLAT),), generator=torch.Generator().manual_seed(0)).split(FLAT)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    every = collator([{"input_ids": x} for x in tokens])
+    bare = {name: every[name] for name in ("input_ids", "labels")}
+    edges = torch.tensor([0, *itertools.accumulate(FLAT)])
+    return {
+        "position_ids": {**bare, "position_ids": every["position_ids"]},
+        "positions of one dim": {**bare, "position_ids": every["position_ids"][0].int()},
+        "cu_seq_lens": {**bare, "cu_seq_lens_q": every["cu_seq_lens_q"], "cu_seq_lens_k": every["cu_seq_lens_k"]},
+        "with the longest": {name: x for name, x in every.items() if name not in ("position_ids", "seq_idx")},
+        "cu_seqlens": {**bare, "cu_seqlens": edges},
+        "without the last": {**bare, "cu_seqlens": edges[:-1]},  # what is left is one more
+        "seq_idx": {**bare, "seq_idx": every["seq_idx"]},
+        "document_ids": {**bare, "document_ids": 7 - every["seq_idx"].long() % 2},  # neighbours differ
+        "every": every,
+    }
+
+
+def alike():
+    """By form: whether it gives what the first does."""
+    sp = make(ulysses=2)
+    shards = {name: sp.shard_batch(batch) for name, batch in forms().items()}
+    first = next(iter(shards.values()))
+    return {name: shard.keys() == first.keys() and all(map(same, shard.values(), first.values())) for name, shard in
+            shards.items()}, sorted(first)  # fmt: skip
+
+
+def same(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_documents_in_any_form_give_the_same_shards():
+    for found, names in on_ranks(4, alike):
+        assert found == dict.fromkeys(forms(), True)
+        assert names == ["input_ids", "labels", "num_items_in_batch", "placement", "position_ids", "shift_labels"]
+
+
+# ---- refused
+
+ROWS = PACKS["rows differ"]
+OTHER = ((20, 2, 29), (7, 9, 35))
+
+
+def packed(**other):
+    """A packed batch, but for what a case asks for; a name with None is left out."""
+    whole = {**collated(ROWS), **other}
+    return {name: x for name, x in whole.items() if x is not None}
+
+
+def given(**other):
+    return lambda sp, rank: sp.shard_batch(packed(**other))
+
+
+def given_to_wrong(**other):
+    return lambda sp, rank: sp.shard_batch(packed(**(other if rank == WRONG else {})))
+
+
+def numbers(*lengths):
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+def holed():
+    mask = torch.ones(2, 51, dtype=torch.int64)
+    mask[1, 20:24] = 0
+    return mask
+
+
+def gathered(of, by, only=False):
+    """gather of this rank's shard of a batch of `of`, with the placement of `by`; or on the wrong rank only."""
+
+    def call(sp, rank):
+        shard, other = (sp.shard_batch(collated(pack)) for pack in (of, by))
+        right = only and rank != WRONG
+        return sp.gather(shard["input_ids"], 1, (shard if right else other)["placement"])
+
+    return call
+
+
+def without(sp, rank):
+    """gather with the placement on all but the wrong rank."""
+    shard = sp.shard_batch(packed())
+    return sp.gather(shard["input_ids"], 1, None if rank == WRONG else shard["placement"])
+
+
+def without_one(sp, rank):
+    """gather of a tensor that has no 1 before its tokens, where rows lie end to end."""
+    shard = sp.shard_batch(packed())
+    return sp.gather(shard["input_ids"][0], 0, shard["placement"])
+
+
+def sharded(tokens):
+    """shard of a tensor with as many tokens, with a placement of 102."""
+    return lambda sp, rank: sp.shard(torch.zeros(1, tokens), 1, sp.shard_batch(packed())["placement"])
+
+
+CU = {"position_ids": None}
+REFUSED = {
+    "positions from 1": (
+        given(position_ids=restarts(ROWS) + 1),
+        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "got 1 at token 0 of row 0", "or none where"),
+    ),
+    "a gap in positions": (
+        given(position_ids=restarts(ROWS) * 2),
+        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "got 2 at token 1 of row 0"),
+    ),
+    "one rank's positions": (
+        given_to_wrong(position_ids=restarts(ROWS) + 1),
+        only_one("InputError", "position_ids must count 0, 1, 2, ..."),
+    ),
+    "floating positions": (
+        given(position_ids=restarts(ROWS).float()),
+        everywhere("InputError", "position_ids must be a tensor of whole numbers", "got torch.float32"),
+    ),
+    "a list of positions": (
+        given(position_ids=restarts(ROWS).tolist()),
+        everywhere("InputError", "position_ids must be a tensor of whole numbers", "got list"),
+    ),
+    "positions of three axes": (
+        given(position_ids=restarts(ROWS).expand(3, 2, 51)),
+        everywhere("InputError", "position_ids must be of shape (2, 51)", "(3, 2, 51)"),
+    ),
+    # transformers, accelerate: cumulative lengths of another micro-batch, used after an evaluation step
+    "stale cumulative lengths": (
+        given(cu_seq_lens_q=numbers(0, 20, 22, 51, 58, 67, 102)),
+        everywhere("InputError", "in all that says where they are", "in position_ids", "in cu_seq_lens_q"),
+    ),
+    "one rank's stale cumulative lengths": (
+        given_to_wrong(cu_seq_lens_q=numbers(0, 20, 102)),
+        only_one("InputError", "in all that says where they are", "in cu_seq_lens_q"),
+    ),
+    "keys' and queries' lengths": (
+        given(**CU, cu_seq_lens_q=numbers(0, 20, 102), cu_seq_lens_k=numbers(0, 21, 102)),
+        everywhere("InputError", "in cu_seq_lens_q", "in cu_seq_lens_k"),
+    ),
+    "cumulative lengths beyond the tokens": (
+        given(**CU, cu_seq_lens_q=numbers(0, 20, 103)),
+        everywhere("InputError", "cu_seq_lens_q must ascend from 0 to the batch's 102 tokens", "[0, 20, 103]"),
+    ),
+    "cumulative lengths that fall": (
+        given(**CU, cu_seqlens=numbers(0, 30, 20, 102)),
+        everywhere("InputError", "cu_seqlens must ascend from 0", "[0, 30, 20, 102]"),
+    ),
+    "cumulative lengths from 1": (
+        given(**CU, cu_seqlens=numbers(1, 20, 102)),
+        everywhere("InputError", "cu_seqlens must ascend from 0"),
+    ),
+    "floating cumulative lengths": (
+        given(**CU, cu_seqlens=numbers(0, 20, 102).float()),
+        everywhere("InputError", "cu_seqlens must be a tensor of whole numbers"),
+    ),
+    "numbers of another shape": (
+        given(**CU, seq_idx=torch.zeros(1, 102, dtype=torch.int32)),
+        everywhere("InputError", "seq_idx must be of shape (2, 51); got (1, 102)"),
+    ),
+    "one rank's numbers of one dim": (
+        given_to_wrong(document_ids=torch.zeros(51, dtype=torch.int64)),
+        only_one("InputError", "document_ids must be of shape (2, 51); got (51,)"),
+    ),
+    "numbers that are none": (
+        given(**CU, seq_idx=torch.zeros(2, 51, dtype=torch.bool)),
+        everywhere("InputError", "seq_idx must be a tensor of whole numbers; got torch.bool"),
+    ),
+    "a hole in the mask": (
+        given(attention_mask=holed()),
+        everywhere("InputError", "padding must be before or after a row's tokens", "zeros between ones"),
+    ),
+    "one rank's hole": (
+        given_to_wrong(attention_mask=holed()),
+        only_one("InputError", "padding must be before or after a row's tokens"),
+    ),
+    "other documents on one rank": (
+        given_to_wrong(position_ids=restarts(OTHER)),
+        differ("[0] position_ids 'int64 (2, 51) "),
+    ),
+    "documents on one rank only": (
+        lambda sp, rank: sp.shard_batch(packed(**({} if rank == WRONG else CU))),
+        differ("no [0] position_ids", "[0] position_ids 'int64 (2, 51) "),
+    ),
+    "the same documents in another form on one rank": (
+        given_to_wrong(**CU, cu_seqlens=numbers(0, 20, 21, 51, 58, 67, 102)),
+        differ("no [0] position_ids", "[0] cu_seqlens 'int32 (7,) "),
+    ),
+    "gather with the placement of fewer tokens": (
+        gathered(ROWS, PACKS["of one token"]),
+        everywhere("InputError", "gather needs this rank's ", "of the placement", "got 2"),
+    ),
+    "gather with another placement on one rank": (
+        gathered(ROWS, OTHER, only=True),
+        differ("tensor to gather", "placement 'of 102 tokens"),
+    ),
+    "gather without the placement on one rank": (
+        without,
+        differ("tensor to gather", "placement 'of 102 tokens", "no placement"),
+    ),
+    "gather of tokens without a row": (
+        without_one,
+        everywhere("InputError", "gather of rows that lie end to end needs a tensor with 1 before the tokens"),
+    ),
+    "shard of too few tokens": (
+        sharded(101),
+        everywhere("InputError", "shard needs the 2 x 51 tokens of the placement", "got (1, 101) and dim 1"),
+    ),
+    "shard of too many tokens": (
+        sharded(204),
+        everywhere("InputError", "shard needs the 2 x 51 tokens of the placement", "got (1, 204) and dim 1"),
+    ),
+}
+
+
+def refused():
+    return try_all(REFUSED, make(ulysses=2))
+
+
+def test_what_says_no_documents_is_refused_on_every_rank():
+    assert_all_refused(REFUSED, on_ranks(4, refused, timeout=SECONDS))
+
+
+def asked(model, sp, of, **other):
+    """What a patched model says of this rank's shard of a batch of `of`, with something else in it; and then of the
+    right one, its loss."""
+    shard = sp.shard_batch(collated(of))
+    said = refusal(model, **{**shard, **{name: make(shard) for name, make in other.items()}})
+    return said, sp.mean_loss(model(**shard).loss)
+
+
+def wrong_placements():
+    """By case: what a patched model said, and the loss of a right batch after it."""
+    sp = make(ulysses=1)
+    other_size = make(size=2, ulysses=1).shard_batch(collated(ROWS))["placement"]
+    model = small().double().patch_attention(sp)
+    of = {pack: sp.shard_batch(collated(pack))["placement"] for pack in (ROWS, OTHER, PACKS["one row"])}
+    wrong = sp.rank == WRONG
+    cases = {
+        "another size": lambda shard: other_size,
+        "fewer tokens": lambda shard: of[PACKS["one row"]],
+        "no placement": lambda shard: {"rows": 2},
+        "other documents": lambda shard: of[OTHER],
+        "one rank's other documents": lambda shard: of[OTHER] if wrong else shard["placement"],
+        "rows beside one another": lambda shard: dataclasses.replace(shard["placement"], restarts=(0,)),
+        "left out": lambda shard: None,
+        "left out on one rank": lambda shard: None if wrong else shard["placement"],
+    }
+    return {name: asked(model, sp, ROWS, placement=case) for name, case in cases.items()}
+
+
+POSITIONS = ("InputError", "the position_ids of the tokens that its placement gives this rank; got those of other tokens")
+WRONG_PLACEMENTS = {
+    "another size": everywhere("InputError", "a placement must be of the 4 inner ranks; got 2"),
+    "fewer tokens": everywhere("InputError", "tokens that the placement gives this rank; got (1, 2"),
+    "no placement": everywhere("InputError", "placement must be a Placement, or None; got dict"),
+    "other documents": everywhere(*POSITIONS),
+    "one rank's other documents": only_one(*POSITIONS),
+    "rows beside one another": everywhere(*POSITIONS),
+    "left out": everywhere("InputError", "give the model what sp.shard_batches returns"),
+    "left out on one rank": only_one("InputError", "give the model what sp.shard_batches returns"),
+}
+
+
+def test_a_patched_model_refuses_a_placement_that_is_not_its_batchs():
+    results = on_ranks(4, wrong_placements, timeout=SECONDS)
+    assert len({loss for found in results for _, loss in found.values()}) == 1
+    for rank, found in enumerate(results):
+        for name, ((kind, message), _) in found.items():
+            expected = WRONG_PLACEMENTS[name]
+            wanted, *words = expected.get(rank, expected.get("others"))
+            assert kind == wanted, (name, rank, kind, message)
+            assert is_one_sentence(message), (name, message)
+            assert [word for word in words if word not in message] == [], (name, rank, message)
