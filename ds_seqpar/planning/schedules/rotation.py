@@ -95,12 +95,16 @@ class _Rotation(Counted):
         home = unit if t == self.last[unit] else self.way.there(unit, t + 1)
         return Move(src=self.way.there(unit, t), dst=home, kind=self.follower or "", key=self.moving[unit])
 
+    def collected(self, rank: int, units: Mapping[str, float]) -> float:
+        """What a rank receives by collectives."""
+        gathers, reduces = self.way.gathers(rank), self.way.reduces(rank)
+        return received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
+
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Of a unit: itself at every hop; its results at each after the first visit, and once at home."""
         size, there, operand = self.way.size, self.way.there, units[self.travels]
         follower = units[self.follower] if self.follower else 0
-        together = [Step(gathers=self.way.gathers(rank), reduces=self.way.reduces(rank)) for rank in range(size)]
-        found = [received((step,), rank, units) for rank, step in enumerate(together)]
+        found = [self.collected(rank, units) for rank in range(size)]
         for unit, (first, last) in enumerate(zip(self.first, self.last, strict=True)):
             blocks = len(self.moving[unit])
             alone, both = operand * blocks, (operand + follower) * blocks
