@@ -135,8 +135,8 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
             )
     mask = _checked_mask(batch.get("attention_mask"), labels)
     given, on_left = dict(batch), mask is not None and not bool(mask[:, 0].all())
-    if mask is not None and on_left and isinstance(positions := given.get("position_ids"), Tensor):
-        given["position_ids"] = positions.masked_fill(~mask.to(positions.device), 0)  # there they may be anything
+    if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
+        given["position_ids"] = _counting_through(positions, mask)
     documents = apart = documents_of(given, rows, seq)
     if mask is not None and (on_left or not causal):  # what a causal mask does not keep apart
         apart = _padding_apart(documents or (seq,) * rows, mask)
@@ -194,6 +194,17 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
             "pieces as documents of their own"
         )
     return mask
+
+
+def _counting_through(positions: Tensor, mask: Tensor) -> Tensor:
+    """Positions that go on through the padding of rows, where they may be anything: from 0 before a row's tokens."""
+    rows, seq = mask.shape
+    if positions.shape not in ((seq,), (1, seq), (rows, seq)):
+        return positions  # which is said to be wrong where they are read
+    at = torch.arange(seq, device="cpu")
+    last = torch.where(mask, at, -1).cummax(1).values  # of the tokens up to each, the last that is not padding
+    given = positions.cpu().expand(rows, seq)
+    return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
 
 
 def _pieces(mask: Tensor) -> int:

@@ -45,7 +45,8 @@ class SequenceParallelConfig:
     travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
         the range: gradients of a mean loss over many tokens vanish in it.)
     layout: which tokens a rank holds: "zigzag" (chunks r and 2A-1-r of 2A; equal causal work in every step), "striped"
-        (every A-th token; Striped Attention, section 3) or "contiguous". "auto" is the schedule's: most have "zigzag".
+        (every A-th token; Striped Attention, section 3), "contiguous", or "balanced": zigzag where a sequence is one
+        document, and packed documents as `planning.balance` deals them. "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """

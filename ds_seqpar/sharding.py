@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import SequenceParallelConfig
+from .documents import starts_of
 from .errors import InputError
 from .placement import Placement, shards_of
 from .planning.layout import multiple
@@ -44,7 +45,8 @@ class Sharding:
         mask = Mask(causal=causal, documents=Mask.documents_of(lengths))
         if sum(lengths) != seq:
             raise InputError(f"documents must have all {seq} tokens of the sequence; got {sum(lengths)}")
-        return Placement(mask, shards_of(self.config.layout, lengths, self.size // self.config.ulysses))
+        shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
+        return Placement(mask, shards, restarts=starts_of(lengths))
 
     def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
         """What a model is given of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU: their

@@ -1,4 +1,4 @@
-"""Fine-tunes a LLaMA with the HuggingFace Trainer, each document split over many ranks.
+"""Fine-tunes a model with the HuggingFace Trainer, each document split over many ranks.
 
     deepspeed --num_gpus 4 examples/finetune_trainer.py --deepspeed ds_configs/trainer_zero3_sp4.json
 
@@ -6,7 +6,8 @@
         examples/finetune_trainer.py
 
 All of transformers' TrainingArguments are options. Without further ones: a small LLaMA from a config, bytes as tokens,
-and the Python standard library's own sources, a file a document. --lora trains adapters instead of the model.
+and the Python standard library's own sources, a file a document. --lora trains adapters instead of the model; --pack
+lays documents end to end instead of padding them, and none sees another.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from transformers import (
 )
 
 from ds_seqpar.errors import SeqParError
-from hf_integration import SequenceParallelTrainer
+from hf_integration import PackingCollator, Packs, SequenceParallelTrainer
 
 
 @dataclass
 class Arguments:
     data: str = field(default=sysconfig.get_paths()["stdlib"], metadata={"help": "folder with .py, .txt or .md files"})
-    model: str | None = field(default=None, metadata={"help": "a local LLaMA folder; default: a small new one"})
-    seq_len: int = field(default=2048, metadata={"help": "a document's first tokens, over all its ranks"})
+    model: str | None = field(default=None, metadata={"help": "a local model folder; default: a small LLaMA"})
+    seq_len: int = field(default=2048, metadata={"help": "most tokens of a document, and of a pack"})
     documents: int = field(default=256, metadata={"help": "documents to train on"})
     eval_documents: int = field(default=10, metadata={"help": "held-out documents"})
     lora: bool = field(default=False, metadata={"help": "train low-rank adapters of the attention, with peft"})
+    pack: bool = field(default=False, metadata={"help": "lay documents end to end, with binpacking"})
 
 
 def parse() -> tuple[Arguments, TrainingArguments]:
@@ -91,6 +93,10 @@ def read_documents(args: Arguments, tokenizer: PreTrainedTokenizerBase, seed: in
     return Dataset.from_list([tokenizer(text, truncation=True, max_length=args.seq_len) for text in texts])
 
 
+def laid_out(args: Arguments, documents: Dataset) -> Dataset | Packs:
+    return Packs(documents, args.seq_len) if args.pack else documents
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
     args, training = parse()
@@ -102,9 +108,9 @@ def main() -> None:
     trainer = SequenceParallelTrainer(
         model=with_adapters(model) if args.lora else model,
         args=training,
-        train_dataset=documents.select(range(args.eval_documents, len(documents))),
-        eval_dataset=documents.select(range(args.eval_documents)),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        train_dataset=laid_out(args, documents.select(range(args.eval_documents, len(documents)))),
+        eval_dataset=laid_out(args, documents.select(range(args.eval_documents))),
+        data_collator=PackingCollator() if args.pack else DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

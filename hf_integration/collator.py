@@ -18,9 +18,9 @@ Example = Mapping[str, Any]
 class Packs(Dataset):
     """A data set of packs: each a list of documents with at most `tokens` tokens together.
 
-    dataset: examples with input_ids (and labels), of a length. Which documents come together is decided once, by their
-    lengths alone, the same on every rank. Raises ConfigError without the `binpacking` package, InputError for a
-    document that is longer than a pack.
+    dataset: map-style, examples with input_ids (and labels). Which documents come together is decided once, by their
+    lengths alone, the same on every rank. Raises ConfigError without the `binpacking` package, InputError for `tokens`
+    below 1, a data set without documents, and a document that has no tokens or more than a pack.
     """
 
     def __init__(self, dataset: Any, tokens: int) -> None:
@@ -30,11 +30,15 @@ class Packs(Dataset):
             raise ConfigError(
                 "packing needs the binpacking package; got none, pip install 'ds_seqpar[trainer]'"
             ) from reason
-        lengths = {index: len(dataset[index]["input_ids"]) for index in range(len(dataset))}
-        if too_long := [index for index, length in lengths.items() if length > tokens]:
+        if type(tokens) is not int or tokens < 1:
+            raise InputError(f"packs must have a whole number of tokens from 1 on; got {tokens!r}")
+        lengths = {index: len(_ids_of(dataset[index])) for index in range(len(dataset))}
+        if not lengths:
+            raise InputError("packs need a data set with one document or more; got none")
+        if unfit := [length for length in lengths.values() if not 0 < length <= tokens]:
             raise InputError(
-                f"packs of {tokens} tokens need documents that are no longer; got one of {lengths[too_long[0]]}, cut "
-                "it, or make packs larger"
+                f"packs of {tokens} tokens need documents of 1 to {tokens}; got one of {unfit[0]}, "
+                f"{'cut it, or make packs larger' if unfit[0] else 'leave it out'}"
             )
         self.dataset = dataset
         self.packs = [sorted(pack) for pack in to_constant_volume(lengths, tokens)]
@@ -55,21 +59,34 @@ class PackingCollator:
     """
 
     def __call__(self, examples: Sequence[Example | Sequence[Example]]) -> dict[str, Tensor]:
-        documents = [document for one in examples for document in ([one] if isinstance(one, Mapping) else one)]
-        ids = [_tokens(document["input_ids"]) for document in documents]
+        documents: list[Any] = [x for one in examples for x in (one if isinstance(one, list | tuple) else [one])]
+        if not documents:
+            raise InputError("a batch of packs needs one document or more; got none")
+        ids = [_tokens(_ids_of(x)) for x in documents]
         labels = [_tokens(x.get("labels", x["input_ids"])) for x in documents]
         for document, tokens, its in zip(documents, ids, labels, strict=True):
             if len(tokens) != len(its) or not len(tokens):
                 raise InputError(
-                    f"a document needs as many labels as tokens, one or more; got {len(tokens)} and {len(its)}"
+                    f"a document needs one token or more and a label for each; got {len(tokens)} tokens and "
+                    f"{len(its)} labels"
                 )
             if not all(map(bool, document.get("attention_mask", ()))):
-                raise InputError("packed documents have no padding; got an attention_mask with zeros, leave it to us")
+                raise InputError(
+                    "documents are packed without padding; got an attention_mask with zeros, give them as they were "
+                    "before they were padded"
+                )
         return {
             "input_ids": torch.cat(ids)[None],
             "labels": torch.cat([torch.cat([x.new_tensor([IGNORE]), x[1:]]) for x in labels])[None],
             "position_ids": torch.cat([torch.arange(len(x)) for x in ids])[None],
         }
+
+
+def _ids_of(document: Example) -> Any:
+    if not isinstance(document, Mapping) or "input_ids" not in document:
+        got = ", ".join(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
+        raise InputError(f"documents to pack need input_ids; got {got or 'no column'} alone, tokenize them first")
+    return document["input_ids"]
 
 
 def _tokens(x: Any) -> Tensor:

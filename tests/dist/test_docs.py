@@ -1,4 +1,4 @@
-"""The scripts of docs/masks.md run as they stand there, and the sentence that it quotes is the one that is said."""
+"""The scripts of docs/masks.md run as they stand there, and what it quotes is what is said."""
 
 import re
 import runpy
@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from ds_seqpar import Mask, SeqParError, SequenceParallelConfig
+from ds_seqpar import Mask, SeqParError, SequenceParallelConfig, UnevenShards
+from ds_seqpar.planning.layout import dealt
 from ds_seqpar.running import virtual
+from hf_integration import patch_attention
+from tests import oracle
+from tests.dist.ranks import make, refusal
+from tests.hf.families import model_of
 from tests.launch import on_ranks
 
 MASKS = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
@@ -30,7 +36,7 @@ def test_scripts_run(tmp_path):
         outs = on_ranks(4, as_script, tmp_path / name)
         assert all(out.isfinite().all() for out in outs)
         tokens[name] = [out.shape[1] for out in outs]
-    assert tokens == {"masks.py": [128] * 4, "packed.py": [1024] * 4}
+    assert tokens == {"masks.py": [128] * 4, "batches.py": [515] * 4, "packed.py": [1024] * 4}
 
 
 def test_distflash_says_what_is_quoted():
@@ -39,3 +45,53 @@ def test_distflash_says_what_is_quoted():
     with pytest.raises(SeqParError) as refused:
         virtual.attention(config, q, q, q, mask=Mask(causal=False, window=3))
     assert f'"{refused.value}"' in " ".join(MASKS.split())
+
+
+def quoted_of_attention():
+    """Sentences by what is asked for, on a rank."""
+    sp = make(ulysses=1)
+    q, ids = torch.zeros(1, 4, 2, 4), torch.arange(16)[None]
+    gap = torch.ones_like(ids).index_fill_(1, torch.tensor([5]), 0)
+    model = model_of("llama").patch_attention(sp)
+    encoder = AutoConfig.for_model("t5", d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, vocab_size=64)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    asked = {
+        "a mask as a tensor": lambda: sp.attention(q, q, q, mask=torch.ones(16, 16)),
+        "padding between tokens": lambda: sp.shard_batch({**batch, "attention_mask": gap}),
+        "a causal model's is_causal": lambda: model(**sp.shard_batch(batch), is_causal=False),
+        "a config's is_causal": lambda: patch_attention(model_of("llama", is_causal=False), sp),
+        "cross-attention": lambda: patch_attention(AutoModelForSeq2SeqLM.from_config(encoder), sp),
+        "dropout": lambda: patch_attention(model_of("llama", attention_dropout=0.1), sp),
+    }
+    return {name: refusal(call)[1] for name, call in asked.items()}
+
+
+def test_what_is_quoted_of_kinds_of_attention_is_said():
+    for said in on_ranks(4, quoted_of_attention):
+        for name, sentence in said.items():
+            assert f'"{sentence}"' in " ".join(MASKS.split()), name
+
+
+def prefix_by_two_calls(layout, seq, prefix):
+    """The error of this rank's output."""
+    sp = make(ulysses=1, layout=layout)
+    q, k, v, _ = oracle.tensors(1, seq, (4, 2))
+    at = sp.position_ids(seq)
+    local = [x[:, at] for x in (q, k, v)]
+    out = sp.attention(*local)
+    held = [[(run.start, 1, min(run.length, prefix - run.start)) for run in runs if run.start < prefix]
+            for runs in (dealt(layout, seq, 4, rank) for rank in range(4))]  # fmt: skip
+    of_prefix = [x[:, at < prefix] for x in local]
+    out[:, at < prefix] = sp.attention(*of_prefix, mask=Mask(causal=False), shards=UnevenShards(held))
+    seen = torch.arange(seq) < torch.arange(1, seq + 1)[:, None].clamp(min=prefix)
+    return oracle.error(out, dense(q, k, v, seen)[:, at])
+
+
+def dense(q, k, v, seen):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_prefix_takes_two_calls(layout):
+    assert max(on_ranks(4, prefix_by_two_calls, layout, 32, 13)) < 1e-10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
@@ -55,25 +55,26 @@ def run_snippet(snippet, folder):
 
 
 def test_another_family_by_its_own_attention_function(tmp_path):
-    """What docs/other_models.md shows, as it stands there, against one process."""
+    """What docs/other_models.md shows, as it stands there, against one process that takes each document alone."""
     (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "other_models.md").read_text(encoding="utf-8"), re.S)
     rate = 1.0
     config = settings(MODES["u2r2"], "2", 2, 1, optimizer={"type": "SGD", "params": {"lr": rate}})
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    model = qwen()
+    model = starcoder()
     ids = torch.randint(0, 256, (2, 1, 512))
-    gradients, loss = one_process(model, [{"input_ids": row, "labels": row} for row in ids])
+    documents = ids[0], ids[1][:, :300], ids[1][:, 300:]
+    gradients, loss = one_process(model, [{"input_ids": x, "labels": x} for x in documents])
     expected = {name: array(p) - rate * gradients[name] for name, p in model.named_parameters()}
     for found, after in on_ranks(WORLD, run_snippet, snippet, tmp_path):
         assert found == pytest.approx(loss, rel=1e-5)
         assert gap(after, expected) < 1e-5
 
 
-def qwen(**changes):
-    return Qwen2ForCausalLM(Qwen2Config(
+def starcoder(**changes):
+    return Starcoder2ForCausalLM(Starcoder2Config(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, **changes,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=0, **changes,
     ))  # fmt: skip
 
 
@@ -81,8 +82,8 @@ def never_called():
     sp = SequenceParallel(SequenceParallelConfig(**MODES["u2r2"]), heads=(8, 2))
     config = settings(MODES["u2r2"], "2", 1, 1)
     return (
-        refusal(ds_seqpar.initialize, model=qwen(), config=config, sequence_parallel=sp),
-        refusal(ds_seqpar.initialize, model=qwen(), config=config),
+        refusal(ds_seqpar.initialize, model=starcoder(), config=config, sequence_parallel=sp),
+        refusal(ds_seqpar.initialize, model=starcoder(), config=config),
     )
 
 
@@ -90,7 +91,7 @@ def test_another_family_that_does_not_call_it():
     """Its attention would be that of each shard."""
     for (kind, message), (other_kind, other) in on_ranks(WORLD, never_called):
         assert kind == other_kind == "ConfigError"
-        assert "must call sp.attention; got Qwen2ForCausalLM, in whose forward nobody communicated" in message
-        assert "others come with sliding windows and packed documents" in other
+        assert "must call sp.attention; got Starcoder2ForCausalLM, in whose forward nobody communicated" in message
+        assert "got a model of family 'starcoder2', call sp.attention from an attention function of the model" in other
         assert is_one_sentence(message)
         assert is_one_sentence(other)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
+from hf_integration.families import FAMILIES
 from tests import scripts
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -83,3 +84,18 @@ def test_links_lead_somewhere():
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_tests_that_are_named_are_there():
+    named = re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)`", README)
+    assert len(named) > 10
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert not set(named) - there
+
+
+@pytest.mark.parametrize("text", [README, (ROOT / "docs" / "other_models.md").read_text(encoding="utf-8")])
+def test_all_families_are_named(text):
+    """One after another, as their owners write them."""
+    (listed,) = re.findall(r"Llama, Mistral, [^|.:]*Cohere2", text)
+    names = {re.sub(r"\W", "", name).lower() for name in re.split(r", | and ", " ".join(listed.split()))}
+    assert names == {family.replace("_", "") for family in FAMILIES}
