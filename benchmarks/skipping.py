@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.planning.balance import balanced
 from ds_seqpar.planning.compile import Bound, Compiler, pattern_of
 from ds_seqpar.planning.layout import Run, Runs
 from ds_seqpar.planning.masks import CAUSAL, Mask
@@ -177,23 +178,19 @@ class Case:
     shards: Shards
     named: str = "auto"
 
-    def settings(self, direction: str) -> Iterator[tuple[str, dict]]:
+    def settings(self) -> Iterator[tuple[str, dict]]:
         """(name, setting) of the schedules that can compute it."""
         pattern = pattern_of(self.mask, self.shards)
-        for name, setting in settings(direction):
+        for name, setting in settings():
             schedule = SCHEDULES[setting["schedule"]]
             if self.named in ("auto", *schedule.layouts) and all(schedule.takes(*pair) for pair in pattern.pairs()):
                 yield name, {**setting, "layout": self.named}
 
 
-def settings(direction: str) -> list[tuple[str, dict]]:
+def settings() -> list[tuple[str, dict]]:
     """(name, setting). What is not set is as users get it."""
-    found: dict[str, dict] = {}
-    for name in sorted(SCHEDULES, key=lambda name: (name != "ring", name)):
-        found[name] = {"schedule": name, **({"team": 2} if name == "wallfacer" else {})}
-        if name == "ring" and direction == "backward":
-            found[f"{name}, kv"] = {"schedule": name, "backward": "kv"}
-    return [*found.items()]
+    names = sorted(SCHEDULES, key=lambda name: (name != "ring", name))
+    return [(name, {"schedule": name, **({"team": 2} if name == "wallfacer" else {})}) for name in names]
 
 
 def cases(ranks: int, seed: int = 0, tokens: int = TOKENS) -> list[Case]:
@@ -208,6 +205,7 @@ def packs(ranks: int, seed: int, tokens: int = TOKENS) -> list[Case]:
     return [
         *_named({"documents": mask}, ranks, tokens),
         Case("documents", mask, "zigzag in each", UnevenShards(cut(lengths, ranks))),
+        Case("documents", mask, "balanced", UnevenShards(balanced(lengths, ranks))),
         Case("documents", mask, "whole documents", UnevenShards(dealt(lengths, ranks))),
     ]
 
@@ -242,7 +240,7 @@ def rows(cases: Sequence[Case], direction: str, shape: Shape, tokens: int = TOKE
     unit = tokens // ranks * shape.q_heads * shape.head_dim * 2
     for case in cases:
         ideal = visible(case.mask, tokens)
-        for name, setting in case.settings(direction):
+        for name, setting in case.settings():
             found = counts(setting, direction, case.mask, case.shards, shape)
             products, arrived = [one.products for one in found], [one.received for one in found]
             yield Row(
@@ -343,7 +341,11 @@ def of_packs(ranks: int, seeds: range, shape: Shape) -> None:
 # ---- picture
 
 COLORS = {"products": "#4878a8", "in blocks": "#9dbbd8", "received, forward": "#e1a13c", "backward": "#b5651d"}
-SHOWN = (("causal", "zigzag"), ("window", "contiguous"), ("documents", "contiguous"), ("documents", "whole documents"))
+SHOWN = (
+    ("causal", "zigzag"),
+    ("window", "contiguous"),
+    *(("documents", layout) for layout in ("contiguous", "zigzag", "balanced", "whole documents")),
+)
 
 
 def draw(found: Sequence[Row], file: Path) -> None:
@@ -353,8 +355,8 @@ def draw(found: Sequence[Row], file: Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "skipping"})  # the same file every time
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    panels = figure.subplots(2, 2, sharey=True).flat
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    panels = figure.subplots(3, 2, sharey=True).flat
     for axes, (kind, layout) in zip(panels, SHOWN, strict=True):
         _draw_case(axes, [row for row in found if (row.case.kind, row.case.layout) == (kind, layout)])
     handles, labels = axes.get_legend_handles_labels()

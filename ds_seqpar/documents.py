@@ -97,8 +97,14 @@ def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
             f"{name} must ascend from 0 to the batch's {rows * seq} tokens; got {str(given)[:60]}, give those of this "
             "batch"
         )
-    edges = {*given[:-1], *range(0, rows * seq, seq)}
-    return _between(sorted(edges | ({given[-1]} if given[-1] < rows * seq else set())), rows * seq)
+    if given[-1] < rows * seq:  # the rest, padding, is one more a row
+        given += [*range(-(-(given[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
+    if across := [end for end in range(seq, rows * seq, seq) if end not in given]:
+        raise InputError(
+            f"documents must end where their row does; got {name} with one across token {across[0]}, where a row of "
+            f"{seq} tokens ends, lay it in one row"
+        )
+    return _between(given[:-1], rows * seq)
 
 
 def _between(starts: list[int], end: int) -> Lengths:

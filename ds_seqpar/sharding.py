@@ -75,7 +75,7 @@ class Sharding:
         those are parts to be summed or copies of one another only the caller knows.
         """
         shape = list(getattr(x, "shape", ()))
-        rest = tuple(size for at, size in enumerate(shape) if at != dim % len(shape)) if shape else ()
+        rest = tuple(size for at, size in enumerate(shape) if type(dim) is not int or at != dim % len(shape))
         given = {"shape beside the tokens": rest, "dtype": getattr(x, "dtype", type(x)), "dim": dim}
         if placement is not None:
             given["placement"] = str(placement)
@@ -130,7 +130,7 @@ class Sharding:
     def _gather_error(
         self, x: Tensor, dim: int, placement: Placement | None, seq: int | None = None
     ) -> InputError | None:
-        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+        if not isinstance(x, Tensor) or type(dim) is not int or not -x.dim() <= dim < x.dim():
             return InputError(
                 f"gather needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim}, "
                 "give it this rank's tokens and the dim that they are on"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 from . import overlap
@@ -17,7 +17,7 @@ from .actions import Key, Steps
 from .layout import LAYOUTS
 from .lower import lower
 from .masks import Mask, visibility
-from .plan import Pattern, Plan
+from .plan import Counted, Pattern, Plan
 from .program import Product, Program, Slot
 from .schedules import Schedule
 from .shape import Field, Place, Shape, buffer_bytes, places_of
@@ -44,25 +44,49 @@ class Recipe:
     def size(self) -> int:
         return self.topology.size(*self.topology.inner_axes)
 
-    def travels(self, direction: str, sizes: dict[str, int]) -> str:
-        """What travels; "auto" is what makes the busiest rank receive fewer bytes of whole blocks."""
+    def travels(self, direction: str, pattern: Pattern, sizes: Mapping[str, int]) -> str:
+        """What travels; "auto" is what makes the busiest rank receive fewer bytes of blocks, all as long; where that is
+        the same, the mean one. sizes: bytes of a block of each kind."""
         chosen = self.forward if direction == "forward" else self.backward
         if chosen != "auto" or len(self.schedule.travellers) == 1:
             return self.schedule.travellers[0] if chosen == "auto" else chosen
+        if pattern.plain:
+            return min(self.schedule.travellers, key=lambda way: max(self.received(direction, way, sizes)))
+        return _fewest(self, direction, pattern, tuple(sizes.items()))
+
+    def received(
+        self, direction: str, travels: str, sizes: Mapping[str, int], pattern: Pattern | None = None
+    ) -> list[float]:
+        """Bytes that each rank receives; without a pattern, or where the schedule cannot tell, of all blocks."""
+        if pattern:
+            steps = self.schedule.build(self.topology, pattern, direction, travels)
+            if isinstance(steps, Counted):
+                return steps.received(sizes)
         axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
-        return min(self.schedule.travellers, key=lambda way: max(self.schedule.received(axes, direction, way, sizes)))
+        return self.schedule.received(axes, direction, travels, sizes)
 
     def plan(self, direction: str, pattern: Pattern, shape: Shape) -> Plan:
         """The whole plan, of all ranks. Raises ConfigError where the schedule has none for what is visible."""
         sizes = shape.bytes_per_token(direction)
-        return _plan(self, direction, pattern, self.travels(direction, sizes), tuple(sizes.items()))
+        return _plan(self, direction, pattern, self.travels(direction, pattern, sizes), tuple(sizes.items()))
 
     def steps(self, direction: str, pattern: Pattern, shape: Shape, rank: int) -> Steps:
         """One rank's. The overlap pass needs the others' too."""
         if self.overlap:
             return self.plan(direction, pattern, shape).ranks[rank]
-        travels = self.travels(direction, shape.bytes_per_token(direction))
+        travels = self.travels(direction, pattern, shape.bytes_per_token(direction))
         return self.schedule.build(self.topology, pattern, direction, travels)(rank)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _fewest(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple[str, int], ...]) -> str:
+    """What travels so that the busiest rank receives the fewest bytes, and of such the mean rank."""
+
+    def cost(travels: str) -> tuple[float, float]:
+        found = recipe.received(direction, travels, dict(sizes), pattern)
+        return max(found), sum(found)
+
+    return min(recipe.schedule.travellers, key=cost)
 
 
 @functools.lru_cache(maxsize=2)  # all ranks that one process has, as virtual ones, read the same plan
@@ -167,7 +191,7 @@ class Compiler:
         wide_travel = shape.travel == shape.wide
         # of the shape only what a choice hangs on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
-        travels = self.recipe.travels(direction, shape.bytes_per_token(direction))
+        travels = self.recipe.travels(direction, pattern, shape.bytes_per_token(direction))
         return _kept(
             self._programs,
             (direction, pattern, travels, wide_travel, sizes),

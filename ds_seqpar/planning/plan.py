@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from .actions import Steps
 
 StepsOf = Callable[[int], Steps]  # of a rank
+
+
+class Counted(abc.ABC):
+    """The steps of any rank, and without making them what all ranks receive in theirs."""
+
+    @abc.abstractmethod
+    def __call__(self, rank: int) -> Steps: ...
+
+    @abc.abstractmethod
+    def received(self, units: Mapping[str, float]) -> list[float]:
+        """As `Plan.received` of the whole plan."""
 
 
 class Pattern:
@@ -38,10 +50,15 @@ class Pattern:
         return any(self.rows[i] >> j & 1 for i in q for j in kv)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        for i, row in enumerate(self.rows):
-            while row:
-                yield i, (row & -row).bit_length() - 1
-                row &= row - 1
+        return ((i, j) for i, row in enumerate(self.rows) for j in bits(row))
+
+    @property
+    def plain(self) -> bool:
+        """Whether all blocks meet, or blocks of one length as under a causal mask on contiguous ones."""
+        size, rows = self.size, self.rows
+        if size and rows[0] == (1 << size) - 1:
+            return all(row == rows[0] for row in rows)
+        return self.even and all(row == (2 << i) - 1 for i, row in enumerate(rows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +89,13 @@ class Plan:
             here = (steps[index : index + 1] for steps in self.ranks)  # a plan that is being rejected may end unevenly
             rows.append([str(index), *("".join(s.words(rank) for s in step) for rank, step in enumerate(here))])
         return "\n".join([f"{self.name} {self.direction}, {self.size} ranks", *columns(rows)])
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, ascending."""
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
 
 
 def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:

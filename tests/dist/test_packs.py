@@ -390,12 +390,16 @@ REFUSED = {
         everywhere("InputError", "in all that says where they are", "in position_ids", "in cu_seq_lens_q"),
     ),
     "one rank's stale cumulative lengths": (
-        given_to_wrong(cu_seq_lens_q=numbers(0, 20, 102)),
+        given_to_wrong(cu_seq_lens_q=numbers(0, 20, 51, 102)),
         only_one("InputError", "in all that says where they are", "in cu_seq_lens_q"),
     ),
     "keys' and queries' lengths": (
-        given(**CU, cu_seq_lens_q=numbers(0, 20, 102), cu_seq_lens_k=numbers(0, 21, 102)),
+        given(**CU, cu_seq_lens_q=numbers(0, 20, 51, 102), cu_seq_lens_k=numbers(0, 21, 51, 102)),
         everywhere("InputError", "in cu_seq_lens_q", "in cu_seq_lens_k"),
+    ),
+    "a document across the end of a row": (
+        given(**CU, cu_seqlens=numbers(0, 20, 60, 102)),
+        everywhere("InputError", "documents must end where their row does", "across token 51"),
     ),
     "cumulative lengths beyond the tokens": (
         given(**CU, cu_seq_lens_q=numbers(0, 20, 103)),

@@ -68,7 +68,7 @@ RING = {
     ),
     "tokens to gather that are not this rank's": (
         lambda sp, rank: sp.gather(torch.zeros(4 * (rank == 0)), 0),
-        {0: ("InputError", "this rank's 1 tokens of 4", "got 4"), "others": ("DisagreementError", "rank 0")},
+        everywhere("InputError", "this rank's 1 tokens of 4"),
     ),
     "query heads": (
         lambda sp, rank: attention(sp, heads=(2, 2), change=lambda q, k, v: (q[:, :, :1], k, v)),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...errors import SECTION, ConfigError
-from ..plan import Pattern, StepsOf
+from ..plan import Counted, Pattern
 from ..topology import Axes, Topology, divisors
 from .base import Heads, Own, Schedule, blocks_received, count
 from .rotation import Round, rotation
 
 
-def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
+def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
     """A block visits the W ranks of a window, then crosses to the next window and visits its W, and so on: A/W - 1 of
     its A - 1 hops leave a node, and so does the last hop of its gradient, straight home."""
     window, windows = topology.size("window"), topology.size("windows")
@@ -28,7 +28,7 @@ def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: s
         here=lambda rank, t: at(rank, t, -1),
         keys=lambda rank: ((rank,), (rank,)),
     )
-    return rotation(way, window * windows, direction, travels, pattern)
+    return rotation(way.facing(travels), window * windows, direction, travels, pattern)
 
 
 def shapes(ranks: int) -> list[Own]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import SECTION, ConfigError
 from ..actions import Collective, Gather, Key, ReduceScatter
-from ..plan import Pattern, StepsOf
+from ..plan import Counted, Pattern
 from ..topology import Axes, Topology, divisors
 from .base import Heads, Own, Schedule, blocks_received, three_counts
 from .direct import Pairs, direct
 from .rotation import Round, rotation
 
 
-def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
+def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
     """Rank p = x + a (y + b z): q is gathered along x, k/v along y, one of them rotates along z, and (out, lse) or the
     gradients are reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1)
     meet once, on rank (x1, y0, z0) where k/v travels.
@@ -39,17 +41,25 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         x, y, z = place(rank)
         return x + a * (y + b * ((z + t) % turns))
 
+    keys = [(row(rank), column(rank)) for rank in range(a * b * turns)]
     way = Round(
-        size=a * b * turns,
+        size=len(keys),
         there=shifted,
         here=lambda rank, t: shifted(rank, -t),
-        keys=lambda rank: (row(rank), column(rank)),
-        gathers=lambda rank: _collectives(Gather, ("q", row(rank)), ("kv", column(rank))),
-        reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, row(rank), column(rank))),
-    )
-    if a * b == 1 or (pattern.even and _whole(way, turns, travels, pattern)):
+        keys=lambda rank: keys[rank],
+        gathers=lambda rank: _collectives(Gather, *zip(("q", "kv"), keys[rank], strict=True)),
+        reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
+    ).facing(travels)
+    if a * b == 1:
         return rotation(way, turns, direction, travels, pattern)
-    return direct(way.size, direction, lambda rank: _pairs(way, rank, turns, travels, pattern))
+    groups = _groups(way, turns, travels)
+    reads = [_read(q, kv, pattern) for q, kv in groups]
+    # a gather brings all that its group has
+    if pattern.even and reads == [(_mask(q), kv) for q, kv in groups]:
+        return rotation(way, turns, direction, travels, pattern)
+    return direct(
+        way.size, direction, lambda rank: _pairs(way, rank, turns, travels, pattern), lambda rank: reads[rank]
+    )
 
 
 def _results(direction: str, row: Key, column: Key) -> list[tuple[str, Key]]:
@@ -68,14 +78,28 @@ def _keys(way: Round, rank: int, t: int, travels: str) -> tuple[Key, Key]:
     return (staying[0], moving[1]) if travels == "kv" else (moving[0], staying[1])
 
 
-def _whole(way: Round, turns: int, travels: str, pattern: Pattern) -> bool:
-    """Whether every rank reads all blocks of what it would gather."""
-    for rank in range(way.size):
-        keys = [_keys(way, rank, t, travels) for t in range(turns)]
-        q, kv = _join(k[0] for k in keys), _join(k[1] for k in keys)
-        if not all(pattern.any((i,), kv) for i in q) or not all(pattern.any(q, (j,)) for j in kv):
-            return False
-    return True
+def _groups(way: Round, turns: int, travels: str) -> list[tuple[Key, int]]:
+    """All q blocks that come to each rank, and all kv blocks as a bitmask."""
+    keys = [way.keys(rank) for rank in range(way.size)]
+    held = [_mask(kv) for _, kv in keys]
+
+    def of(rank: int) -> tuple[Key, int]:
+        visitors = [way.here(rank, t) for t in range(turns)]
+        if travels == "kv":
+            return keys[rank][0], functools.reduce(operator.or_, [held[visitor] for visitor in visitors])
+        return tuple(block for visitor in visitors for block in keys[visitor][0]), held[rank]
+
+    return [of(rank) for rank in range(way.size)]
+
+
+def _read(q: Key, kv: int, pattern: Pattern) -> tuple[int, int]:
+    """Bitmasks of those q and kv blocks that meet any of the other side's."""
+    rows = pattern.rows
+    return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
+
+
+def _mask(blocks: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, [1 << block for block in blocks], 0)
 
 
 def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) -> Sequence[Pairs]:
@@ -86,10 +110,6 @@ def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) ->
         q, kv = _keys(way, rank, t, travels)
         steps.append([(i, j) for i in q for j in kv if pattern(i, j) and (i, j) != (rank, rank)])
     return steps
-
-
-def _join(keys: Iterable[Key]) -> Key:
-    return tuple(sorted({block for key in keys for block in key}))
 
 
 def sides(ranks: int, heads: Heads | None) -> tuple[int, int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plan import Pattern, StepsOf
+from ..plan import Counted, Pattern
 from ..topology import Axes, Topology
 from .base import Own, Schedule, blocks_received
 from .rotation import Round, rotation
 
 
-def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
+def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
     """Every key/value block goes round all ranks whose queries need it; in step t rank p holds that of p - t.
 
     travels="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta go round instead of k, v and their
-    gradients: 3 large tensors for 4.
+    gradients: 3 large tensors for 4. They go the other way, in step t rank p holds those of p + t.
     """
     size = topology.size("ring")
     way = Round(
@@ -23,7 +23,7 @@ def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         here=lambda rank, t: (rank - t) % size,
         keys=lambda rank: ((rank,), (rank,)),
     )
-    return rotation(way, size, direction, travels, pattern)
+    return rotation(way.facing(travels), size, direction, travels, pattern)
 
 
 def axes(ranks: int, own: Own) -> Axes:

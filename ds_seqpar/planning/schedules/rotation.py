@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..actions import Compute, Gather, Key, Move, ReduceScatter, Step, Steps
-from ..plan import Pattern, StepsOf
+from ..plan import Counted, Pattern, received
 
 # (what travels, direction) -> the accumulator that travels with it, one hop behind
 FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}
@@ -24,38 +26,49 @@ class Round:
     gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()
     reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()
 
+    def facing(self, travels: str) -> Round:
+        """The way for what travels, of k/v's: queries go it backwards. Under windows and causal documents those who
+        read k/v are on the next ranks, and what queries read is on the ranks before."""
+        return self if travels == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
 
-def rotation(way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> StepsOf:
+
+def rotation(way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> Counted:
     """The steps of any rank. steps: how many ranks a unit visits, its own included.
 
     A unit stops at the last rank that needs it. What was computed at home stays at home; the results of visits follow
     the unit one hop behind, and the last visited rank sends them home. Gathers come before the first step, reduces
     after everything is home.
     """
-    return _Rotation(way, steps, direction, travels, pattern).of
+    return _Rotation(way, steps, direction, travels, pattern)
 
 
-class _Rotation:
+class _Rotation(Counted):
     def __init__(self, way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> None:
         self.way, self.travels, self.direction = way, travels, direction
         self.side = 1 if travels == "kv" else 0
         self.follower = FOLLOWER[travels, direction]
         keys = [way.keys(rank) for rank in range(way.size)]
         self.moving, self.staying = [k[self.side] for k in keys], [k[1 - self.side] for k in keys]
-        self.visits = [[t for t in range(steps) if self.wanted(unit, t, pattern)] for unit in range(way.size)]
-        self.last = [visits[-1] if visits else 0 for visits in self.visits]
-        self.first = [next((t for t in visits if t > 0), steps) for visits in self.visits]
+        seen = [functools.reduce(operator.or_, [pattern.rows[i] for i in q], 0) for q, _ in keys]
+        held = [sum([1 << j for j in kv]) for _, kv in keys]
+        # k/v blocks that a unit's keys are, or that its queries see, and the same of what stays on a rank: they meet
+        # where the two have a block in common
+        self.brings, self.wants = (held, seen) if self.side else (seen, held)
+        # of each unit the last step in which it meets something, and the first after that at home
+        self.last = [next(self.visits(unit, range(steps - 1, 0, -1)), 0) for unit in range(way.size)]
+        self.first = [next(self.visits(unit, range(1, last + 1)), steps) for unit, last in enumerate(self.last)]
         self.steps = max(self.last) + 1
+
+    def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
+        """Those of some steps in which it meets something where it is."""
+        brings, wants, there = self.brings[unit], self.wants, self.way.there
+        return (t for t in steps if brings & wants[there(unit, t)])
 
     def product(self, unit: int, rank: int) -> Compute:
         moving, staying = self.moving[unit], self.staying[rank]
         return Compute(rank=rank, q=staying if self.side else moving, kv=moving if self.side else staying)
 
-    def wanted(self, unit: int, t: int, pattern: Pattern) -> bool:
-        moving, staying = self.moving[unit], self.staying[self.way.there(unit, t)]
-        return pattern.any(staying, moving) if self.side else pattern.any(moving, staying)
-
-    def of(self, rank: int) -> Steps:
+    def __call__(self, rank: int) -> Steps:
         steps = [self.step(rank, t) for t in range(self.steps)]
         if gathers := self.way.gathers(rank):
             steps[0] = dataclasses.replace(steps[0], gathers=gathers)
@@ -70,7 +83,7 @@ class _Rotation:
         results = [self.result(u, t) for u in {unit, coming, rank} if self.first[u] <= t <= self.last[u]]
         return Step(
             moves=_of(rank, leaving),
-            computes=(self.product(unit, rank),) if t in self.visits[unit] else (),
+            computes=(self.product(unit, rank),) if self.brings[unit] & self.wants[rank] else (),
             results=_of(rank, results) if self.follower else (),
         )
 
@@ -81,6 +94,25 @@ class _Rotation:
     def result(self, unit: int, t: int) -> Move:
         home = unit if t == self.last[unit] else self.way.there(unit, t + 1)
         return Move(src=self.way.there(unit, t), dst=home, kind=self.follower or "", key=self.moving[unit])
+
+    def collected(self, rank: int, units: Mapping[str, float]) -> float:
+        """What a rank receives by collectives."""
+        gathers, reduces = self.way.gathers(rank), self.way.reduces(rank)
+        return received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
+
+    def received(self, units: Mapping[str, float]) -> list[float]:
+        """Of a unit: itself at every hop; its results at each after the first visit, and once at home."""
+        size, there, operand = self.way.size, self.way.there, units[self.travels]
+        follower = units[self.follower] if self.follower else 0
+        found = [self.collected(rank, units) for rank in range(size)]
+        for unit, (first, last) in enumerate(zip(self.first, self.last, strict=True)):
+            blocks = len(self.moving[unit])
+            alone, both = operand * blocks, (operand + follower) * blocks
+            for t in range(1, last + 1):
+                found[there(unit, t)] += alone if t <= first else both
+            if last:
+                found[unit] += follower * blocks
+        return found
 
 
 def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
