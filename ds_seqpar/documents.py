@@ -17,8 +17,8 @@ from .errors import InputError
 Lengths = tuple[int, ...]  # of all documents of a batch, in order; none goes on in the next row
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 NUMBERED = ("seq_idx", "document_ids")
-# what only says again how long the longest is
-IMPLIED = ("max_length_q", "max_length_k", "max_seqlen")
+# what says again how long they are; alone it is not enough
+IMPLIED = ("max_length_q", "max_length_k", "max_seqlen", "seq_lengths")
 
 
 def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | None:
@@ -37,6 +37,11 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
         for name in names:
             if batch.get(name) is not None:
                 found[name] = read(name, batch[name], rows, seq)
+    if not found and (alone := [name for name in IMPLIED if batch.get(name) is not None]):
+        raise InputError(
+            f"documents must be said by position_ids that begin again with each, or by {CUMULATIVE[0]}; got {alone[0]} "
+            "alone, give one of these too"
+        )
     whole = (seq,) * rows
     first, *others = found or {"": whole}
     for name in others:

@@ -397,6 +397,10 @@ REFUSED = {
         given(**CU, cu_seq_lens_q=numbers(0, 20, 51, 102), cu_seq_lens_k=numbers(0, 21, 51, 102)),
         everywhere("InputError", "in cu_seq_lens_q", "in cu_seq_lens_k"),
     ),
+    "lengths alone": (
+        given(**CU, seq_lengths=[[20, 1, 30], [7, 9, 35]]),
+        everywhere("InputError", "documents must be said by position_ids", "got seq_lengths alone"),
+    ),
     "a document across the end of a row": (
         given(**CU, cu_seqlens=numbers(0, 20, 60, 102)),
         everywhere("InputError", "documents must end where their row does", "across token 51"),
