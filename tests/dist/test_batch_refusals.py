@@ -147,7 +147,7 @@ ONE_GROUP = {
     ),
     # transformers, accelerate: cumulative lengths of another micro-batch, used after an evaluation step
     "lengths of another batch": (
-        lambda sp, rank: sp.shard_batch(batch(position_ids=RESET, cu_seq_lens_q=torch.tensor([0, 5, 32]))),
+        lambda sp, rank: sp.shard_batch(batch(position_ids=RESET, cu_seq_lens_q=torch.tensor([0, 5, 16, 32]))),
         everywhere("InputError", "documents must be the same", "4 in position_ids", "3 others in cu_seq_lens_q"),
     ),
     "documents on one rank": (

@@ -63,6 +63,7 @@ def compiled_for_many(count):
     return max(errors)
 
 
+@pytest.mark.whole
 def test_a_compiled_model_takes_pack_after_pack():
     assert max(on_ranks(2, compiled_for_many, 5, timeout=300)) < 1e-5
 
@@ -96,7 +97,7 @@ WORDS = [
     "give the model what sp.shard_batches returns",
     "tokens that the placement gives this rank",
     "placement must be a Placement",
-    "global position_ids",
+    "position_ids of the tokens that its placement gives this rank",
     "",
 ]
 
