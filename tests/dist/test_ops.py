@@ -62,12 +62,15 @@ def compiled(settings, heads, backend):
     return max(errors), sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    ("settings", "heads"),
-    [({}, (4, 2)), ({"ulysses": 2}, (4, 2)), ({"ulysses": 2}, (9, 3))],
-    ids=["ring", "ulysses", "uneven heads"],
-)
+WAYS = {"ring": ({}, (4, 2)), "ulysses": ({"ulysses": 2}, (4, 2)), "uneven heads": ({"ulysses": 2}, (9, 3))}
+COMPILED = [
+    pytest.param(*way, backend, id=f"{name}-{backend}", marks=[pytest.mark.whole] * (backend != few))
+    for (name, way), few in zip(WAYS.items(), ("aot_eager", "aot_eager", "inductor"), strict=True)
+    for backend in ("aot_eager", "inductor")
+]
+
+
+@pytest.mark.parametrize(("settings", "heads", "backend"), COMPILED)
 def test_compiled_attention_is_one_graph(settings, heads, backend):
     for error, breaks in on_ranks(2, compiled, settings, heads, backend, timeout=300):
         assert error < 1e-10

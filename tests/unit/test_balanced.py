@@ -37,7 +37,7 @@ def _documents_on(runs, starts):
 
 
 @given(LENGTHS, st.integers(1, 16))
-@settings(max_examples=300)
+@settings(max_examples=100)
 @example([1], 16)
 @example([7], 16)
 @example([1] * 15, 16)
