@@ -97,10 +97,10 @@ class Sharding:
         if (group := self.groups.sp) is None:
             parts[0].copy_(local)
         else:
-            padded = local.new_zeros(longest, *local.shape[1:])  # all gather as many
-            padded[: len(local)] = local
+            if len(local) < longest:  # all gather as many
+                local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
             with failing("gather", group):
-                dist.all_gather(list(parts.unbind()), padded, group=group)
+                dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
         whole = local.new_empty(seq, *local.shape[1:])
         for part, order in zip(parts, orders, strict=True):
             whole[order.to(whole.device)] = part[: len(order)]
