@@ -48,6 +48,11 @@ class SequenceParallelConfig:
         (every A-th token; Striped Attention, section 3), "contiguous", or "balanced": zigzag where a sequence is one
         document, and packed documents as `planning.balance` deals them. "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
+    head_stages: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
+        part (Untied Ulysses). At most the key/value heads. "auto" is the fewest with which they take no more than q, k,
+        v and out do, or as near to that as stages that send no more bytes can come.
+    keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
+        all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
@@ -61,6 +66,8 @@ class SequenceParallelConfig:
     placement: Sequence[str] | str = "auto"
     travel_dtype: str = "fp32"
     kernel: str = "auto"
+    head_stages: Count = 1
+    keep_attention: bool = True
     own: tuple[tuple[str, Value], ...] = ()
 
     def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
@@ -76,12 +83,13 @@ class SequenceParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        for field in ("size", "ulysses"):
+        for field in ("size", "ulysses", "head_stages"):
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
-        if not isinstance(self.overlap, bool):
-            raise ConfigError(f"{SECTION}.overlap must be true or false; got {self.overlap!r}")
+        for field in ("overlap", "keep_attention"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
         if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):
             if not all(isinstance(name, str) for name in self.placement):
                 raise ConfigError(f"{SECTION}.placement must be a list of names of axes; got {self.placement!r}")
@@ -160,7 +168,7 @@ class SequenceParallelConfig:
                 f"use one of {divisors(self.size)}"
             )
         if heads:
-            check_heads(ulysses, *heads, size=self.size)
+            check_heads(ulysses, *heads, size=self.size, stages=self.head_stages)
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
@@ -248,12 +256,18 @@ def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
     return [u for u in divisors(size) if dealing.equally(q_heads, kv_heads, u)]
 
 
-def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int) -> None:
-    """Raises ConfigError where these heads cannot be dealt to so many Ulysses members."""
+def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages: Count = 1) -> None:
+    """Raises ConfigError where these heads cannot be dealt to so many Ulysses members, in so many stages."""
     if kv_heads < 1 or q_heads % kv_heads:
         raise ConfigError(f"query heads must be a multiple of key/value heads; got {q_heads} and {kv_heads}")
     if ulysses > q_heads:
         raise ConfigError(
             f"{SECTION}.ulysses must be at most the number of query heads, so that every member has one; got ulysses "
             f"{ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal_ulysses(size, q_heads)}"
+        )
+    most = dealing.most_stages(q_heads, kv_heads, ulysses)
+    if stages != "auto" and stages > most:
+        raise ConfigError(
+            f"{SECTION}.head_stages must leave every stage a key/value head, and a query head for each of {ulysses} "
+            f"Ulysses members; got {stages} for {q_heads} query and {kv_heads} key/value heads, use at most {most}"
         )

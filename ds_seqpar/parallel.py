@@ -15,7 +15,7 @@ from .errors import ConfigError, SeqParError, as_error
 from .losses import mean_of
 from .planning.masks import Mask
 from .planning.shards import UnevenShards
-from .running import devices, groups, inputs, ops, runtime
+from .running import devices, groups, inputs, keeping, ops, runtime, stages
 from .running.agreement import agree
 from .running.comm import TorchComm, failing
 from .running.kernels import Scores
@@ -122,12 +122,10 @@ class SequenceParallel(Sharding):
         if torch.compiler.is_compiling() and inputs.traceable(q, k, v, asked):
             handles = meant.handle, ops.handle_of_shards(shards)
             after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too, softcap, sinks)
-        else:
+        elif not keeping.is_known():
             inputs.agree_on_inputs(self.runtime, q, k, v, asked)
         out, lse = self._attention((q, k, v), asked, after)
-        if not lse_too:
-            return out
-        return out, ops.Constant.apply(ops.gather_lse(self.runtime, lse, (q, k, v), shards))
+        return out if lse is None else (out, ops.Constant.apply(lse))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
@@ -137,10 +135,10 @@ class SequenceParallel(Sharding):
 
     def _attention(
         self, tensors: tuple[Tensor, Tensor, Tensor], asked: inputs.Asked, after: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         scores = Scores(scale, float(asked.softcap or 0.0))
-        return ops.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after)
+        return stages.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
 
     def shard_batches(
         self,

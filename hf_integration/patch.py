@@ -8,11 +8,9 @@ and tells the attention, through the keyword arguments that flow to every layer.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.config import check_heads
@@ -31,40 +27,27 @@ from ds_seqpar.planning.masks import Mask
 from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
 
-from . import sharded
+from . import checkpointing, sharded
+from .attention_name import NAME, local_attention, local_mask, own_config, use
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, windows
 
-NAME = "ds_seqpar"
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
-EAGER = "eager_attention_forward"
 # in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
 NO_MASK = torch.empty(1, 1, 0, 0)
-
-
-class _Name(str):
-    """The name of our attention, in a model's config: with that of the attention it had, which local forwards use."""
-
-    before: str
-
-    def __new__(cls, before: str) -> _Name:
-        name = super().__new__(cls, NAME)
-        name.before = before
-        return name
-
-    def __reduce__(self) -> tuple:
-        return _Name, (self.before,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Patch:
     """What a base model carries. before: the attention it had. agreement: how its ranks agree on a forward. experts:
-    where its loss has a part for their balance. whole: its forwards are local for a while."""
+    where its loss has a part for their balance. layers: that can be
+    checkpointed. whole: its forwards are local for a while."""
 
     sp: SequenceParallel
     before: str
     hooks: tuple[RemovableHandle, ...]
     agreement: sharded.Agreement
+    layers: tuple[Any, ...]
     experts: Experts | None = None
     whole: bool = False
 
@@ -82,10 +65,10 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     if patched_with(inner) is sp:
         return model
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
-    _own_config(inner)
+    AttentionMaskInterface.register(NAME, local_mask)
+    own_config(inner)
     before = inner.config._attn_implementation
-    _use(inner, before)
+    use(inner, before)
     for module, window in zip(attentions(inner), windows(inner), strict=True):
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
@@ -96,7 +79,12 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         hooks.append(inner.register_forward_hook(_after_head, with_kwargs=True))
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(
-        sp=sp, before=before, hooks=tuple(hooks), agreement=agreement, experts=experts
+        sp=sp,
+        before=before,
+        hooks=tuple(hooks),
+        agreement=agreement,
+        layers=checkpointing.layers_of(inner.base_model),
+        experts=experts,
     )
     return model
 
@@ -110,7 +98,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
         return
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
-    check_heads(sp.config.ulysses, *heads(inner), size=sp.size)
+    check_heads(sp.config.ulysses, *heads(inner), size=sp.size, stages=sp.config.head_stages)
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -125,6 +113,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         delattr(module, SP)
         delattr(module, MASK)
     inner.set_attn_implementation(patch.before)
+    checkpointing.forget(patch.layers)
     if patch.experts is not None:
         patch.sp.keeps_masks = False
     del inner.base_model._sequence_parallel_patch
@@ -158,7 +147,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
     finally:
         if (now := _patch_of(inner)) is not None:  # not unpatched meanwhile
             base._sequence_parallel_patch = dataclasses.replace(now, whole=False)
-            _use(inner, patch.before)
+            use(inner, patch.before)
 
 
 def _patch_of(model: nn.Module) -> _Patch | None:
@@ -176,19 +165,6 @@ def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
     """Calls function(names of the forward's arguments, module, args, kwargs) before each forward."""
     names = tuple(inspect.signature(module.forward).parameters)
     return module.register_forward_pre_hook(functools.partial(function, names), with_kwargs=True)
-
-
-def _own_config(model: PreTrainedModel) -> None:
-    """Models made from one config object share it, and it names the attention: the patched one needs its own."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            vars(module)["config"] = own
-
-
-def _use(model: PreTrainedModel, before: str) -> None:
-    model.set_attn_implementation(NAME)
-    model.config._attn_implementation = _Name(before)
 
 
 def _attention(
@@ -211,7 +187,9 @@ def _attention(
     if sequence_parallel is False:
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: value for name, value in given.items() if value is not None}
-        return _unpatched(module)(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return local_attention(module)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
     mask = getattr(module, MASK)
@@ -233,19 +211,6 @@ def _placed(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked,
         return torch.compiler.disable(_placed)(sp, q, k, v, asked, placement)
     mask = placement.masked(asked.mask.window)
     return sp.attention_agreed(q, k, v, dataclasses.replace(asked, mask=mask, shards=placement.shards))
-
-
-def _unpatched(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that the model had. "eager" is a function of each model's own file."""
-    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation.before, eager)
-
-
-def _mask(*, config: Any, **kwargs: Any) -> Tensor | None:
-    """Without a registered mask function transformers drops padding masks and windows in silence. A sharded forward
-    makes no mask (`NO_MASK`); a local one gets that of the attention the model had."""
-    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation.before](config=config, **kwargs)
 
 
 def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -293,5 +258,6 @@ def _before_base(
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
+    checkpointing.keep_attention(patch.layers, patch.sp)
     placement = given.pop("placement", None)
     return (), {**given, "sequence_parallel": True if placement is None else placement}

@@ -7,6 +7,37 @@ query heads of one to its members. Runs differ by one at most, the longer ones f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class Stage(NamedTuple):
+    """Heads that are attended to together."""
+
+    q: slice
+    kv: slice
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.q.stop - self.q.start, self.kv.stop - self.kv.start
+
+
+def stages(q_heads: int, kv_heads: int, count: int) -> tuple[Stage, ...]:
+    """So many stages, at most kv_heads: neighbouring key/value heads with the query heads that read them."""
+    group, runs = q_heads // kv_heads, [_run(kv_heads, count, index) for index in range(count)]
+    return tuple(Stage(slice(kv.start * group, kv.stop * group), kv) for kv in runs)
+
+
+def most_stages(q_heads: int, kv_heads: int, members: int) -> int:
+    """In how many stages every member still has a query head in each."""
+    group = q_heads // kv_heads
+    return max(n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= members)
+
+
+def free_stages(q_heads: int, kv_heads: int, members: int) -> list[int]:
+    """The numbers of equal stages that send no more bytes than one does, in order."""
+    found = range(1, most_stages(q_heads, kv_heads, members) + 1)
+    return [n for n in found if n == 1 or (kv_heads % n == 0 and kv_heads // n % members == 0)]
+
 
 def heads_of(q_heads: int, kv_heads: int, members: int, member: int) -> tuple[slice, slice]:
     """The query heads and the key/value heads of one of at most `q_heads` members. q_heads: a multiple of kv_heads."""

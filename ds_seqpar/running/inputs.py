@@ -232,7 +232,7 @@ def check_shares(
     key = q.shape, k.shape, q.dtype, q.device.type, mask, shards, softcap
     if runtime.checked == key:
         return
-    check_heads(members, q.shape[2], k.shape[2], size=config.size)
+    check_heads(members, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
     elif runtime.member is not None:

@@ -22,7 +22,7 @@ from .inputs import Asked, agree_on_inputs
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
-from .work import wide
+from .work import rowsum, wide
 
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
@@ -36,9 +36,9 @@ def attention(
     handle, members = runtime.handle, runtime.config.ulysses
     handles = handle, mask.handle, handle_of_shards(shards)
     if members == 1:
-        return _attention(*tensors, sinks, *handles, *scores, after)
-    (q, k, v), counts = tensors, _counts(runtime, tensors, shards)
-    heads, place = q.shape[2], _place(runtime, k)
+        return attend(*tensors, sinks, *handles, *scores, after)
+    (q, k, v), counts = tensors, counts_of(runtime, tensors, shards)
+    heads, place = q.shape[2], place_of(runtime, k)
     if counts[0] == counts[1]:
         q, k, v = _inward([q, k, v], counts[0], place, handle, after)
     else:  # queries and keys are shared otherwise
@@ -46,7 +46,7 @@ def attention(
         k, v = _inward([k, v], counts[1], place, handle, after)
     if sinks is not None:
         sinks = sinks[ulysses.heads_of(heads, *place)[0]]
-    out, lse = _attention(q, k, v, sinks, *handles, *scores, None)
+    out, lse = attend(q, k, v, sinks, *handles, *scores, None)
     return gather_heads(ulysses.join_out([out]), [heads], counts[0], place, handle, "out_heads")[0], lse
 
 
@@ -55,7 +55,7 @@ def _inward(tensors: list[Tensor], counts: list[int], place: Place, handle: int,
     return ulysses.split_in(arrived, ulysses.own_heads(tensors, *place))
 
 
-def _place(runtime: Runtime, k: Tensor) -> Place:
+def place_of(runtime: Runtime, k: Tensor) -> Place:
     assert runtime.member is not None  # None is for virtual ranks
     return k.shape[2], runtime.config.ulysses, runtime.member
 
@@ -65,7 +65,7 @@ def handle_of_shards(shards: UnevenShards | None) -> int:
     return CONFIGURED if shards is None else shards.handle
 
 
-def _counts(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[list[int]]:
+def counts_of(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[list[int]]:
     """The tokens of every Ulysses member, of q and of k/v."""
     members = runtime.config.ulysses
     if shards is None:
@@ -78,7 +78,7 @@ def gather_lse(runtime: Runtime, lse: Tensor, tensors: Tensors, shards: UnevenSh
     if runtime.config.ulysses == 1:
         return lse
     (q, k, _), joined = tensors, ulysses.join_out([lse.unsqueeze(-1)])
-    counts, place = _counts(runtime, tensors, shards)[0], _place(runtime, k)
+    counts, place = counts_of(runtime, tensors, shards)[0], place_of(runtime, k)
     return gather_heads(joined, [q.shape[2]], counts, place, runtime.handle, "lse_heads")[0].squeeze(-1)
 
 
@@ -132,7 +132,7 @@ def _finish(walk: Walk, device: torch.device) -> Tensors:
 
 
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
-def _attention(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
     scale: float, softcap: float, after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -144,7 +144,7 @@ def _attention(
     return out, lse
 
 
-@_attention.register_fake
+@attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
     scale: float, softcap: float, after: Tensor | None,
@@ -160,15 +160,15 @@ def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
 
 def _differentiate_attention(ctx: Context, do: Tensor, _: Tensor) -> tuple:
     q, k, v, out, lse, sinks = ctx.saved_tensors
-    grads = _attention_backward(do, q, k, v, out, lse, *ctx.handles, *ctx.scores)
-    return *grads, None if sinks is None else sink.gradient(do, out, lse, sinks), *[None] * 6
+    grads = attend_backward(do, q, k, v, out, lse, *ctx.handles, *ctx.scores)
+    return *grads, None if sinks is None else sink.gradient(rowsum(do, out, lse.dtype), lse, sinks), *[None] * 6
 
 
-_attention.register_autograd(_differentiate_attention, setup_context=_save_attention)
+attend.register_autograd(_differentiate_attention, setup_context=_save_attention)
 
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
-def _attention_backward(
+def attend_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -187,7 +187,7 @@ def _attention_backward(
     return dq, dk, dv
 
 
-@_attention_backward.register_fake
+@attend_backward.register_fake
 def _(
     do: Tensor,
     q: Tensor,
@@ -211,7 +211,7 @@ def _refuse_second_derivative(ctx: Context, *grads: Tensor) -> tuple:
     )
 
 
-_attention_backward.register_autograd(_refuse_second_derivative)
+attend_backward.register_autograd(_refuse_second_derivative)
 
 
 class Constant(torch.autograd.Function):

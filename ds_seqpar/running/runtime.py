@@ -7,8 +7,10 @@ from torch import Tensor
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
 from ..handles import handle_of
+from ..planning import heads as dealing
 from ..planning.compile import Bound, Compiler, Recipe
 from ..planning.masks import Mask
+from ..planning.memory import peak
 from ..planning.schedules import schedule
 from ..planning.shape import Shape
 from ..planning.shards import EvenShards, Shards
@@ -22,13 +24,14 @@ from .work import Backward, Forward
 
 class Runtime:
     """Settings, this rank's place and its transport. rank: the inner rank; member: its place among the Ulysses members,
-    None where one process is all of them. checked: what was found fit last."""
+    None where one process is all of them. checked, staged: what was found fit, and staged, last."""
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int | None = None
     ) -> None:
         self.member = member
         self.checked: object = None
+        self.staged: tuple[tuple, int] | None = None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(recipe_of(config, topology), rank)
         self.size = self.compiler.recipe.size
@@ -56,6 +59,26 @@ class Runtime:
         kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads, softcap))
         shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
         return self.compiler.bound(direction, mask, shards, shape, kernel.square), kernel
+
+    def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
+        """Of heads, given a rank's own q and k: as few that attention takes no more than its q, k, v and out, in the
+        program of the first inner rank, which all know."""
+        key = q.shape, k.shape, q.dtype, mask, shards
+        if self.staged is None or self.staged[0] != key:
+            self.staged = key, self._fewest_stages(q, k, mask, shards)
+        return self.staged[1]
+
+    def _fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
+        members, dtype = self.config.ulysses, str(q.dtype).removeprefix("torch.")
+        compiler, free = Compiler(self.compiler.recipe, 0), dealing.free_stages(q.shape[2], k.shape[2], members)
+        for count in free:
+            heads = (*dealing.most(q.shape[2] // count, k.shape[2] // count, members), q.shape[3])
+            shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
+            taken = max(peak(compiler.bound(way, mask, shards, shape, False)) for way in ("forward", "backward"))
+            whole = 2 * sum(heads[:2]) * count * q.shape[3] * q.shape[0] * q.element_size()
+            if taken <= whole * shards.tokens("q", (0,)):
+                return count
+        return free[-1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scores: Scores) -> Walk:
         """A walk that ends with (out as q, lse (B, n, Hq))."""

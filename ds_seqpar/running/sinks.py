@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .work import rowsum
-
 
 def merge_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """In place. out (B, S, H, D) in any dtype, lse (B, S, H) wide, sinks (H,). A row that saw no key stays 0."""
@@ -19,8 +17,8 @@ def merge_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, sinks))
 
 
-def gradient(do: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient (H,) of the sinks, of these rows, given what `merge_` left: their weight exp(sink - lse) times
-    (0 - delta), as that of any key of value 0."""
+    (0 - delta), as that of any key of value 0. delta (B, S, H): rowsum(do * out)."""
     weights = torch.exp(sinks.to(lse.dtype) - lse)
-    return -(weights * rowsum(do, out, lse.dtype)).sum((0, 1)).to(sinks.dtype)
+    return -(weights * delta).sum((0, 1)).to(sinks.dtype)

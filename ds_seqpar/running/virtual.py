@@ -25,6 +25,7 @@ from .comm import Message, Sizes
 from .kernels import Scores
 from .runtime import Runtime
 from .walk import Walk
+from .work import rowsum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +76,8 @@ class _VirtualComm:
     def _together(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor]
     ) -> _Waiting:
-        peers = self.order(ranks)
         sends, receives = (
-            [Message(peer, kind, 0, tensor, -1) for peer, tensor in zip(peers, tensors, strict=True)]
+            [Message(peer, kind, 0, tensor, -1) for peer, tensor in zip(self.order(ranks), tensors, strict=True)]
             for tensors in (sent, received)
         )
         handle = self.post(sends, receives)
@@ -218,7 +218,7 @@ class _Ranks:
         total = torch.zeros_like(self.sinks)
         for rank, (do, out, lse) in enumerate(results):
             own = self.own_heads(rank, len(total))
-            total[own] += sink.gradient(do, out, lse, self.sinks[own])
+            total[own] += sink.gradient(rowsum(do, out, lse.dtype), lse, self.sinks[own])
         return total
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -64,31 +64,33 @@ class Backward:
 
     A query block that travels brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1); the
     kernels want out, so one is made again from it for whatever has travelled or was gathered. For the caller's own
-    tensors the true one is used.
+    tensors the true one is used, unless they come with delta (B, n, H) in its place.
     """
 
     def __init__(
         self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
-        self.q, self.kv, self.do, self.out, self.lse = q, (k, v), do, out, lse
-        self.outs: dict[int, Tensor] = {}
+        self.q, self.kv, self.do, self.lse = q, (k, v), do, lse
+        self.outs: dict[int, Tensor] = {OWN: out} if out.dim() == q.dim() else {}
+        self.delta = None if self.outs else out
 
     def own(self, kind: str, travels: bool = False) -> Tensors:
         if kind == "kv":
             return self.kv
-        delta = (rowsum(self.do, self.out, self.lse.dtype),) if travels else ()
-        return self.q, self.do, self.lse, *delta
+        delta = self.delta
+        if travels and delta is None:
+            delta = rowsum(self.do, self.outs[OWN], self.lse.dtype)
+        return self.q, self.do, self.lse, *(() if delta is None else (delta,))
 
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
         return Sum(make)
 
     def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
-        if q_slot != OWN and q_slot not in self.outs:
+        if q_slot not in self.outs:
             self.outs[q_slot] = project(q[1], q[3])
-        out = self.out if q_slot == OWN else self.outs[q_slot]
         dq, dkv = results
-        backward(self.kernel, q[1], q[0], kv[0], kv[1], out, q[2], tiles, self.scale, dq, dkv)
+        backward(self.kernel, q[1], q[0], kv[0], kv[1], self.outs[q_slot], q[2], tiles, self.scale, dq, dkv)
 
     def forget(self, slot: int) -> None:
         self.outs.pop(slot, None)

@@ -1,0 +1,89 @@
+"""Checkpointing that keeps what attention gave, so that its forward, and all that it sends, run once a step
+(DistFlashAttn, section 3.3).
+
+A checkpoint runs a function, lets go of all that it made, and runs it again once gradients are asked for. Attention in
+a function that is `keeping` leaves its results where the second run finds them. It is told by nothing else than the
+order of calls: any kind of checkpoint will do, and operations around attention may differ between the two runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+
+from .buffers import Tensors
+
+Result = TypeVar("Result")
+
+
+class Kept:
+    """What one checkpointed call keeps: the results of its attentions, in their order. runs: how often it was run."""
+
+    def __init__(self) -> None:
+        self.results: deque[Tensors] = deque()
+        self.runs = 0
+
+    @property
+    def again(self) -> bool:
+        """Whether this is a later run, of which the next result is known."""
+        return self.runs > 1 and bool(self.results)
+
+
+_now: ContextVar[Kept | None] = ContextVar("ds_seqpar_kept", default=None)
+
+
+def keeping(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function, for one call of a checkpoint: `checkpoint(keeping(layer), x)`. What its first run keeps is given up
+    by the second; a third, where a graph is retained, computes again."""
+    kept = Kept()
+
+    @functools.wraps(function, updated=())
+    def run(*args: object, **kwargs: object) -> Result:
+        kept.runs += 1
+        if kept.runs > 2:
+            kept.results.clear()  # of a second run that ended early
+        token = _now.set(kept)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _now.reset(token)
+
+    return run
+
+
+def is_kept() -> bool:
+    """Whether what attention gives now is kept, or was."""
+    return _now.get() is not None
+
+
+def is_known() -> bool:
+    """Whether the next result was kept: nothing is computed or sent for it."""
+    kept = _now.get()
+    return kept is not None and kept.again
+
+
+def once(compute: Callable[[], Tensors]) -> Tensors:
+    """What `compute` gives, or gave in the first run."""
+    kept = _now.get()
+    if kept is None:
+        return compute()
+    if kept.again:
+        return kept.results.popleft()
+    found = compute()
+    if kept.runs == 1:
+        kept.results.append(tuple(x.detach() for x in found))  # the caller's become part of a graph
+    return found
+
+
+def checkpointing(
+    keep: bool, checkpoint: Callable[..., Result], function: Callable[..., Result], *args: object, **kwargs: object
+) -> Result:
+    """`checkpoint(function, *args, **kwargs)`, with `keeping` where `keep` says so. What is compiled is the compiler's
+    to keep."""
+    kept = keep and not torch.compiler.is_compiling()
+    return checkpoint(keeping(function) if kept else function, *args, **kwargs)
