@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from . import batches
 from .config import SequenceParallelConfig
@@ -139,6 +140,13 @@ class SequenceParallel(Sharding):
         scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         scores = Scores(scale, float(asked.softcap or 0.0))
         return stages.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+        """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in
+        the function: it is not computed again, and nothing is sent again for it (unless the settings say keep_attention
+        false). A patched model's `gradient_checkpointing_enable` does the same."""
+        keep = self.config.keep_attention
+        return keeping.checkpointing(keep, checkpoint, function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def shard_batches(
         self,

@@ -1,7 +1,6 @@
 """A patched LLaMA on 4 ranks computes what the unpatched one does, and can be given back as it was."""
 
 import copy
-import functools
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import LlamaForCausalLM
 
 import ds_seqpar
@@ -24,12 +22,9 @@ from tests.hf.llama import (
     array,
     gap,
     llama,
-    norm,
     one_process,
-    part,
     ragged,
     settings,
-    step,
     update,
     weights,
 )
@@ -398,83 +393,3 @@ def test_a_saved_model_knows_nothing_of_us(tmp_path):
     implementation, logits = json.loads(done.stdout.splitlines()[-1])
     assert implementation == "sdpa"
     np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6)
-
-
-CHECKPOINTING = {
-    "none": None,
-    "plain": {"use_reentrant": False},
-    "reentrant": {"use_reentrant": True},
-    "selective": "selective",
-}
-
-
-def enable(model, how):
-    if how == "selective":
-        saved = [torch.ops.ds_seqpar.attention.default]
-        context = functools.partial(create_selective_checkpoint_contexts, saved)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
-    elif how is not None:
-        model.gradient_checkpointing_enable(how)
-
-
-def count_forwards(sp):
-    """A list that grows with every attention forward on this rank."""
-    calls, forward = [], sp.runtime.forward
-
-    def counted(*args):
-        calls.append(None)
-        return forward(*args)
-
-    sp.runtime.forward = counted
-    return calls
-
-
-def checkpointed(section):
-    """For each way to checkpoint: gradients of 3 layers, and how often attention ran forward."""
-    sp, found = parallel(section), {}
-    calls = count_forwards(sp)
-    for name, how in CHECKPOINTING.items():
-        calls.clear()
-        model = llama(num_hidden_layers=3)
-        patch_attention(model, sp)
-        enable(model, how)
-        model.train()
-        model(**sp.shard_batches(ragged(section, 1, 1))[0]).loss.backward()
-        found[name] = {n: array(p.grad) for n, p in model.named_parameters()}, len(calls)
-    return found
-
-
-@pytest.mark.parametrize("mode", [pytest.param("r4", marks=pytest.mark.whole), "u2r2"])
-def test_selective_checkpointing_does_not_run_attention_again(mode):
-    """DistFlashAttn, section 3.3: 3 attention forwards for 3 layers, not 6; gradients to the last bit."""
-    for found in on_ranks(WORLD, checkpointed, MODES[mode]):
-        gradients, forwards = found["none"]
-        assert forwards == 3
-        assert norm(gradients) > 0
-        for name, again in (("plain", 6), ("reentrant", 6), ("selective", 3)):
-            assert found[name][1] == again
-            assert gap(found[name][0], gradients) == 0
-
-
-def checkpointed_engines(stage):
-    """The same under an engine: one optimiser step of two micro-steps each."""
-    found = {}
-    for name, how in CHECKPOINTING.items():
-        model = llama()
-        enable(model, how)
-        engine, *_ = ds_seqpar.initialize(model=model, config=settings(MODES["u2r2"], stage, 2, 4))
-        sp = engine.sequence_parallel
-        calls = count_forwards(sp)
-        batches = sp.shard_batches([part(batch, 0, 1) for batch in ragged(MODES["u2r2"], 1, 2)])
-        found[name] = {**step(engine, batches), "forwards": len(calls)}
-    return found
-
-
-@pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.whole), "3"])
-def test_checkpointing_under_zero(stage):
-    gradients, loss = one_process(llama(), ragged(MODES["u2r2"], 1, 2))
-    for found in on_ranks(WORLD, checkpointed_engines, stage):
-        for name, forwards in (("none", 4), ("plain", 8), ("reentrant", 8), ("selective", 4)):
-            assert found[name]["forwards"] == forwards
-            assert gap(found[name]["gradients"], gradients) < 1e-5
-            assert found[name]["loss"] == pytest.approx(loss, rel=1e-5)

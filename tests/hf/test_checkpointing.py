@@ -1,0 +1,172 @@
+"""Gradient checkpointing: attention, and all that it sends, run once a layer and step; the gradients are the same."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import ds_seqpar
+from tests.dist.ranks import make, refusal
+from tests.hf.llama import MODES, array, gap, llama, norm, one_process, part, ragged, settings, step
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+WORLD, LAYERS, STEPS = 4, 2, 2
+CHECKPOINTING = {"none": None, "plain": {"use_reentrant": False}, "reentrant": {"use_reentrant": True}}
+SCHEDULES, DEGREES, STAGES = ("ring", "distflash", "attention2d", "wallfacer"), (1, 2, 4), ("2", "3")
+GRID = list(itertools.product(SCHEDULES, DEGREES, STAGES))
+COVER = [("ring", 2, "3"), ("attention2d", 1, "2")]
+
+
+def enable(model, how):
+    if how == "selective":
+        saved = [torch.ops.ds_seqpar.attention.default]
+        context = functools.partial(create_selective_checkpoint_contexts, saved)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    elif how is not None:
+        model.gradient_checkpointing_enable(how)
+
+
+def count_forwards(sp):
+    """A list that grows with every attention forward on this rank."""
+    calls, forward = [], sp.runtime.forward
+
+    def counted(*args):
+        calls.append(None)
+        return forward(*args)
+
+    sp.runtime.forward = counted
+    return calls
+
+
+def window(section):
+    """A micro-batch of whole sequences and one of packed documents, both with ragged labels."""
+    plain, packed = ragged(section, 1, STEPS, sequences=2)
+    seq = packed["input_ids"].shape[1]
+    positions = torch.cat([torch.arange(19), torch.arange(seq - 19)])
+    return [plain, {**packed, "position_ids": positions.expand(2, seq)}]
+
+
+def engines(cases):
+    """Of every case and way to checkpoint: what a step gave, how often attention ran, and what arrived, by kind."""
+    found = []
+    for schedule, degree, stage, more in cases:
+        section, ways = {"size": WORLD, "ulysses": degree, "schedule": schedule, **more}, {}
+        for name, how in CHECKPOINTING.items():
+            model = llama(num_key_value_heads=4)
+            enable(model, how)
+            engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, stage, STEPS, 2))
+            sp = engine.sequence_parallel
+            calls = count_forwards(sp)
+            sp.comm.received.clear()  # of the check of the loss
+            done = step(engine, sp.shard_batches(window(section)))
+            ways[name] = done, len(calls), dict(sp.comm.received)
+        found.append(ways)
+    return found
+
+
+def check(cases, stages=1):
+    for found in on_ranks(WORLD, engines, cases, timeout=500):
+        for case, ways in zip(cases, found, strict=True):
+            expected, forwards, arrived = ways["none"]
+            if stages > 1:  # without a checkpoint these keep nothing that they have sent
+                arrived["qkv"] //= 2
+            arrived.pop("delta_heads", None)
+            assert forwards == LAYERS * STEPS * stages
+            assert norm(expected["gradients"]) > 0
+            for name in ("plain", "reentrant"):
+                done, again, also = ways[name]
+                assert again == forwards, (case, name)
+                also.pop("delta_heads", None)  # in place of an inner out: a head_dim-th of what do_heads are
+                assert also == arrived, (case, name)
+                assert gap(done["gradients"], expected["gradients"]) < 1e-6, (case, name)
+                assert done["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [COVER, *(pytest.param([x for x in GRID if x[0] == name], marks=pytest.mark.whole, id=name) for name in SCHEDULES)],
+)
+def test_attention_runs_once_and_sends_once(cases):
+    check([(*case, {}) for case in cases])
+
+
+def test_stages_of_heads_run_once_too():
+    check([("ring", 2, "3", {"head_stages": 2})], stages=2)
+
+
+def ways(section):
+    """For each way to checkpoint: gradients of 3 layers, and how often attention ran forward."""
+    sp, found = make(**section), {}
+    calls = count_forwards(sp)
+    for name, how in {**CHECKPOINTING, "selective": "selective"}.items():
+        calls.clear()
+        model = llama(num_hidden_layers=3).patch_attention(sp)
+        enable(model, how)
+        model.train()
+        model(**sp.shard_batches(ragged(section, 1, 1))[0]).loss.backward()
+        found[name] = {n: array(p.grad) for n, p in model.named_parameters()}, len(calls)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["r4", "u2r2"])
+def test_what_is_kept_is_a_setting(mode):
+    """Gradients to the last bit where nothing else than attention's own out is read (delta is that of a rank's own out
+    where Ulysses is: another order of sums)."""
+    for keep, again in ((True, 3), (False, 6)):
+        for found in on_ranks(WORLD, ways, {**MODES[mode], "keep_attention": keep}):
+            gradients, forwards = found["none"]
+            assert forwards == 3
+            assert norm(gradients) > 0
+            for name, count in (("plain", again), ("reentrant", again), ("selective", 3)):
+                assert found[name][1] == count
+                assert gap(found[name][0], gradients) <= (0 if mode == "r4" or not keep else 1e-6)
+
+
+def whole_run():
+    """Under an engine and beside one process: one optimiser step of two micro-steps."""
+    expected, loss = one_process(llama(), ragged(MODES["u2r2"], 1, 2))
+    model = llama()
+    model.gradient_checkpointing_enable()
+    engine, *_ = ds_seqpar.initialize(model=model, config=settings(MODES["u2r2"], "3", 2, 4))
+    sp = engine.sequence_parallel
+    done = step(engine, sp.shard_batches([part(batch, 0, 1) for batch in ragged(MODES["u2r2"], 1, 2)]))
+    return gap(done["gradients"], expected), abs(done["loss"] - loss) / loss
+
+
+def test_a_checkpointed_engine_is_one_process():
+    for errors in on_ranks(WORLD, whole_run):
+        assert max(errors) < 1e-5
+
+
+def own_layers():
+    """`sp.checkpoint` around functions of one's own, with an lse, and twice through a retained graph."""
+    sp = make(size=2, ulysses=2)
+    torch.manual_seed(sp.rank)
+    q, k, v = (torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    calls, gradients = count_forwards(sp), []
+
+    def layer(q, k, v):
+        first, lse = sp.attention(2 * q, k, v, return_lse=True)
+        return sp.attention(first, k, v) + lse.unsqueeze(-1)
+
+    for reentrant in (None, False, True):
+        out = layer(q, k, v) if reentrant is None else sp.checkpoint(layer, q, k, v, use_reentrant=reentrant)
+        found, before = [], len(calls)
+        for _ in range(2):
+            q.grad = k.grad = v.grad = None
+            out.square().sum().backward(retain_graph=True)
+            found.append(torch.stack([q.grad, k.grad, v.grad]))
+        gradients.append((found, len(calls) - before))
+    errors = [float((x - gradients[0][0][0]).abs().max()) for found, _ in gradients for x in found]
+    return errors, [again for _, again in gradients], refusal(lambda: make(size=2, keep_attention="yes"))
+
+
+def test_functions_of_ones_own():
+    for errors, again, (kind, message) in on_ranks(2, own_layers):
+        assert max(errors) < 1e-12
+        assert again == [0, 2, 2]  # the second time through a retained graph, what was kept is gone
+        assert kind == "ConfigError"
+        assert "keep_attention must be true or false" in message
