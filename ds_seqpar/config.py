@@ -48,6 +48,9 @@ class SequenceParallelConfig:
         (every A-th token; Striped Attention, section 3), "contiguous", or "balanced": zigzag where a sequence is one
         document, and packed documents as `planning.balance` deals them. "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
+    mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens each MLP, and the
+        logits with the loss, are computed, so that neither stands whole in memory (ALST, section 3.1). 1: as the model
+        does. "auto" is chosen in each forward, by each rank for its own tokens (`hf_integration.tiling`).
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
@@ -61,6 +64,8 @@ class SequenceParallelConfig:
     placement: Sequence[str] | str = "auto"
     travel_dtype: str = "fp32"
     kernel: str = "auto"
+    mlp_tiles: Count = 1
+    loss_tiles: Count = 1
     own: tuple[tuple[str, Value], ...] = ()
 
     def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
@@ -76,7 +81,7 @@ class SequenceParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        for field in ("size", "ulysses"):
+        for field in ("size", "ulysses", "mlp_tiles", "loss_tiles"):
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
@@ -129,7 +134,7 @@ class SequenceParallelConfig:
         return cls.from_dict(section_of(read_deepspeed(config)))
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
-        """The same with every "auto" replaced.
+        """The same with every "auto" replaced, but for those of tiles, which each forward chooses.
 
         world_size: ranks of the job. heads: (query heads, key/value heads) of the model, where known.
         Raises ConfigError where size does not divide the world, ulysses not the size, or ulysses does not fit heads.

@@ -31,7 +31,7 @@ from ds_seqpar.planning.masks import Mask
 from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
 
-from . import sharded
+from . import sharded, tiling
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, windows
 
@@ -98,6 +98,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp, before=before, hooks=tuple(hooks), agreement=agreement, experts=experts
     )
+    tiling.tile(inner, sp.config)
     return model
 
 
@@ -111,6 +112,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
     check_heads(sp.config.ulysses, *heads(inner), size=sp.size)
+    tiling.check_tiles(inner, sp.config)
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -127,6 +129,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     inner.set_attn_implementation(patch.before)
     if patch.experts is not None:
         patch.sp.keeps_masks = False
+    tiling.untile(inner)
     del inner.base_model._sequence_parallel_patch
     return model
 
