@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def cuts(tokens: int, tiles: int) -> list[slice]:
     of no tokens."""
     tiles = max(1, min(tiles, tokens))
     ends = [tokens * i // tiles for i in range(tiles + 1)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 class _Run:
@@ -57,25 +58,23 @@ class _Run:
 
     def forward(self, x: Tensor) -> Tensor:
         out = None
-        with self.conditions.autocast():
-            for cut in self.cuts:
-                tile = self.compute(x[:, cut], cut)
-                if out is None:  # autocast may have chosen another dtype than x's
-                    out = tile.new_empty(x.shape)
-                out[:, cut] = tile
+        for cut in self.cuts:
+            tile = self.compute(x[:, cut], cut)
+            if out is None:  # autocast may have chosen another dtype than x's
+                out = tile.new_empty(x.shape)
+            out[:, cut] = tile
         assert out is not None  # there is always a tile
         return out
 
     def sum(self, x: Tensor) -> Tensor:
-        with self.conditions.autocast():
-            return torch.stack([self.compute(x[:, cut], cut) for cut in self.cuts]).sum()
+        return torch.stack([self.compute(x[:, cut], cut) for cut in self.cuts]).sum()
 
     def backward(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor]) -> tuple[Tensor | None, ...]:
         """The gradients of x (None where it wants none) and of the parameters. grad: of a tile's result."""
         dx, sums = torch.empty_like(x) if wants_x else None, _Sums(self.parameters)
-        with self.conditions.again():
+        with self.conditions.again(), _without_hooks(self.parameters):
             for cut in self.cuts:
-                with torch.enable_grad(), self.conditions.autocast():
+                with torch.enable_grad():
                     tile = x[:, cut].detach().requires_grad_(wants_x)
                     out = self.compute(tile, cut)
                 asked = [*([tile] if wants_x else []), *self.parameters]
@@ -85,6 +84,20 @@ class _Run:
                     dx[:, cut] = 0 if of_tile is None else of_tile
                 sums.add(found)
         return dx, *sums.taken()
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
+    """A context in which hooks on parameters are off: `torch.autograd.grad` would run them for each tile, and then they
+    run for the sum."""
+    kept = [parameter._backward_hooks for parameter in parameters]
+    for parameter in parameters:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in zip(parameters, kept, strict=True):
+            parameter._backward_hooks = hooks
 
 
 class _Sums:
@@ -127,19 +140,16 @@ class _Conditions:
             random=(torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None),
         )
 
-    def autocast(self) -> torch.autocast:
-        # a weight that was cast without gradients must not be found in autocast's cache by what needs them
-        return torch.autocast(self.device.type, self.dtype, enabled=self.enabled, cache_enabled=False)
-
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which the same is drawn as in forward: LoRA inside an MLP may have dropout."""
+        """A context with forward's autocast, in which the same is drawn: LoRA inside an MLP may have dropout."""
         cpu, other = self.random
         with torch.random.fork_rng([] if other is None else [self.device]):
             torch.set_rng_state(cpu)
             if other is not None:
                 torch.cuda.set_rng_state(other, self.device)
-            yield
+            with torch.autocast(self.device.type, self.dtype, enabled=self.enabled):
+                yield
 
 
 class _Held(Function):

@@ -106,15 +106,16 @@ def untile(model: Any) -> None:
         hook.remove()
     for module in tiling.modules:
         delattr(module, TILING)
-        vars(module).pop("forward", None)
+        if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
+            del module.forward
         if not hasattr(module, "ds_id"):  # ZeRO-3 that has hooked a leaf asks it again
             vars(module).pop(LEAF, None)
 
 
 @contextlib.contextmanager
-def evaluated(model: nn.Module, what: Literal["loss", "logits"]) -> Iterator[None]:
+def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Iterator[None]:
     """A context in which forwards without gradients compute the loss in tiles too: with whole logits beside it, or
-    without any. A model that has no tiles for it stays as it is."""
+    without any; None: not. A model that has no tiles for it stays as it is."""
     tiling = _tiling(unwrapped(model))
     if tiling is None:
         yield
@@ -149,8 +150,9 @@ def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
+        return (function if hasattr(self, TILING) else type(self).forward)(self, *args, **kwargs)
 
+    setattr(forward, TILING, True)
     module.forward = types.MethodType(forward, module)
 
 
@@ -196,8 +198,7 @@ def _head_forward(module: Any, x: Tensor, *args: Any, in_tiles: Any = None, **kw
 def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a causal language model, by its class's own: once without tokens between base model and loss, and
     once for the loss of each tile."""
-    names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(_names(model), args, strict=False)), **kwargs}
     if not _wants_tiles(model, given):
         return type(model).forward(model, *args, **kwargs)
     if given.get("num_items_in_batch") is None:
@@ -208,6 +209,11 @@ def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_in_tiles)(model, given)
     return _in_tiles(model, given)
+
+
+def _names(model: Any) -> tuple[str, ...]:
+    """Of the arguments of a model's forward."""
+    return tuple(inspect.signature(type(model).forward).parameters)[1:]
 
 
 def _wants_tiles(model: Any, given: dict[str, Any]) -> bool:
@@ -221,56 +227,58 @@ def _wants_tiles(model: Any, given: dict[str, Any]) -> bool:
 
 def _in_tiles(model: Any, given: dict[str, Any]) -> Any:
     given = {**given}
-    as_dict, asked = given.pop("return_dict", None), given.pop("output_router_logits", None)
-    routers = {} if asked is None else {"output_router_logits": asked}
-    as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
+    as_dict = given.pop("return_dict", None)
+    base, around = _around(model, given)
+    logits: list[Tensor] = []
+    in_tiles = functools.partial(_sum_of_tiles, model, given, type(base), logits)
+    loss = model.lm_head(base.last_hidden_state, in_tiles=in_tiles)
+    if around.get("aux_loss") is not None:
+        loss = loss + model.router_aux_loss_coef * around.aux_loss.to(loss.device)
+    output = type(around)(**{**around, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
+    return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
+
+
+def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """(the output of the base model, that of the model for none of its tokens): all but the loss of tokens."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
-        outputs.append(model.base_model(*args, **kwargs))
-        return type(outputs[0])(**{**outputs[0], "last_hidden_state": outputs[0].last_hidden_state[:, :0]})
+        outputs.append(output := model.base_model(*args, **kwargs))
+        return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :0]})
 
-    # all that the model returns beside loss and logits; what balances experts is added by `patch`'s hook
-    around = type(model).forward(_twin(model, base, lambda x: x), **{**given, "labels": None, **routers, "return_dict": True})
-    x, kind, logits = outputs[0].last_hidden_state, type(outputs[0]), []
+    around = _own(model, base, lambda x: x, {**given, "labels": None})
+    return outputs[0], around
 
-    quiet = {"return_dict": True}
-    if "output_router_logits" in inspect.signature(type(model).forward).parameters:
-        quiet["output_router_logits"] = False  # what balances experts is whole, in `around`
 
-    def loss_of(head: Callable[..., Tensor], tile: Tensor, cut: slice) -> Tensor:
-        twin = _twin(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head)
-        output = type(model).forward(twin, **_cut(given, cut), **quiet)
-        if not torch.is_grad_enabled() and getattr(model, TILING).evaluated == "logits":
-            logits.append(output.logits)
+def _sum_of_tiles(
+    model: Any, given: dict[str, Any], kind: type, logits: list[Tensor], head: Callable[..., Tensor], x: Tensor
+) -> Tensor:
+    """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
+    logits: takes those of tiles, where they are wanted."""
+    wanted = not torch.is_grad_enabled() and getattr(model, TILING).evaluated == "logits"
+    shape = given["shift_labels"].shape
+    by_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
+    if "output_router_logits" in _names(model):  # what balances experts is whole, in `_around`
+        given = {**given, "output_router_logits": False}
+
+    def loss_of(tile: Tensor, cut: slice) -> Tensor:
+        part = given | {name: x[:, cut].contiguous() for name, x in by_token.items()}
+        output = _own(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head, part)
+        logits.extend([output.logits] if wanted else [])
         return output.loss
 
-    def sum_of(head: Callable[..., Tensor], x: Tensor) -> Tensor:
-        return tiled_sum(functools.partial(loss_of, head), x, _trained(model.lm_head), _loss_tiles(model, x))
+    return tiled_sum(loss_of, x, _trained(model.lm_head), _loss_tiles(model, x))
 
-    loss = model.lm_head(x, in_tiles=sum_of)
-    if around.get("aux_loss") is not None:
-        loss = loss + model.router_aux_loss_coef * around.aux_loss.to(loss.device)
-    fields = {**around, "loss": loss, "logits": torch.cat(logits, 1) if logits else None}
-    output = type(around)(**fields)
-    return output if as_dict else output.to_tuple()
+
+def _own(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], given: dict[str, Any]) -> Any:
+    """The forward of the model's class with another base model and head. self is of the same class still, so that what
+    a subclass overrides stays so."""
+    twin = object.__new__(type(model))
+    vars(twin).update(vars(model))
+    vars(twin).update({model.base_model_prefix: base, "lm_head": head})
+    return type(model).forward(twin, **given, return_dict=True)
 
 
 def _loss_tiles(model: Any, x: Tensor) -> int:
     tiles = getattr(model, TILING).loss
     return _ceil(x.shape[0] * x.shape[1] * model.config.vocab_size * 4, LOGITS) if tiles == "auto" else tiles
-
-
-def _cut(given: dict[str, Any], cut: slice) -> dict[str, Any]:
-    """The arguments of a forward for some of its tokens."""
-    shape = given["shift_labels"].shape
-    held = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
-    return given | {name: x[:, cut].contiguous() for name, x in held.items()}
-
-
-def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
-    """The same model with another base model and head, of the same class: what a subclass overrides stays so."""
-    twin = object.__new__(type(model))
-    vars(twin).update(vars(model))
-    vars(twin).update({model.base_model_prefix: base, "lm_head": head})
-    return twin
