@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -195,3 +196,23 @@ class _Summed(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         return None, *ctx.run.backward(x, ctx.needs_input_grad[1], lambda cut: grad)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Its parameters that want gradients."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def ceil_of(a: int, b: int) -> int:
+    """Tiles of at most b for a of something."""
+    return max(1, -(-a // b))
+
+
+def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Between the graphs of a compiled model. (As a decorator torch's own would import the compiler.)"""
+
+    @functools.wraps(function)
+    def between(*args: Any, **kwargs: Any) -> Any:
+        return (torch.compiler.disable(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return between

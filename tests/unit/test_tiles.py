@@ -73,7 +73,7 @@ def test_a_sum_of_tiles():
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(5, 4), (4, 4), (3, 8), (100, 7), (1, 3), (0, 4), (10, 6)])
 def test_no_tile_is_empty(tokens, tiles):
-    """deepspeed PR 8434: tiles of ceil(tokens / tiles) each left an empty one at the end (10 in 6: 2, 2, 2, 2, 2, 0)."""
+    """deepspeed PR 8434: tiles of ceil(tokens / tiles) each end with an empty one (10 in 6: five of 2 and 0)."""
     found = cuts(tokens, tiles)
     sizes = [cut.stop - cut.start for cut in found]
     assert sum(sizes) == tokens
@@ -105,7 +105,7 @@ def untiled_error(seq, tiles):
 
 @pytest.mark.parametrize("tiles", [8, 1024])
 def test_bf16_gradients_are_added_up_in_fp32(tiles):
-    """axolotl PR 2865: tiles that were added up in bf16 changed the loss. 1,024 of them in bf16 end 13 times as far off."""
+    """axolotl PR 2865: adding tiles up in bf16 changed the loss. 1,024 of them in bf16 end 13 times as far off."""
     plain, mine = untiled_error(2048, tiles)
     assert mine < 2 * plain < 0.05
 
