@@ -118,7 +118,7 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
 
 
 def _norms(model: Any) -> list[nn.Module]:
-    """Those of whole tokens. With an fp32 copy or three of what they are given they hold more than an attention does."""
+    """Those of whole tokens. With the fp32 copies that they make they hold more than an attention does."""
     base = model.base_model
     around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     return [module for module in (*around, *base.children()) if type(module).__name__.endswith("Norm")]
