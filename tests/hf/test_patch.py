@@ -22,6 +22,7 @@ from tests.hf.llama import (
     MODES,
     SEQ,
     array,
+    averaged,
     gap,
     llama,
     norm,
@@ -148,10 +149,7 @@ def labelled_padding(layouts):
         patch_attention(model, sp)
         loss = model(**sp.shard_batch(batch)).loss
         loss.backward()
-        for p in model.parameters():
-            torch.distributed.all_reduce(p.grad)
-        gradients = {name: array(p.grad) / WORLD for name, p in model.named_parameters()}
-        found.append((abs(sp.mean_loss(loss) - plain_loss.item()), gap(gradients, expected)))
+        found.append((abs(sp.mean_loss(loss) - plain_loss.item()), gap(averaged(model), expected)))
     return found
 
 
@@ -204,13 +202,8 @@ def autocast_errors(section):
                     window_loss.flatten(0, 1), window[0]["labels"][:, 1:].flatten()
                 )
         loss.backward()
-        gradients = {}
-        for name, p in model.named_parameters():
-            if patched:
-                torch.distributed.all_reduce(p.grad)
-                p.grad /= WORLD
-            gradients[name] = array(p.grad)
-        found.append(gap(gradients, exact))
+        mine = {name: array(p.grad) for name, p in model.named_parameters()}
+        found.append(gap(averaged(model) if patched else mine, exact))
     return *found, dtypes
 
 
