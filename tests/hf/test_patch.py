@@ -86,6 +86,7 @@ def logits_errors_in(dtype, sps):
     return found
 
 
+# every other way has all modes and all layouts
 @pytest.fixture(
     scope="module", params=[WAYS[::2], pytest.param(WAYS[1::2], marks=pytest.mark.whole)], ids=["few", "rest"]
 )

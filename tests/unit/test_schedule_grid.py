@@ -209,10 +209,11 @@ def _can(case):
     return case["causal"] or case["name"] != "distflash"
 
 
+FEW = cover(_can, **NUMBERS)
 _precise = pytest.mark.parametrize(
     ("name", "causal", "heads"),
     [
-        pytest.param(*case.values(), marks=[] if case in cover(_can, **NUMBERS) else pytest.mark.whole)
+        pytest.param(*case.values(), marks=[] if case in FEW else pytest.mark.whole)
         for case in whole(_can, **NUMBERS)
     ],
     ids=str,

@@ -278,5 +278,5 @@ def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
     for rank, received in enumerate(result.received):
         inner = sum(number for kind, number in received.items() if kind not in exchanged)
         assert inner == sum(plan[rank // ulysses] for plan in planned)
-        for kind, whole in exchanged.items():
-            assert received[kind] == whole * (ulysses - 1) // ulysses
+        for kind, elements in exchanged.items():
+            assert received[kind] == elements * (ulysses - 1) // ulysses
