@@ -212,10 +212,7 @@ def _can(case):
 FEW = cover(_can, **NUMBERS)
 _precise = pytest.mark.parametrize(
     ("name", "causal", "heads"),
-    [
-        pytest.param(*case.values(), marks=[] if case in FEW else pytest.mark.whole)
-        for case in whole(_can, **NUMBERS)
-    ],
+    [pytest.param(*case.values(), marks=[] if case in FEW else pytest.mark.whole) for case in whole(_can, **NUMBERS)],
     ids=str,
 )
 
