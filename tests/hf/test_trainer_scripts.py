@@ -85,7 +85,7 @@ LORA = ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"]
     ("launcher", "ranks", "config", "more"),
     [
         ("forked", 4, "trainer_zero3_sp4", ["--model"]),
-        ("forked", 4, "trainer_zero2_sp2dp", ["--lora"]),
+        pytest.param("forked", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
         ("accelerate", 2, "trainer_zero2_sp2dp", LORA),
         pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
