@@ -46,7 +46,7 @@ from typing import Any
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "alst": {},
+    "alst": {"tiled_mlp": True},
     "u4": {"ulysses": 4},
     "u2": {"ulysses": 2},
     "u2r2": {"ulysses": 2, "schedule": "ring"},
@@ -300,6 +300,9 @@ def peak(args: argparse.Namespace) -> None:
             for one in most.entries[: args.rows]:
                 words = f"{one.shape} | {one.operation} | {one.place}"
                 print(f"| {one.bytes / unit:.2f} | {one.count} | {words} |")
+            print("\n| most alive | during |\n|---|---|")
+            for place, taken in list(most.moments.items())[: args.rows]:
+                print(f"| {taken / unit:.2f} | {place} |")
 
 
 def draw_steps(found: dict[str, dict[int, list[float]]], file: Path) -> None:
