@@ -50,7 +50,7 @@ class SequenceParallelConfig:
     kernel: the block kernel; "auto" is the first that can take the blocks.
     mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens each MLP, and the
         logits with the loss, are computed, so that neither stands whole in memory (ALST, section 3.1). 1: as the model
-        does. "auto" is chosen in each forward, by each rank for its own tokens (`hf_integration.tiling`).
+        does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 

@@ -334,6 +334,43 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused():
     assert "needs a loss that divides the sum of token losses" in message
 
 
+def bf16_errors():
+    """Of gradients in bf16 against fp64: (without tiles, in tiles)."""
+    found, values = [], llama().bfloat16().state_dict()
+    for dtype, tiles in (
+        (torch.float64, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"mlp_tiles": 20, "loss_tiles": 20}),
+    ):
+        sp, model = make(size=1, **tiles), llama().to(dtype)
+        model.load_state_dict(values)
+        model.patch_attention(sp)
+        model(**sp.shard_batch(batch_of("odd"))).loss.backward()
+        found.append(gradients(model))
+    return tuple(gap(each, found[0]) for each in found[1:])
+
+
+def test_bf16_is_as_near_as_without_tiles():
+    ((plain, mine),) = on_ranks(1, bf16_errors)
+    assert mine < 2 * plain < 0.2
+
+
+def with_trl(folder):
+    from tests.hf.test_trainer_trl import sft
+
+    def told(**tiles):
+        return refusal(sft, f"{folder}/{'-'.join(tiles)}", 1, deepspeed=trainers.settings({"size": 1, **tiles}, 2))
+
+    return told(mlp_tiles=2), told(loss_tiles="auto")
+
+
+def test_trls_trainer_takes_tiled_mlps_and_has_its_own_loss(tmp_path):
+    ((taken, refused),) = on_ranks(1, with_trl, tmp_path)
+    assert taken == (None, None)
+    assert "got a LlamaForCausalLM with one of its own" in refused[1]
+    assert is_one_sentence(refused[1])
+
+
 def compiled():
     """(difference of gradients from those of one that is neither compiled nor tiled, whether there are no logits, tiles
     of an MLP, graphs)."""
