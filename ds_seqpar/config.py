@@ -56,7 +56,7 @@ class SequenceParallelConfig:
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
     mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens MLPs and norms, and the
         logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
-        as the model does. "auto" is chosen in each forward, by each rank for its own tokens (`hf_integration.tiling`).
+        as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 

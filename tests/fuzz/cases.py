@@ -24,7 +24,8 @@ ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1,
 WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
-    "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints",
+    "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles",
+    "loss_tiles",
 )  # fmt: skip
 MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
 HEADS = (None, (0, 0), (4, 0), (4, 3), (4,), (4, 2, 1), (4.0, 2.0), ("4", "2"), 4, "42", (-4, -2), (True, True), {})
