@@ -59,7 +59,7 @@ def attention(
     if compiling:  # a graph of ops, of which the compiler knows what is needed when
         found = [_composed(runtime, tensors, stage, asked, sinks, after, lse) for stage in stages]
         return _joined([out for out, _ in found]), _joined([own for _, own in found if own is not None])
-    if len(stages) == 1 and not keeping.is_kept():
+    if len(stages) == 1 and not keeping.is_checkpointed():
         return _composed(runtime, tensors, stages[0], asked, sinks, after, lse)
     handles = runtime.handle, mask.handle, ops.handle_of_shards(shards)
     call = Call(
@@ -154,7 +154,7 @@ def _forward(call: Call, tensors: Sequence[Tensor], sinks: Tensor | None) -> Ten
         arrived = part.arrive(tensors)
         out, lse = part.forward(part.views(arrived), sinks)
         lses.append(lse)
-        if call.members > 1 and keeping.is_kept():
+        if call.members > 1 and (keeping.is_kept() or len(call.stages) == 1):
             kept += arrived
         del arrived
         if len(call.stages) == 1:
