@@ -15,12 +15,12 @@ from .planning.heads import most
 from .planning.layout import multiple
 from .planning.listing import listing
 from .planning.masks import CAUSAL, FULL
+from .planning.recipes import recipe_of, shape_of
 from .planning.schedules import SCHEDULES, settings
 from .planning.shards import EvenShards
 from .planning.simulate import Costs, communication, computation, programs_of, simulate
 from .planning.validate import validate
 from .running.inputs import check_length
-from .running.runtime import recipe_of, shape_of
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -135,15 +135,18 @@ class Attention(torch.autograd.Function):
                 inner = part.views(operands[index * each : (index + 1) * each])
             found = part.backward(do, inner, out, lse, sinks, dsinks)
             del inner
-            if len(call.stages) == 1:
-                grads = found
-            else:
-                totals = (do.shape[2], *[sum(s.counts[1] for s in call.stages)] * 2)
-                grads = grads or [x.new_empty(*x.shape[:2], n, x.shape[3]) for x, n in zip(found, totals, strict=True)]
-                for grad, x, heads in zip(grads, found, (stage.q, stage.kv, stage.kv), strict=True):
-                    grad[:, :, heads] = x
+            grads = found if len(call.stages) == 1 else _placed(grads, found, call, stage)
             del found
         return *grads, dsinks, None
+
+
+def _placed(grads: list[Tensor], found: Sequence[Tensor], call: Call, stage: Stage) -> list[Tensor]:
+    """The gradients of all heads, made with the first stage's, with those of this one in their places."""
+    totals = (sum(s.counts[0] for s in call.stages), *[sum(s.counts[1] for s in call.stages)] * 2)
+    grads = grads or [x.new_empty(*x.shape[:2], n, x.shape[3]) for x, n in zip(found, totals, strict=True)]
+    for grad, x, heads in zip(grads, found, (stage.q, stage.kv, stage.kv), strict=True):
+        grad[:, :, heads] = x
+    return grads
 
 
 def _forward(call: Call, tensors: Sequence[Tensor], sinks: Tensor | None) -> Tensors:
@@ -198,11 +201,14 @@ class _Part:
     def scatter(self, tensors: list[Tensor], kind: str, counts: Sequence[int]) -> Tensor:
         return scatter_heads(tensors, counts, self.place, self.call.handles[0], kind, None)
 
-    def gather(self, tensors: Sequence[Tensor], kind: str, of_q: bool) -> list[Tensor]:
-        """Tensors of inner heads, of q's kind first or of k's alone, become this rank's own tokens of all heads."""
+    def gather(self, tensors: list[Tensor], kind: str, of_q: bool) -> list[Tensor]:
+        """Tensors of inner heads, of q's kind first or of k's alone, become this rank's own tokens of all heads. Empties
+        the list: what travels is a copy, beside which they must not stand."""
         counts, (q, kv) = self.call.counts[0 if of_q else 1], self.stage.counts
         totals = [q, kv, kv][: len(tensors)] if of_q else [kv] * len(tensors)
-        return gather_heads(ulysses.join_out(tensors), totals, counts, self.place, self.call.handles[0], kind)
+        joined = ulysses.join_out(tensors)
+        tensors.clear()
+        return gather_heads(joined, totals, counts, self.place, self.call.handles[0], kind)
 
     def forward(self, inner: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Own out of this stage's heads, and the inner lse."""
@@ -225,10 +231,11 @@ class _Part:
             own = sinks[self.stage.q][self.own[0]]
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
             dsinks[self.stage.q][self.own[0]] = sink.gradient(delta, lse, own)
-        found = ops.attend_backward(do, *inner, out, lse, *numbers)
+        found = list(ops.attend_backward(do, *inner, out, lse, *numbers))
         del do, out, inner
         if self.call.members == 1:
-            return list(found)
+            return found
         if self.call.counts[0] == self.call.counts[1]:
             return self.gather(found, "dqkv", of_q=True)
-        return self.gather(found[:1], "dqkv", of_q=True) + self.gather(found[1:], "dqkv", of_q=False)
+        (dq,) = self.gather([found.pop(0)], "dqkv", of_q=True)
+        return [dq, *self.gather(found, "dqkv", of_q=False)]
