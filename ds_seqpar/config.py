@@ -53,6 +53,7 @@ class SequenceParallelConfig:
         v and out do, or as near to that as stages that send no more bytes can come.
     keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
         all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
+    offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
@@ -68,6 +69,7 @@ class SequenceParallelConfig:
     kernel: str = "auto"
     head_stages: Count = 1
     keep_attention: bool = True
+    offload_checkpoints: bool = False
     own: tuple[tuple[str, Value], ...] = ()
 
     def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
@@ -87,7 +89,7 @@ class SequenceParallelConfig:
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
-        for field in ("overlap", "keep_attention"):
+        for field in ("overlap", "keep_attention", "offload_checkpoints"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
         if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):

@@ -20,6 +20,7 @@ from .running import devices, groups, inputs, keeping, ops, runtime, stages
 from .running.agreement import agree
 from .running.comm import TorchComm, failing
 from .running.kernels import Scores
+from .running.offload import Store, store_of
 from .running.telling import told_once
 from .sharding import Sharding
 
@@ -32,7 +33,7 @@ class SequenceParallel(Sharding):
     device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
     `shard_batches` is given. keeps_masks: whether `shard_batches` returns this rank's part of an attention_mask that
-    has zeros (a patched model sets it whose loss counts tokens by it).
+    has zeros (a patched model sets it whose loss counts tokens by it). store: host memory of offloaded checkpoints.
     """
 
     @told_once
@@ -66,6 +67,7 @@ class SequenceParallel(Sharding):
         self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
         self.keeps_masks = False
+        self.store: Store | None = None
 
     @property
     def control_world(self) -> dist.ProcessGroup:
@@ -144,9 +146,15 @@ class SequenceParallel(Sharding):
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in
         the function: it is not computed again, and nothing is sent again for it (unless the settings say keep_attention
-        false). A patched model's `gradient_checkpointing_enable` does the same."""
-        keep = self.config.keep_attention
-        return keeping.checkpointing(keep, checkpoint, function, *args, use_reentrant=use_reentrant, **kwargs)
+        false); what is saved goes to host memory where they say offload_checkpoints. A patched model's
+        `gradient_checkpointing_enable` does the same."""
+        return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+    def checkpointing(self, checkpoint: Callable[..., Any]) -> keeping.Checkpoint:
+        """The same of another checkpoint function."""
+        if self.config.offload_checkpoints and self.store is None:
+            self.store = store_of(self.device)
+        return keeping.Checkpoint(checkpoint, self.config.keep_attention, self.store)
 
     def shard_batches(
         self,

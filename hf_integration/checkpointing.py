@@ -6,7 +6,6 @@ wrapped before a sharded forward, so that it needs no context_fn and may be reen
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.running.keeping import checkpointing
+from ds_seqpar.running.keeping import Checkpoint
 
 FUNCTION = "_gradient_checkpointing_func"
 
@@ -30,16 +29,12 @@ def keep_attention(layers: tuple[Any, ...], sp: SequenceParallel) -> None:
         return  # the compiler's own matter
     for layer in layers:
         function = vars(layer).get(FUNCTION)
-        if layer.gradient_checkpointing and function is not None and not _is_ours(function):
-            setattr(layer, FUNCTION, functools.partial(checkpointing, sp.config.keep_attention, function))
+        if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
+            setattr(layer, FUNCTION, sp.checkpointing(function))
 
 
 def forget(layers: tuple[Any, ...]) -> None:
     """Gives layers the checkpoint functions back that they had."""
     for layer in layers:
-        if _is_ours(function := vars(layer).get(FUNCTION)):
-            setattr(layer, FUNCTION, function.args[1])
-
-
-def _is_ours(function: Any) -> bool:
-    return isinstance(function, functools.partial) and function.func is checkpointing
+        if isinstance(function := vars(layer).get(FUNCTION), Checkpoint):
+            setattr(layer, FUNCTION, function.checkpoint)

@@ -8,15 +8,18 @@ order of calls: any kind of checkpoint will do, and operations around attention 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from .buffers import Tensors
+from .offload import Packed, Store
 
 Result = TypeVar("Result")
 
@@ -24,9 +27,17 @@ Result = TypeVar("Result")
 class Kept:
     """What one checkpointed call keeps: the results of its attentions, in their order. runs: how often it was run."""
 
-    def __init__(self) -> None:
-        self.results: deque[Tensors] = deque()
-        self.runs = 0
+    def __init__(self, store: Store | None) -> None:
+        self.results: deque[list[Packed | Tensor]] = deque()
+        self.runs, self.store = 0, store
+
+    def put(self, found: Tensors) -> None:
+        pack = (lambda x: x) if self.store is None else self.store.pack
+        self.results.append([pack(x.detach()) for x in found])  # the caller's become part of a graph
+
+    def take(self) -> Tensors:
+        unpack = (lambda x: x) if self.store is None else self.store.unpack
+        return tuple(map(unpack, self.results.popleft()))
 
     @property
     def again(self) -> bool:
@@ -37,10 +48,10 @@ class Kept:
 _now: ContextVar[Kept | None] = ContextVar("ds_seqpar_kept", default=None)
 
 
-def keeping(function: Callable[..., Result]) -> Callable[..., Result]:
+def keeping(function: Callable[..., Result], store: Store | None = None) -> Callable[..., Result]:
     """The function, for one call of a checkpoint: `checkpoint(keeping(layer), x)`. What its first run keeps is given up
-    by the second; a third, where a graph is retained, computes again."""
-    kept = Kept()
+    by the second; a third, where a graph is retained, computes again. store: where it is kept."""
+    kept = Kept(store)
 
     @functools.wraps(function, updated=())
     def run(*args: object, **kwargs: object) -> Result:
@@ -73,17 +84,22 @@ def once(compute: Callable[[], Tensors]) -> Tensors:
     if kept is None:
         return compute()
     if kept.again:
-        return kept.results.popleft()
+        return kept.take()
     found = compute()
     if kept.runs == 1:
-        kept.results.append(tuple(x.detach() for x in found))  # the caller's become part of a graph
+        kept.put(found)
     return found
 
 
-def checkpointing(
-    keep: bool, checkpoint: Callable[..., Result], function: Callable[..., Result], *args: object, **kwargs: object
-) -> Result:
-    """`checkpoint(function, *args, **kwargs)`, with `keeping` where `keep` says so. What is compiled is the compiler's
-    to keep."""
-    kept = keep and not torch.compiler.is_compiling()
-    return checkpoint(keeping(function) if kept else function, *args, **kwargs)
+class Checkpoint:
+    """A checkpoint function, `checkpoint(function, *args, **kwargs)`, that keeps what attention gives (`keep`), and
+    whose saved tensors go to a store of host memory, where there is one. What is compiled is the compiler's to keep."""
+
+    def __init__(self, checkpoint: Callable[..., Any], keep: bool, store: Store | None = None) -> None:
+        self.checkpoint, self.keep, self.store = checkpoint, keep, store
+
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        if torch.compiler.is_compiling():
+            return self.checkpoint(function, *args, **kwargs)
+        with self.store.saving() if self.store is not None else contextlib.nullcontext():
+            return self.checkpoint(keeping(function, self.store) if self.keep else function, *args, **kwargs)

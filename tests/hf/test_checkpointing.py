@@ -150,7 +150,7 @@ def own_layers():
 
     def layer(q, k, v):
         first, lse = sp.attention(2 * q, k, v, return_lse=True)
-        return sp.attention(first, k, v) + lse.unsqueeze(-1)
+        return sp.attention(first, k, v) + lse.detach().unsqueeze(-1)
 
     for reentrant in (None, False, True):
         out = layer(q, k, v) if reentrant is None else sp.checkpoint(layer, q, k, v, use_reentrant=reentrant)
@@ -170,3 +170,34 @@ def test_functions_of_ones_own():
         assert again == [0, 2, 2]  # the second time through a retained graph, what was kept is gone
         assert kind == "ConfigError"
         assert "keep_attention must be true or false" in message
+
+
+def offloaded(stage):
+    """A step with and without offload: difference of gradients, then (bytes made, away) after one step and after two;
+    what was away at the end of forward."""
+    found, away = {}, None
+    for offload in (False, True):
+        model = llama(num_key_value_heads=4)
+        model.gradient_checkpointing_enable()
+        section = {**MODES["u2r2"], "offload_checkpoints": offload}
+        engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, stage, STEPS, 2))
+        sp = engine.sequence_parallel
+        batches = sp.shard_batches(window(section))
+        if offload:
+            loss = engine(**batches[0]).loss
+            away = sp.store.away
+            del loss
+        found[offload] = step(engine, batches)["gradients"]
+    first = sp.store.made, sp.store.away
+    step(engine, batches)
+    return gap(found[True], found[False]), away, first, (sp.store.made, sp.store.away)
+
+
+def test_offloaded_checkpoints_come_back():
+    """What leaves: a layer's input, attention's out and lse, the inner q, k and v; its memory is used again."""
+    tokens, width, heads, kv_width = 2 * 48 // WORLD, 64, 8, 32
+    layer = 4 * tokens * (2 * width + heads + width + 2 * kv_width)
+    for difference, away, first, second in on_ranks(WORLD, offloaded, "3"):
+        assert difference == 0
+        assert away == LAYERS * layer
+        assert first == second == (LAYERS * layer, 0)
