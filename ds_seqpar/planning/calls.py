@@ -145,8 +145,11 @@ def parts_of(
     member: int | None = None,
     square: bool = False,
 ) -> tuple[Part, ...]:
-    """The stages of a resolved configuration's attention over `tokens` of a rank. heads: (query heads, key/value heads,
-    head_dim) of the model; rank: the inner one; member: of Ulysses, None for one with the most heads; square: whether the kernel takes square causal tiles only."""
+    """The stages of a resolved configuration's attention over `tokens` of a rank.
+
+    heads: (query heads, key/value heads, head_dim) of the model; rank: the inner one; member: of Ulysses, None for one
+    with the most heads; square: whether the kernel takes square causal tiles only.
+    """
     recipe = recipe_of(config, config.topology(world))
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, dim = heads

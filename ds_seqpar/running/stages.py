@@ -202,8 +202,8 @@ class _Part:
         return scatter_heads(tensors, counts, self.place, self.call.handles[0], kind, None)
 
     def gather(self, tensors: list[Tensor], kind: str, of_q: bool) -> list[Tensor]:
-        """Tensors of inner heads, of q's kind first or of k's alone, become this rank's own tokens of all heads. Empties
-        the list: what travels is a copy, beside which they must not stand."""
+        """Tensors of inner heads, of q's kind first or of k's alone, become this rank's own tokens of all heads. The
+        list is emptied: what travels is a copy, beside which they must not stand."""
         counts, (q, kv) = self.call.counts[0 if of_q else 1], self.stage.counts
         totals = [q, kv, kv][: len(tensors)] if of_q else [kv] * len(tensors)
         joined = ulysses.join_out(tensors)
