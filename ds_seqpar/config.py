@@ -54,6 +54,9 @@ class SequenceParallelConfig:
     keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
         all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
+    mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens each MLP, and the
+        logits with the loss, are computed, so that neither stands whole in memory (ALST, section 3.1). 1: as the model
+        does. "auto" is chosen in each forward, by each rank for its own tokens (`hf_integration.tiling`).
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
@@ -70,6 +73,8 @@ class SequenceParallelConfig:
     head_stages: Count = 1
     keep_attention: bool = True
     offload_checkpoints: bool = False
+    mlp_tiles: Count = 1
+    loss_tiles: Count = 1
     own: tuple[tuple[str, Value], ...] = ()
 
     def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
@@ -85,7 +90,7 @@ class SequenceParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        for field in ("size", "ulysses", "head_stages"):
+        for field in ("size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles"):
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
@@ -139,7 +144,7 @@ class SequenceParallelConfig:
         return cls.from_dict(section_of(read_deepspeed(config)))
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
-        """The same with every "auto" replaced.
+        """The same with every "auto" replaced, but for those of tiles, which each forward chooses.
 
         world_size: ranks of the job. heads: (query heads, key/value heads) of the model, where known.
         Raises ConfigError where size does not divide the world, ulysses not the size, or ulysses does not fit heads.

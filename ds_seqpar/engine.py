@@ -224,9 +224,21 @@ def _made(
     if library := known_library(model) if given else own_library(model):
         sp = given or library.patched_with(model)
         library.check_patch(model, sp)
+    else:
+        _check_no_tiles(config)
     if sp is not None:
         _same(config, section, sp)
     return sp
+
+
+def _check_no_tiles(config: SequenceParallelConfig) -> None:
+    """Of a model that calls sp.attention itself: nobody here knows its MLPs, nor what comes before its loss."""
+    for name in ("mlp_tiles", "loss_tiles"):
+        if (value := getattr(config, name)) != 1:
+            raise ConfigError(
+                f"{SECTION}.{name} is for transformers models that are patched; got {value!r} with a model of another "
+                "kind, leave it out and tile in the model itself"
+            )
 
 
 def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | None) -> None:

@@ -24,6 +24,7 @@ from ds_seqpar.running.agreement import agree
 
 from .experts import left_out
 from .families import unwrapped
+from .tiling import evaluated
 
 ITEMS = 3.0  # the divisor that a loss is tried with
 
@@ -76,13 +77,13 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 def evaluating(model: nn.Module, trainer: Any = None) -> Iterator[None]:
     """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
     state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log. Of a model with
-    experts the loss is that of tokens alone."""
+    experts the loss is that of tokens alone; of one with a tiled loss it is that, with whole logits beside it."""
     modes = [(module, module.training) for module in model.modules()]
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), left_out(model):
+        with torch.no_grad(), torch.random.fork_rng(devices), left_out(model), evaluated(model, "logits"):
             yield
     finally:
         for module, training in modes:

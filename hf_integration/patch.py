@@ -27,7 +27,7 @@ from ds_seqpar.planning.masks import Mask
 from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
 
-from . import checkpointing, sharded
+from . import checkpointing, sharded, tiling
 from .attention_name import NAME, local_attention, local_mask, own_config, use
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, windows
@@ -86,6 +86,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         layers=checkpointing.layers_of(inner.base_model),
         experts=experts,
     )
+    tiling.tile(inner, sp.config)
     return model
 
 
@@ -99,6 +100,7 @@ def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
     if patched_with(inner) not in (None, sp):
         raise ConfigError("the model is patched with another SequenceParallel; call unpatch_attention(model) first")
     check_heads(sp.config.ulysses, *heads(inner), size=sp.size, stages=sp.config.head_stages)
+    tiling.check_tiles(inner, sp.config)
 
 
 def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
@@ -116,6 +118,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     checkpointing.forget(patch.layers)
     if patch.experts is not None:
         patch.sp.keeps_masks = False
+    tiling.untile(inner)
     del inner.base_model._sequence_parallel_patch
     return model
 

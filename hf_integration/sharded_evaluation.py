@@ -24,6 +24,7 @@ from .evaluation import check_evaluation
 from .experts import having_share
 from .masks import add_checked_mask
 from .streams import Stream, examples_of, stream_of
+from .tiling import evaluated
 
 Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
 
@@ -79,14 +80,15 @@ class ShardedEvaluation(Behind):
         logits = self._whole(logits, shard["position_ids"].shape, shard.get("placement"))
         return loss, logits, self._prepare_input(labels) if has_labels else None
 
-    def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], *args: Any) -> tuple:
+    def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], loss_only: bool, *args: Any) -> tuple:
         """The class's own `prediction_step` on what `sp.shard_batch` returned. Whether it calls the model, or
         `compute_loss` with a divisor or without: it divides by the label tokens of the step over all ranks."""
         if "num_items_in_batch" in shard:  # as the Trainer counts them, for a loss that it multiplies by the ranks
             items = shard["num_items_in_batch"] * dist.get_world_size()
             self._eval_items = torch.tensor(items, device=self.args.device)
         try:
-            return self._own_prediction_step(model, shard, *args)
+            with evaluated(model, "loss" if loss_only else None):
+                return self._own_prediction_step(model, shard, loss_only, *args)
         finally:
             self._eval_items = None
 

@@ -18,7 +18,7 @@ class ShardingTrainer(Protocol):
     gather_logits: bool
     evaluation_was_tried: bool
 
-    def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], *args: Any) -> tuple: ...
+    def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], loss_only: bool, *args: Any) -> tuple: ...
 
     args: TrainingArguments
     model: Any

@@ -1,0 +1,218 @@
+"""A function of each token applied tile by tile, so that what it needs inside never stands whole in memory.
+
+Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed's own (`sequence_tiled_compute`)
+add up the gradients of tiles in `.grad`, in the parameters' dtype, tell ZeRO by a mark on each parameter when the last
+tile has come, and take the loss's gradients in forward. Here nothing reaches a parameter until all tiles are through:
+the gradients of tiles are asked for with `torch.autograd.grad`, which runs no hook of a parameter, are added up in fp32
+or wider, and are then given back once, as those of the function itself. So ZeRO and DDP see one gradient a parameter
+and backward pass, whatever the number of tiles. In backward tiles are computed again, with the gradient that arrived:
+one that was taken in forward would not have had fp16's loss scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+Compute = Callable[[Tensor, slice], Tensor]  # of a tile (B, t, d) and of the tokens that it holds
+
+
+def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
+    """compute(x) (B, s, d), of a function of each token by itself that keeps the shape, over `tiles` tiles of dim 1.
+
+    x (B, s, d). parameters: all that compute uses and that want gradients. The gradients are x's, in one tensor, and
+    the parameters' in their own dtype. What backward needs is kept before anything is computed: where a checkpoint
+    computes again what it did not keep (torch's non-reentrant one), it can stop in front of the tiles.
+    """
+    run = _Run(compute, x, tuple(parameters), tiles)
+    return _Computed.apply(_Held.apply(run, x, *parameters), run)
+
+
+def tiled_sum(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
+    """The sum over tiles of what compute makes of each, a scalar. Otherwise as `tiled`."""
+    return _Summed.apply(_Run(compute, x, tuple(parameters), tiles), x, *parameters)
+
+
+def cuts(tokens: int, tiles: int) -> list[slice]:
+    """`tiles` tiles of tokens, or as many as there are tokens but at least one: as even as can be, none empty but that
+    of no tokens."""
+    tiles = max(1, min(tiles, tokens))
+    ends = [tokens * i // tiles for i in range(tiles + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+class _Run:
+    """One forward, and what its backward must repeat: the tiles, autocast, and what was drawn at random."""
+
+    def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
+        self.compute, self.parameters, self.cuts = compute, parameters, cuts(x.shape[1], tiles)
+        self.conditions = _Conditions.of(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = None
+        for cut in self.cuts:
+            tile = self.compute(x[:, cut], cut)
+            if out is None:  # autocast may have chosen another dtype than x's
+                out = tile.new_empty(x.shape)
+            out[:, cut] = tile
+        assert out is not None  # there is always a tile
+        return out
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack([self.compute(x[:, cut], cut) for cut in self.cuts]).sum()
+
+    def backward(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradients of x (None where it wants none) and of the parameters. grad: of a tile's result."""
+        dx, sums = torch.empty_like(x) if wants_x else None, _Sums(self.parameters)
+        with self.conditions.again(), _without_hooks(self.parameters):
+            for cut in self.cuts:
+                with torch.enable_grad():
+                    tile = x[:, cut].detach().requires_grad_(wants_x)
+                    out = self.compute(tile, cut)
+                asked = [*([tile] if wants_x else []), *self.parameters]
+                found = list(torch.autograd.grad(out, asked, grad(cut).to(out.dtype), allow_unused=True))
+                if dx is not None:
+                    of_tile = found.pop(0)
+                    dx[:, cut] = 0 if of_tile is None else of_tile
+                sums.add(found)
+        return dx, *sums.taken()
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
+    """A context in which hooks on parameters are off: `torch.autograd.grad` would run them for each tile, and then they
+    run for the sum."""
+    kept = [parameter._backward_hooks for parameter in parameters]
+    for parameter in parameters:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in zip(parameters, kept, strict=True):
+            parameter._backward_hooks = hooks
+
+
+class _Sums:
+    """Gradients of parameters, added up in fp32 or wider."""
+
+    def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
+        self.parameters = parameters
+        self.totals: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, found: Sequence[Tensor | None]) -> None:
+        for i, (total, gradient) in enumerate(zip(self.totals, found, strict=True)):
+            if gradient is not None and total is None:
+                self.totals[i] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            elif gradient is not None and total is not None:
+                total.add_(gradient)
+
+    def taken(self) -> Iterator[Tensor | None]:
+        """Of each parameter in its dtype; None for one that no tile used. The wide one is dropped with it."""
+        for i, parameter in enumerate(self.parameters):
+            total, self.totals[i] = self.totals[i], None
+            yield None if total is None else total.to(parameter.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Conditions:
+    """Autocast and the random state in which a forward was computed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    enabled: bool
+    random: tuple[Tensor, Tensor | None]  # of the CPU and of x's device
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Conditions:
+        kind = x.device.type
+        return cls(
+            device=x.device,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            random=(torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None),
+        )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A context with forward's autocast, in which the same is drawn: LoRA inside an MLP may have dropout."""
+        cpu, other = self.random
+        with torch.random.fork_rng([] if other is None else [self.device]):
+            torch.set_rng_state(cpu)
+            if other is not None:
+                torch.cuda.set_rng_state(other, self.device)
+            with torch.autocast(self.device.type, self.dtype, enabled=self.enabled):
+                yield
+
+
+class _Held(Function):
+    """x as it is, kept for backward, which does all the work."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return None, *ctx.run.backward(x, ctx.needs_input_grad[1], lambda cut: grad[:, cut])
+
+
+class _Computed(Function):
+    """What the tiles make of x. Its gradient goes on to `_Held` as it is: the shapes are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: _Run) -> Tensor:
+        return run.forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Summed(Function):
+    """The sum of what tiles give."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run.sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return None, *ctx.run.backward(x, ctx.needs_input_grad[1], lambda cut: grad)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Its parameters that want gradients."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def ceil_of(a: int, b: int) -> int:
+    """Tiles of at most b for a of something."""
+    return max(1, -(-a // b))
+
+
+def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Between the graphs of a compiled model. (As a decorator torch's own would import the compiler.)"""
+
+    @functools.wraps(function)
+    def between(*args: Any, **kwargs: Any) -> Any:
+        return (torch.compiler.disable(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return between

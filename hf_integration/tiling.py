@@ -1,0 +1,163 @@
+"""Tiled MLPs and a tiled loss for patched models: which modules, in how many tiles, and when.
+
+An MLP is tiled inside its own module call, and so is the head with the loss: to whatever hooks a module - ZeRO-3, which
+fetches its parameters, above all - each is one call with one backward, and ranks may cut unequal lengths into unequal
+numbers of tiles. The modules inside an MLP would be hooked tile by tile: the MLP is declared a leaf of ZeRO-3, whose
+parameters are fetched and reduced together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.errors import SECTION, ConfigError
+
+from .families import unwrapped
+from .tiled_loss import TILING, Tiling, head_forward, model_forward
+from .tiles import between_graphs, ceil_of, tiled, trained
+
+LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
+
+
+def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
+    """Raises ConfigError where a model cannot have the tiles that it is to have."""
+    if _tiling(model) is not None:
+        return
+    mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
+    if config.mlp_tiles not in (1, "auto") and not mlps:
+        raise ConfigError(
+            f"{SECTION}.mlp_tiles needs dense MLPs; got {config.mlp_tiles} for a model of family "
+            f"{model.config.model_type!r} with experts, whose routers are read a layer at a time, leave it out"
+        )
+    if config.loss_tiles not in (1, "auto") and not head:
+        raise ConfigError(
+            f"{SECTION}.loss_tiles needs a causal language model; got {config.loss_tiles} for a "
+            f"{type(model).__name__}, leave it out"
+        )
+    for name, modules in (("mlp_tiles", mlps), ("loss_tiles", [*head, model] if head else [])):
+        if other := [module for module in modules if "forward" in vars(module)]:
+            raise ConfigError(
+                f"tiles need modules with the forward of their class; got a {type(other[0]).__name__} with one of its "
+                f"own (as trl's SFTTrainer sets, whose loss is in chunks already), leave {SECTION}.{name} out"
+            )
+    if any(hasattr(module, "ds_id") and not hasattr(module, LEAF) for module in _leaves(mlps, head)):
+        raise ConfigError(
+            "tiles under ZeRO-3 need a model that is patched before DeepSpeed has it; got one that an engine has, call "
+            "patch_attention first, or ds_seqpar.initialize"
+        )
+
+
+def tile(model: Any, config: SequenceParallelConfig) -> None:
+    """Gives MLPs and loss of a patched model their tiles, as the config says."""
+    mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
+    if not mlps and not head:
+        return
+    base, forwards = model.base_model, [(mlp, _mlp_forward) for mlp in mlps]
+    if head:
+        forwards += [(head[0], head_forward), (model, model_forward)]
+    modules = (*(module for module, _ in forwards), base)
+    hooks = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
+    hooks.append(base.register_forward_hook(_after_base, always_call=True))
+    hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
+    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
+    for module in modules:
+        setattr(module, TILING, tiling)
+    for module in _leaves(mlps, head):
+        setattr(module, LEAF, True)
+    for module, forward in forwards:
+        _replace(module, forward)
+
+
+def untile(model: Any) -> None:
+    """Takes tiles back."""
+    tiling = _tiling(model)
+    if tiling is None:
+        return
+    for hook in tiling.hooks:
+        hook.remove()
+    for module in tiling.modules:
+        delattr(module, TILING)
+        if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
+            del module.forward
+        if not hasattr(module, "ds_id"):  # ZeRO-3 that has hooked a leaf asks it again
+            vars(module).pop(LEAF, None)
+
+
+@contextlib.contextmanager
+def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Iterator[None]:
+    """A context in which forwards without gradients compute the loss in tiles too: with whole logits beside it, or
+    without any; None: not. A model that has no tiles for it stays as it is."""
+    tiling = _tiling(unwrapped(model))
+    if tiling is None:
+        yield
+        return
+    before, tiling.evaluated = tiling.evaluated, what
+    try:
+        yield
+    finally:
+        tiling.evaluated = before
+
+
+def _tiling(model: Any) -> Tiling | None:
+    return getattr(getattr(model, "base_model", None), TILING, None)
+
+
+def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
+    """Those that are dense: of experts, routers are read by hooks, for the loss that balances them."""
+    layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
+    return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
+
+
+def _head(model: Any, tiles: int | str) -> list[nn.Module]:
+    """The head, if the model has one and it is to have tiles."""
+    return [model.lm_head] if tiles != 1 and hasattr(model, "lm_head") else []
+
+
+def _leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
+    """Those with modules inside: an MLP, or a head with LoRA."""
+    return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
+
+
+def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
+    """A method of the instance, so that a copy of the module has its own; with the signature of the class's."""
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (function if hasattr(self, TILING) else type(self).forward)(self, *args, **kwargs)
+
+    setattr(forward, TILING, True)
+    module.forward = types.MethodType(forward, module)
+
+
+def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    getattr(module, TILING).local = not kwargs.get("sequence_parallel", False)  # which the patch says
+
+
+def _after_base(module: Any, args: tuple, output: Any) -> None:
+    getattr(module, TILING).local = False  # a checkpoint may compute layers again at any time
+
+
+def _before_mlp(module: nn.Module, args: tuple) -> tuple | None:
+    """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early."""
+    if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
+        return (args[0].detach().requires_grad_(), *args[1:])
+    return None
+
+
+@between_graphs
+def _mlp_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    (x,) = (*args, *kwargs.values())
+    own, tiling = type(module).forward, getattr(module, TILING)
+    tokens = x.shape[0] * x.shape[1]
+    tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
+    if tiling.local or tiles == 1:
+        return own(module, x)
+    return tiled(lambda tile, _: own(module, tile), x, trained(module), tiles)

@@ -1,0 +1,381 @@
+"""Patched models with tiled MLPs and a tiled loss: what they are without, under every ZeRO stage; and nothing whole."""
+
+import copy
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ds_seqpar
+from hf_integration import tiled_loss, tiling, whole_sequences
+from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.hf import trainers
+from tests.hf.families import FAMILIES, model_of
+from tests.hf.llama import MODES, gap, llama, ragged, settings, small, update
+from tests.hf.test_families import batch_of, gradients
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+TILES = {"mlp_tiles": 5, "loss_tiles": 3}
+EXPERTS = [name for name in FAMILIES if "num_experts_per_tok" in FAMILIES[name]]
+CAPS = {name: {"final_logit_softcapping": 2.0} for name in ("gemma2", "gemma3_text")}
+
+
+# --- families
+
+
+def results(name, tiles, kind):
+    """(loss, gradients, names of what is returned) in training, (loss, logits) in evaluation of both."""
+    sp, tied = make(size=1, **tiles), {"tie_word_embeddings": kind == "odd"}
+    model = model_of(name, 5, **tied, **CAPS.get(name, {}))
+    model = model if name in EXPERTS else model.double()  # torch multiplies by experts in fp32 at most
+    model.patch_attention(sp)
+    shard = sp.shard_batch(batch_of(kind))
+    output = model(**shard)
+    (1.5 * output.loss).backward()
+    with torch.no_grad(), tiling.evaluated(model, "logits"):
+        evaluated = model(**shard)
+    return (output.loss.item(), gradients(model), list(output)), (evaluated.loss.item(), evaluated.logits)
+
+
+def beside_themselves(names, kind):
+    """By family: relative errors of losses, errors of gradients and of logits."""
+    found = {}
+    for name in names:
+        tiles = {**TILES, **({"mlp_tiles": "auto"} if name in EXPERTS else {})}
+        ((loss, grads, given), (mean, logits)), (tiled, evaluated) = (results(name, each, kind) for each in ({}, tiles))
+        assert [field for field in given if field != "logits"] == tiled[2]
+        losses = abs(tiled[0] - loss) / loss, abs(evaluated[0] - mean) / mean
+        found[name] = *losses, gap(tiled[1], grads), float((evaluated[1] - logits).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["odd", pytest.param("packed", marks=pytest.mark.whole)])
+def test_every_family_is_what_it_is_without_tiles(kind):
+    """Softcaps and scales between head and loss, tied embeddings, packed documents, and the loss that balances experts,
+    which is whole."""
+    (found,) = on_ranks(1, beside_themselves, sorted(FAMILIES), kind, timeout=300)
+    assert len(found) == len(FAMILIES)
+    for name, errors in found.items():
+        assert max(errors) < 1e-6, (name, errors)
+
+
+# --- memory
+
+
+class Sizes(TorchDispatchMode):
+    """The most elements that a tensor within it had."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.most = max([self.most, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+        return result
+
+
+LENGTH = 96
+WIDE = {"vocab_size": 640, "intermediate_size": 320, "hidden_size": 32}
+
+
+def largest(tiles, checkpointing, at_most=tiled_loss.LOGITS):
+    """The most elements that a tensor has in a step, and in a forward for the loss alone."""
+    tiled_loss.LOGITS = at_most
+    sp, model = make(size=1, **tiles), llama(**WIDE)
+    model.patch_attention(sp)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(LENGTH)[None]
+    batch = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
+    with Sizes() as step:
+        model.train()(**batch).loss.backward()
+    with Sizes() as evaluation, torch.no_grad(), tiling.evaluated(model, "loss"):
+        model.eval()(**batch)
+    return step.most, evaluation.most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_neither_intermediates_nor_logits_stand_whole(checkpointing):
+    """Weights, of 640 x 32, are larger than a tile."""
+    inner, logits = LENGTH * WIDE["intermediate_size"], LENGTH * WIDE["vocab_size"]
+    weights = WIDE["vocab_size"] * WIDE["hidden_size"]
+    assert weights < inner
+    cases = {
+        "both": ({"mlp_tiles": 4, "loss_tiles": 6}, weights),
+        "auto": ({"mlp_tiles": "auto", "loss_tiles": "auto"}, weights),
+        "mlp": ({"mlp_tiles": 4}, logits),
+        "loss": ({"loss_tiles": 6}, inner),
+        "none": ({}, logits),
+    }
+    for name, (tiles, most) in cases.items():
+        auto = 4 * WIDE["vocab_size"] * 16  # 16 tokens' logits
+        assert on_ranks(1, largest, tiles, checkpointing, auto) == [(most, most)], name
+
+
+def calls(checkpointing):
+    """How often the MLPs of a model of 2 layers are computed for a tile, in a step."""
+    sp, model = make(size=1, mlp_tiles=4), llama()
+    model.patch_attention(sp)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    count = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda *_: count.append(1))
+    model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
+    return len(count) / 8
+
+
+def test_a_checkpointed_layer_does_not_compute_its_mlp_a_third_time():
+    assert [on_ranks(1, calls, how)[0] for how in (None, False, True)] == [2, 2, 3]
+
+
+# --- under ZeRO
+
+OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}, "gradient_clipping": 1.0}
+STEPS = 2
+
+
+def lora(*targets):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(targets), init_lora_weights=False)
+    return peft.get_peft_model(llama(), config)
+
+
+MODELS = {
+    "plain": llama,
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "lora": lambda: lora("gate_proj", "down_proj"),  # the first MLP's input wants no gradient
+    "lora head": lambda: lora("q_proj", "lm_head"),
+}
+
+
+SHORT, LONG = 20, 140  # tokens: with "auto" 1 and 3 tiles of 64
+AUTO = {"mlp_tiles": "auto", "loss_tiles": "auto"}
+CASES = {  # (model, ZeRO's stage, how layers are checkpointed)
+    ("plain", 2, None): TILES,
+    ("plain", 3, None): AUTO,
+    ("tied", 3, False): AUTO,
+    ("lora", 3, None): TILES,
+    ("lora head", 3, None): TILES,
+}
+REST = {
+    ("tied", 2, True): TILES,
+    ("tied", 3, True): TILES,
+    ("lora", 2, None): TILES,
+    ("lora", 3, True): AUTO,
+    ("lora", 3, False): TILES,
+    ("lora head", 2, False): AUTO,
+    ("plain", 3, False): TILES,
+    ("plain", 3, True): AUTO,
+}
+
+
+def engine_of(name, stage, checkpointing, section, steps):
+    model = MODELS[name]()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    if checkpointing and name.startswith("lora"):
+        model.enable_input_require_grads()  # torch's reentrant checkpoint has no gradients otherwise
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}  # or all is kept whole
+    config = settings(section, str(stage), steps, 2, zero_optimization=zero, **OPTIMIZER)
+    return ds_seqpar.initialize(model=model, config=config)[0]
+
+
+def curves(cases):
+    """By case: (losses, gradient norms) of some steps. On 4 ranks one group has short sequences and the other long
+    ones; one rank alone has all of them, in twice as many micro-batches."""
+    found, groups = {}, min(2, dist.get_world_size())
+    for case, tiles in cases.items():
+        engine = engine_of(*case, {"size": dist.get_world_size() // groups, **tiles}, 4 // groups)
+        sp, losses, norms = engine.sequence_parallel, [], []
+        for _ in range(STEPS):
+            short, long = (ragged(MODES["r2"], 1, 2, sequences=2, seq=seq) for seq in (SHORT, LONG))
+            mine = [*short, *long] if groups == 1 else (short, long)[sp.data_rank]
+            loss, norm = update(engine, sp.shard_batches(mine))
+            losses.append(loss)
+            norms.append(norm)
+        found[case] = losses, norms
+    return found
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(REST, marks=pytest.mark.whole)], ids=["cover", "rest"])
+def test_training_is_that_of_one_process_without_tiles(cases):
+    """kernels-community#1000: under ZeRO-3 gradients reduced twice, and ranks with other numbers of tiles hung; #1081:
+    parameters marked as ready twice."""
+    (alone,) = on_ranks(1, curves, {case: {} for case in cases}, timeout=300)
+    for found in on_ranks(4, curves, cases, timeout=300):
+        for case, (losses, norms) in found.items():
+            assert losses == pytest.approx(alone[case][0], rel=1e-5), case
+            assert norms == pytest.approx(alone[case][1], rel=1e-5), case
+    for losses, norms in alone.values():
+        assert losses[1] < losses[0]
+        assert min(norms) > 0.1
+
+
+# --- what else a model is asked for
+
+
+def own_again():
+    """What is as it was: names of what is not."""
+    sp, model, plain = make(size=1, **TILES), llama().eval(), llama().eval()
+    before = [sorted(vars(module)) for module in model.modules()]
+    model.patch_attention(sp)
+    ids = torch.arange(24).view(2, 12)
+    tiled, shard = [], sp.shard_batch(batch_of("odd"))
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda *_: tiled.append(1))
+    given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    same = {"generated": torch.equal(model.generate(ids, **how), plain.generate(ids, **how))}
+    with whole_sequences(model):
+        output, expected = model(**given), plain(**given)
+        same["whole"] = torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
+    same["local are not tiled"] = len(tiled) == 2 * (how["max_new_tokens"] + 1)
+    with torch.no_grad():
+        same["logits are whole without gradients"] = model(**shard).logits.shape == (2, 51, 64)
+    same["no logits with them"] = model(**shard).logits is None
+    same["as a tuple"] = len(model(**shard, return_dict=False)) == 1
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.layers[0].mlp.down_proj.weight.zero_()
+        copied.lm_head.weight.zero_()
+    same["a copy has its own weights"] = abs(copied(**shard).loss.item() / 4.158883 - 1) < 1e-5  # log 64
+    copied.unpatch_attention()
+    model.unpatch_attention()
+    same["unpatched"] = [sorted(vars(module)) for module in model.modules()] == before
+    same["a copy unpatched"] = [sorted(vars(module)) for module in copied.modules()] == before
+    same["and its own"] = torch.equal(model(**given).logits, expected.logits)
+    return [name for name, equal in same.items() if not equal]
+
+
+def test_local_forwards_copies_and_what_is_unpatched_are_the_models_own():
+    assert on_ranks(1, own_again) == [[]]
+
+
+class WithForward(torch.nn.Module):
+    def __init__(self, sp):
+        super().__init__()
+        self.sp, self.weight = sp, torch.nn.Parameter(torch.ones(8, 8))
+
+
+def shadowed(part):
+    model = llama()
+    module = part(model)
+    module.forward = module.forward
+    return model
+
+
+def refusals():
+    one, zero3 = settings({"size": 1}, "3", 1, 1), settings({"size": 1, **TILES}, "3", 1, 1)
+    sps = {name: make(size=1, **tiles) for name, tiles in {
+        "both": TILES, "mlp": {"mlp_tiles": 2}, "loss": {"loss_tiles": "auto"}, "one": {}}.items()}  # fmt: skip
+    had = ds_seqpar.initialize(model=llama(), config=one)[0].module.unpatch_attention()
+    patched = llama().patch_attention(sps["both"])
+    shard = sps["both"].shard_batch(batch_of("odd"))
+    del shard["num_items_in_batch"]
+    own = {**zero3, "sequence_parallel": {"loss_tiles": "auto"}}
+    asked = {
+        "experts": lambda: model_of("gpt_oss").patch_attention(sps["mlp"]),
+        "base model": lambda: llama().model.patch_attention(sps["both"]),
+        "own mlp": lambda: shadowed(lambda model: model.model.layers[1].mlp).patch_attention(sps["both"]),
+        "own forward": lambda: shadowed(lambda model: model).patch_attention(sps["loss"]),
+        "an engine's": lambda: had.patch_attention(sps["both"]),
+        "no divisor": lambda: patched(**shard),
+        "own model": lambda: ds_seqpar.initialize(
+            model=WithForward(sps["one"]), config=own, sequence_parallel=sps["one"]
+        ),
+    }
+    return {name: refusal(call) for name, call in asked.items()}
+
+
+REFUSED = {
+    "experts": "sequence_parallel.mlp_tiles needs dense MLPs; got 2 for a model of family 'gpt_oss' with experts",
+    "base model": "sequence_parallel.loss_tiles needs a causal language model; got 3 for a LlamaModel, leave it out",
+    "own mlp": "got a LlamaMLP with one of its own",
+    "own forward": "got a LlamaForCausalLM with one of its own",
+    "an engine's": "tiles under ZeRO-3 need a model that is patched before DeepSpeed has it",
+    "no divisor": "a tiled loss needs num_items_in_batch",
+    "own model": "sequence_parallel.loss_tiles is for transformers models that are patched; got 'auto'",
+}
+
+
+def test_what_cannot_be_tiled_is_refused():
+    (found,) = on_ranks(1, refusals)
+    assert found.keys() == REFUSED.keys()
+    for name, (kind, message) in found.items():
+        assert kind == ("InputError" if name == "no divisor" else "ConfigError"), (name, message)
+        assert REFUSED[name] in message, (name, message)
+        assert is_one_sentence(message)
+
+
+def not_additive(logits, labels, shift_labels, num_items_in_batch, **_):
+    """Right of all tokens, and wrong of any tiles of them."""
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten(), reduction="sum")
+    return losses / num_items_in_batch * (1 if logits.shape[1] > 1 else 2)
+
+
+def own_loss(tiles):
+    model = llama()
+    model.loss_function = not_additive
+    return refusal(ds_seqpar.initialize, model=model, config=settings({"size": 1, **tiles}, "2", 1, 1))
+
+
+def test_a_loss_that_is_no_sum_over_tokens_is_refused():
+    """What check_loss tries is the tiled loss, of two tokens: a tile each."""
+    assert on_ranks(1, own_loss, {}) == [(None, None)]
+    ((kind, message),) = on_ranks(1, own_loss, TILES)
+    assert kind == "ConfigError"
+    assert "needs a loss that divides the sum of token losses" in message
+
+
+def compiled():
+    """(difference of gradients from those of one that is neither compiled nor tiled, whether there are no logits, tiles
+    of an MLP, graphs)."""
+    found, count = [], []
+    for tiles in ({}, TILES):
+        sp, model = make(size=1, **tiles), small()
+        model.patch_attention(sp)
+        model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: count.append(1))
+        run = torch.compile(model, backend="aot_eager") if tiles else model
+        output = run(**sp.shard_batch(batch_of("odd")))
+        output.loss.backward()
+        found.append(gradients(model))
+    return gap(*found), output.logits is None, len(count), counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_model_has_tiles():
+    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, timeout=300)
+    assert difference < 1e-5
+    assert no_logits
+    assert tiles == 1 + 2 * TILES["mlp_tiles"]
+    assert graphs > 1
+
+
+# --- the Trainer
+
+
+def runs(folder, sections):
+    """By section: losses, norms, the loss of evaluation and, with whole logits, of prediction; those logits."""
+    found = []
+    for section in sections:
+        sizes = {"size": dist.get_world_size(), **section}
+        how = {"parts": {"gather_logits": True}, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+        trainer = trainers.make(folder, 4, sizes, stage=3, **how)
+        history = trainers.trained(trainer)
+        predicted = trainer.predict(trainers.documents(4, seed=9))
+        figures = [*history["loss"], *history["grad_norm"], *history["eval_loss"], predicted.metrics["test_loss"]]
+        found.append((figures, torch.as_tensor(predicted.predictions)))
+    return found
+
+
+def test_a_trainer_trains_evaluates_and_predicts_as_without_tiles(tmp_path):
+    for (figures, logits), (mine, found) in on_ranks(2, runs, tmp_path, ({}, TILES), timeout=300):
+        assert len(figures) == 3 + 3 + 1 + 1
+        assert mine == pytest.approx(figures, rel=1e-5)
+        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
