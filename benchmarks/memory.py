@@ -46,7 +46,7 @@ from typing import Any
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "alst": {},
+    "alst": {"tiled_mlp": True},
     "u4": {"ulysses": 4},
     "u2": {"ulysses": 2},
     "u2r2": {"ulysses": 2, "schedule": "ring"},
@@ -56,6 +56,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 }
 PEERS = ("plain", "alst")
 MIB = 2**20
+OVER = "more than"  # of a run that ended because of --limit
 
 
 def main() -> None:
@@ -133,7 +134,7 @@ class Bench:
         found = on_ranks(self.args.ranks, self.peers.measure, *args, timeout=self.args.timeout, check=False)
         failed = [one for one in found if isinstance(one, tuple)]
         if any(one[1] == f"exit code {self.peers.OVER}" for one in failed):
-            return f"more than {self.args.limit / 2**30:.3g} GiB"
+            return f"{OVER} {self.args.limit / 2**30:.3g} GiB"
         if failed:
             told = min(failed, key=lambda one: "Connection" in one[1] or "peer" in one[1])
             print(f"{name}, {seq} tokens:\n{told[2]}", file=sys.stderr)
@@ -207,7 +208,9 @@ def steps(args: argparse.Namespace) -> None:
             name: {seq: [measure(ranks) / MIB for measure in MEASURES.values()] for seq, ranks in row.items()
                    if not isinstance(ranks, str)} for name, row in found.items()
         }  # fmt: skip
-        draw_steps(good, args.png)
+        from benchmarks import memory_charts
+
+        memory_charts.draw_steps(good, args.png)
 
 
 def slopes(args: argparse.Namespace, found: dict[str, dict[int, Any]], lengths: list[int]) -> None:
@@ -231,55 +234,45 @@ def slopes(args: argparse.Namespace, found: dict[str, dict[int, Any]], lengths: 
 
 def longest(args: argparse.Namespace) -> None:
     bench, chosen, found = Bench(args), contenders(args), {}
+    print(f"\n{args.ranks} ranks, {args.budget / 2**30:.2f} GiB of {args.by} a rank, {bench.model}\n", flush=True)
     for name in progress(chosen, desc="longest"):
         found[name] = bisect(bench, name, chosen[name])
-    print(f"\n{args.ranks} ranks, {args.budget / 2**30:.2f} GiB of {args.by} a rank, {bench.model}\n")
     print("| contender | longest | MiB of it | to the first |\n|---|---|---|---|")
     first = next(iter(found.values()))[0]
-    for name, (seq, taken) in found.items():
-        print(f"| {name} | {seq} | {taken / MIB:.0f} | {seq / first if first else 0:.2f} |")
+    for name, (seq, taken, why) in found.items():
+        print(f"| {name} | {why or seq} | {taken / MIB:.0f} | {seq / first if first else 0:.2f} |")
     if args.png:
-        draw_longest({name: seq for name, (seq, _) in found.items()}, args)
+        from benchmarks import memory_charts
+
+        memory_charts.draw_longest({name: seq for name, (seq, *_) in found.items()}, args.budget, args.png)
 
 
-def bisect(bench: Bench, name: str, contender: dict[str, Any]) -> tuple[int, int]:
-    """(the longest sequence under the budget, what it took). Two lengths' slope says where to look first."""
-    args, known = bench.args, {}
-
-    def fits(seq: int) -> bool:
-        ranks = bench.run(name, contender, seq, timed=1, follow=args.by == "tensors")
-        over = isinstance(ranks, str)
-        if over and not str(ranks).startswith("more than"):
-            raise SystemExit(f"{name} failed at {seq} tokens: {ranks}")
-        known[seq] = args.limit if over else MEASURES[args.by](ranks)
-        print(f"{name}: {seq} tokens, {known[seq] / MIB:.0f} MiB{' and more' if over else ''}", file=sys.stderr)
-        return known[seq] <= args.budget
-
-    def rounded(seq: float) -> int:
-        return max(1, int(seq // args.resolution)) * args.resolution
-
+def bisect(bench: Bench, name: str, contender: dict[str, Any]) -> tuple[int, int, str]:
+    """(the longest sequence under the budget, what it took, why no longer one could be tried, if so). The line through
+    what was measured says where to look next."""
+    args, known = bench.args, {0: 0}
     low, high = 0, 0  # the longest that fits, the shortest that does not
-    seq = rounded(args.resolution * 4)
+    seq = 4 * args.resolution
     while not high or high - low > args.resolution:
-        if fits(seq):
+        ranks = bench.run(name, contender, seq, timed=int(args.by == "rss"), follow=args.by == "tensors")
+        if isinstance(ranks, str) and not ranks.startswith(OVER):
+            return low, known[low], f"{low}, then {ranks}"
+        known[seq] = args.limit if isinstance(ranks, str) else MEASURES[args.by](ranks)
+        print(f"{name}: {seq} tokens, {known[seq] / MIB:.0f} MiB", file=sys.stderr)
+        if known[seq] <= args.budget:
             low = seq
         else:
             high = seq
-        if high and high - low <= args.resolution:
-            break
-        seq = estimate(known, args.budget, args.limit)
-        bounds = (low + args.resolution, high - args.resolution if high else max(2 * low, 4 * args.resolution) * 2)
-        seq = min(max(rounded(seq), bounds[0]), bounds[1]) if seq else rounded((low + (high or 4 * low)) / 2)
-    return low, known.get(low, 0)
+        guess = int(estimate(known, args.budget, args.limit) // args.resolution) * args.resolution
+        seq = min(max(guess, low + args.resolution), high - args.resolution if high else 4 * low)
+    return low, known[low], ""
 
 
 def estimate(known: dict[int, int], budget: int, limit: int) -> float:
-    """Where the line through the two longest that were measured meets the budget; 0 where there is none."""
-    seen = sorted((seq, taken) for seq, taken in known.items() if taken < limit)[-2:]
-    if len(seen) < 2 or seen[0][1] >= seen[1][1]:
-        return 0
-    (a, low), (b, high) = seen
-    return a + (budget - low) * (b - a) / (high - low)
+    """Where the line through the two lengths that are nearest to the budget meets it."""
+    nearest = sorted((seq for seq in known if known[seq] < limit), key=lambda seq: abs(known[seq] - budget))[:2]
+    a, b = sorted(nearest)
+    return a + (budget - known[a]) * (b - a) / max(1, known[b] - known[a])
 
 
 def peak(args: argparse.Namespace) -> None:
@@ -294,41 +287,14 @@ def peak(args: argparse.Namespace) -> None:
                 continue
             most = max(ranks, key=lambda one: sum(entry.bytes for entry in one.entries))
             phases = ", ".join(f"{phase} {taken / unit:.2f}" for phase, taken in most.allocated.items())
-            total = sum(entry.bytes for entry in most.entries)
-            print(f"\n{name}, {seq} tokens, rank {ranks.index(most)}: {total / unit:.2f} at once ({phases})\n")
+            total = sum(entry.bytes for entry in most.entries) / unit
+            print(f"\n{name}, {seq} tokens, rank {ranks.index(most)}: {total:.2f} at once ({phases})\n")
             print("| hidden states | tensors | shape | operation | place |\n|---|---|---|---|---|")
             for one in most.entries[: args.rows]:
-                words = f"{one.shape} | {one.operation} | {one.place}"
-                print(f"| {one.bytes / unit:.2f} | {one.count} | {words} |")
-
-
-def draw_steps(found: dict[str, dict[int, list[float]]], file: Path) -> None:
-    figure, axes = plots(2)
-    for name, row in found.items():
-        for axis, number in zip(axes, range(2), strict=True):
-            axis.plot(list(row), [values[number] for values in row.values()], "o-", label=name)
-    for axis, title in zip(axes, ("resident memory of a step", "tensors of a step"), strict=True):
-        axis.set(title=title, xlabel="tokens of the sequence", ylabel="MiB, the rank with the most", ylim=(0, None))
-        axis.legend()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
-
-
-def draw_longest(found: dict[str, int], args: argparse.Namespace) -> None:
-    figure, (axis,) = plots(1)
-    axis.barh(list(found), list(found.values()))
-    axis.invert_yaxis()
-    axis.set(xlabel="tokens", title=f"longest sequence, {args.budget / 2**30:.2f} GiB a rank")
-    figure.savefig(args.png, dpi=120, bbox_inches="tight")
-
-
-def plots(count: int) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, count, figsize=(6 * count, 4), squeeze=False)
-    return figure, axes[0]
+                print(f"| {one.bytes / unit:.2f} | {one.count} | {one.shape} | {one.operation} | {one.place} |")
+            print("\n| most alive | during |\n|---|---|")
+            for place, taken in list(most.moments.items())[: args.rows]:
+                print(f"| {taken / unit:.2f} | {place} |")
 
 
 if __name__ == "__main__":

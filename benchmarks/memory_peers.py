@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -39,8 +39,9 @@ ZERO = {
 }
 Mark = Callable[[str], None]
 Step = Callable[[Mark], float]
-# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section
-OWN = {"checkpointing": True, "tiled_mlp": True, "tiled_loss": True, "tile_bytes": 2**26}
+# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section. tiled_mlp:
+# DeepSpeed's TiledMLP; on ours it shows what there is beside the MLP
+OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,9 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one rank. Bytes: resting RSS before the first step, the greatest RSS of a step, and of tensors that a step
-    made the most alive at once (by phase, and which: `entries`). losses, norms: of the steps, the same on all ranks."""
+    """Of one rank. rest, rss: bytes resident before the first step, and the most during a step. allocated: of what a
+    followed step made, the most bytes alive at once, by phase; entries: what that was; moments: the most by part of the
+    model. losses, norms: of the steps, the same on all ranks."""
 
     rest: int
     rss: int
@@ -89,13 +91,18 @@ class Figures:
     norms: list[float]
     allocated: dict[str, int]
     entries: list[Entry]
+    moments: dict[str, int]
 
 
-def measure(model: Model, kind: str, options: dict[str, Any], seq: int, timed: int, follow: bool, limit: int) -> Figures:
+def measure(
+    model: Model, kind: str, options: dict[str, Any], seq: int, timed: int, follow: bool, limit: int
+) -> Figures:
     """One step to warm up, `timed` ones with a clock and the RSS reset before, and with `follow` one whose tensors are
     followed. limit: bytes of RSS at which this process ends, before the machine has no more."""
     watch(limit)
-    own = {name: options.get(name, default) for name, default in OWN.items()}
+    own = own_of(options)
+    if own["tiled_mlp"]:
+        modeling_llama.LlamaMLP.forward = tiled_mlp
     section = {name: value for name, value in options.items() if name not in OWN}
     step = STEPS[kind](model, own, section, seq)
     rest, losses, norms, seconds = memory("VmRSS"), [], [], []
@@ -111,6 +118,7 @@ def measure(model: Model, kind: str, options: dict[str, Any], seq: int, timed: i
         highest = max(highest, memory("VmHWM"))
     allocated: dict[str, int] = {}
     entries: list[Entry] = []
+    moments: dict[str, int] = {}
     if follow:
         with Sites() as live:
 
@@ -119,8 +127,12 @@ def measure(model: Model, kind: str, options: dict[str, Any], seq: int, timed: i
                 live.restart()
 
             step(mark)
-        entries = live.at_peak
-    return Figures(rest, highest, seconds, losses, norms, allocated, entries)
+        entries, moments = live.at_peak, dict(live.moments.most_common(64))
+    return Figures(rest, highest, seconds, losses, norms, allocated, entries, moments)
+
+
+def own_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options.get(name, default) for name, default in OWN.items()}
 
 
 NORM: list[Callable[[], float]] = []  # how to ask the engine for the norm of its last gradients
@@ -169,8 +181,6 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     """
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
-    if own["tiled_mlp"]:
-        modeling_llama.LlamaMLP.forward = tiled_mlp
     llama = checkpointed(model.make(), own, reentrant=True)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
@@ -184,7 +194,7 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     batch = {"input_ids": ids[:, here].contiguous(), "position_ids": torch.arange(seq)[None, here]}
     labels = shifted[:, here].contiguous()
     share = (seq - 1) / world
-    tiles = math.ceil(labels.numel() * model.vocab * 4 / own["tile_bytes"]) if own["tiled_loss"] else 1
+    tiles = math.ceil(labels.numel() * model.vocab * 4 / own["tile_bytes"])
 
     def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = head.lm_head(hidden).float()

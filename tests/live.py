@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-OURS = "ds_seqpar"  # the namespace of the ops that are looked into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,8 @@ class Live(TorchDispatchMode):
     """Within it, `peak` is the greatest number of bytes alive at once since the last `restart`, of storages that an
     operation within it returned, but for those of the tensors `ignored`."""
 
+    inside = ("ds_seqpar",)  # the namespaces of the ops that are looked into
+
     def __init__(self, *ignored):
         super().__init__()
         self.storages = {}  # address of the storage's header -> (weak reference, bytes)
@@ -59,7 +60,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.namespace == OURS:
+        if function.namespace in self.inside:
             with self:  # a mode is off while it is asked; for what happens inside the op it is to be on
                 result = function.redispatch(CPU, *args, **kwargs)
         else:
