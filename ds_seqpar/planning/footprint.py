@@ -165,9 +165,9 @@ class _Step:
         return self.step.world if self.zero.stage >= stage else 1
 
     def resting(self) -> dict[str, int]:
-        """Between steps. ZeRO-1 and 2 copy parameters into fp32 even from fp32."""
+        """Between steps. ZeRO has fp32 copies of fp32 parameters too."""
         count, stage = self.model.parameters, self.zero.stage
-        copies = (self.size < 4 and stage > 0) or stage in (1, 2)
+        copies = stage > 0
         moments = 4 if stage > 0 else self.size
         return {
             "parameters": count * self.size // self.share(3) + copies * count * 4 // self.share(1),
@@ -258,9 +258,9 @@ class _Step:
         cast = self.size if self.wide else 0  # logits in their own dtype, beside the fp32 ones
         sums = m.embedding * (4 + self.size) if tiles > 1 else 0  # of tiles' gradients, and a tile's own
         return [
-            self.moment("forward: loss", gathered=gathered, layer=end, loss=logits * (8 + cast), **held),
+            self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
             self.moment(
-                "backward: loss", gathered=gathered if tiles > 1 else 0, grads=sums, done=0,
+                "backward: loss", gathered=gathered, grads=sums,
                 layer=end + (self.hidden if tiles > 1 else 0), loss=12 * logits, **held,
             ),
             self.moment(
