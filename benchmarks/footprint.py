@@ -66,7 +66,8 @@ def tensors() -> int:
 def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     from benchmarks import memory_peers as peers
     from ds_seqpar.config import SequenceParallelConfig
-    from ds_seqpar.planning.footprint import Model, Step, Zero, footprint
+    from ds_seqpar.planning.footprint import footprint
+    from ds_seqpar.planning.needs import Model, Step, Zero
 
     own = peers.own_of(options)
     section = {name: value for name, value in options.items() if name not in peers.OWN}
@@ -112,10 +113,10 @@ def main() -> None:
             said = predicted(model, contender["options"], seq, args.ranks)
             ranks = on_ranks(args.ranks, measured, model, contender["options"], seq, timeout=900)
             most = max(ranks, key=lambda one: max(one.phases.values()))
-            rows = [("between steps", said.resting.total, most.resting)]
+            rows = [("between steps", said.resting.total + said.host, most.resting)]
             for phase in ("forward", "backward", "step"):
                 moments = [moment for moment in said.moments if moment.name.startswith(phase)]
-                rows.append((phase, max(m.total for m in moments), most.resting + most.phases[phase]))
+                rows.append((phase, max(m.total for m in moments) + said.host, most.resting + most.phases[phase]))
             peak = most.resting + max(most.phases.values())
             rows.append((f"peak: {said.peak.name}", said.peak.total + said.host, peak))
             for what, a, b in rows:

@@ -11,118 +11,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from ..config import SequenceParallelConfig
 from .calls import Figures, figures, parts_of
 from .layout import multiple
-from .masks import CAUSAL, Mask
+from .needs import PARTS, Footprint, Moment, Step
 from .shape import ITEMSIZE
-
-PARTS = {
-    "parameters": "the rank's share of parameters, with fp32 copies",
-    "gradients": "the rank's share of gradients, and those that are whole",
-    "optimiser": "its states, and what its step needs for a moment",
-    "buckets": "ZeRO's buffer for gradients on their way",
-    "gathered": "parameters that ZeRO-3 has gathered whole",
-    "checkpoints": "inputs of layers; or, without checkpoints, all that layers save",
-    "kept attention": "what checkpoints keep of attention",
-    "layer": "norms, projections, residuals and their gradients of the layer that is computed",
-    "attention": "what its attention takes, sends and receives",
-    "mlp": "what its MLP takes",
-    "loss": "logits, their softmax and gradient",
-}
-HOST = "host"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """The numbers of a model. intermediate: of the experts that a token goes to together, where there are any;
-    parameters: all, tied ones once; layer_parameters: of one layer; small: of those too small to be shared out."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    parameters: int
-    layer_parameters: int
-    tied: bool = False
-
-    @property
-    def embedding(self) -> int:
-        return self.vocab * self.hidden
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Zero:
-    """Settings of ZeRO, in elements, with DeepSpeed's defaults."""
-
-    stage: int = 0
-    reduce_bucket_size: int = 500_000_000
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    overlap_comm: bool | None = None
-
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> Zero:
-        """From "zero_optimization" of a DeepSpeed JSON."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        found = {name.removeprefix("stage3_"): value for name, value in section.items() if value != "auto"}
-        return cls(**{name: _whole(value) for name, value in found.items() if name in names})
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) else value
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step is made of. config: resolved; seq: tokens of the whole sequence; batch: sequences at once."""
-
-    model: Model
-    config: SequenceParallelConfig
-    world: int
-    seq: int
-    batch: int = 1
-    dtype: str = "bfloat16"
-    zero: Zero = dataclasses.field(default_factory=Zero)
-    checkpointing: bool = True
-    mask: Mask = CAUSAL
-
-
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """parts: bytes by name, of `PARTS`."""
-
-    name: str
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Footprint:
-    """resting: between steps; host: bytes in host memory beside these."""
-
-    resting: Moment
-    moments: tuple[Moment, ...]
-    host: int = 0
-
-    @property
-    def peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.total)
 
 
 def footprint(step: Step) -> Footprint:
     """Of the rank with the most."""
     return _Step(step).found()
+
+
+def bytes_a_token(step: Step) -> float:
+    """What one more token of a rank adds to the peak: from this length to twice as many."""
+    short, long = _Step(step), _Step(dataclasses.replace(step, seq=2 * step.seq))
+    return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
 
 
 class _Step:
@@ -182,7 +86,7 @@ class _Step:
         stage = self.zero.stage
         if name.startswith("backward") and stage in (1, 2):
             buffers = 2 if self.zero.overlap_comm else 1
-            found["buckets"] += min(self.zero.reduce_bucket_size, 10**18) * self.size * buffers
+            found["buckets"] += self.zero.reduce_bucket_size * self.size * buffers
         if stage < 3:
             found["gradients"] += done * self.size // self.share(2)
         found["gradients"] += grads
@@ -193,22 +97,22 @@ class _Step:
             found[known] = found.get(known, 0) + size
         return Moment(name, {part: found[part] for part in PARTS if found.get(part)})
 
-    def gathered(self, needed: int) -> int:
-        """Parameters that ZeRO-3 has whole while so many are needed: those of before that are soon used again, and
-        those of later that are prefetched."""
-        zero = self.zero
+    def gathered(self, needed: int, matrices: int = 1) -> int:
+        """Parameters that ZeRO-3 has whole while so many are needed: those of before that are soon used again, those of
+        later that are prefetched, and what is under way, as many matrices as travel together."""
+        zero, matrix = self.zero, self.model.hidden * self.model.intermediate
         free = max(0, zero.max_live_parameters - needed)
         more = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
-        return min(self.model.parameters, needed + min(free, more))
+        return min(self.model.parameters, needed + min(free, more) + matrices * matrix * (free > 0))
 
     # ---- activations
 
     def mlp_tiles(self) -> int:
-        tiles = getattr(self.config, "mlp_tiles", 1)
+        tiles = self.config.mlp_tiles
         return math.ceil(self.rows / self.model.hidden) if tiles == "auto" else min(tiles, self.tokens)
 
     def loss_tiles(self) -> int:
-        tiles = getattr(self.config, "loss_tiles", 1)
+        tiles = self.config.loss_tiles
         return math.ceil(self.rows * self.model.vocab * 4 / 2**28) if tiles == "auto" else min(tiles, self.tokens)
 
     @property
@@ -274,7 +178,8 @@ class _Step:
         m, attention = self.model, self.attention
         held = self.layers(index, running=True)
         end = m.embedding if index == 1 else 0  # is prefetched
-        gathered = self.gathered(m.layer_parameters) + end
+        matrices = 1 if self.mlp_tiles() == 1 else 3  # a tiled MLP is a leaf of ZeRO-3
+        gathered = self.gathered(m.layer_parameters, matrices) + end
         done = m.parameters - m.embedding - index * m.layer_parameters
         tied = m.embedding * self.size if m.tied else 0  # waits for the gradient of the other end
         place = f"layer {index}"
@@ -282,7 +187,7 @@ class _Step:
         whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
         weight = m.hidden * m.intermediate
         tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 else 0)
-        sums = weight * self.size if tiles == 1 else 3 * weight * (4 + self.size)
+        sums = weight * (self.size if tiles == 1 else 12 + self.size)
         found = [
             self.moment(
                 f"backward: {place}, MLP", done=done, gathered=gathered, grads=tied + sums, layer=whole,
