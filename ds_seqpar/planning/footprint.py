@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 from .calls import Figures, figures, parts_of
 from .layout import multiple
@@ -27,6 +28,10 @@ def bytes_a_token(step: Step) -> float:
     """What one more token of a rank adds to the peak: from this length to twice as many."""
     short, long = _Step(step), _Step(dataclasses.replace(step, seq=2 * step.seq))
     return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
+
+
+def _moment(name: str, parts: Mapping[str, int]) -> Moment:
+    return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
 
 
 class _Step:
@@ -95,7 +100,7 @@ class _Step:
         for part, size in parts.items():
             known = part.replace("_", " ")
             found[known] = found.get(known, 0) + size
-        return Moment(name, {part: found[part] for part in PARTS if found.get(part)})
+        return _moment(name, found)
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
         """Parameters that ZeRO-3 has whole while so many are needed: those of before that are soon used again, those of
@@ -229,4 +234,4 @@ class _Step:
         moments = [*self.forward(), *self.loss(), *(x for i in ends for x in self.backward(i)), *self.ends()]
         kept = self.attention.kept if self.keeps else 0
         host = layers * (self.hidden + kept) if self.config.offload_checkpoints and self.step.checkpointing else 0
-        return Footprint(Moment("between steps", self.resting()), tuple(moments), host)
+        return Footprint(_moment("between steps", self.resting()), tuple(moments), host)

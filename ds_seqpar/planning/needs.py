@@ -61,13 +61,14 @@ class Zero:
     def of(cls, section: Mapping[str, Any]) -> Zero:
         """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting that is no number."""
         names = {f.name for f in dataclasses.fields(cls)}
-        found: dict[str, Any] = {name.removeprefix("stage3_"): value for name, value in section.items() if value != "auto"}
+        found: dict[str, Any] = {
+            name.removeprefix("stage3_"): value for name, value in section.items() if value != "auto"
+        }
         known = {name: value for name, value in found.items() if name in names}
         for name, value in known.items():
             if name != "overlap_comm" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
                 raise ConfigError(f"zero_optimization.{name} must be a number from 0; got {value!r}")
-        found = {name: int(value) if isinstance(value, float) else value for name, value in known.items()}
-        return cls(**found)
+        return cls(**{name: int(value) if isinstance(value, float) else value for name, value in known.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
