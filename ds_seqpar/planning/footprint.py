@@ -148,11 +148,12 @@ class _Step:
         tiles = self.mlp_tiles()
         layer = self.hidden + self.q + self.kv + saved * (self.norm - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.kept if self.keeps else 0
-        after = (3 + saved) * self.mlp // tiles + (self.hidden if tiles > 1 else 0)
+        after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
+        head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
         return [
             self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
-                "forward: MLP", gathered=gathered, layer=2 * self.hidden + saved * 2 * self.norm, attention=kept,
+                "forward: MLP", gathered=gathered + head, layer=2 * self.hidden + saved * 2 * self.norm, attention=kept,
                 mlp=after, **held,
             ),
         ]  # fmt: skip
@@ -162,18 +163,21 @@ class _Step:
         held = self.layers(m.layers)
         gathered = self.gathered(m.embedding)
         logits = math.ceil(self.tokens / tiles) * self.step.batch * m.vocab
-        head = m.embedding * self.size
+        head, tiled = m.embedding * self.size, tiles > 1
         end = self.norm + (0 if self.wide else self.hidden)
         cast = self.size if self.wide else 0  # logits in their own dtype, beside the fp32 ones
-        sums = m.embedding * (4 + self.size) if tiles > 1 else 0  # of tiles' gradients, and a tile's own
+        sums = m.embedding * 4 * tiled  # of the gradients of tiles
         return [
-            self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
             self.moment(
-                "backward: loss", gathered=gathered, grads=sums,
-                layer=end + (self.hidden if tiles > 1 else 0), loss=12 * logits, **held,
+                "forward: loss", gathered=gathered if tiled else self.gathered(0), layer=end,
+                loss=logits * (8 + cast), **held,
             ),
             self.moment(
-                "backward: logits", gathered=gathered, grads=max(head, sums), layer=end + self.hidden,
+                "backward: loss", gathered=gathered, grads=sums, layer=end + self.hidden * tiled, loss=12 * logits,
+                **held,
+            ),
+            self.moment(
+                "backward: logits", gathered=gathered, grads=sums + head, layer=end + self.hidden,
                 loss=self.size * logits, **held,
             ),
         ]  # fmt: skip

@@ -32,11 +32,14 @@ class Within(live.Live):
     inside = ("ds_seqpar", "deepspeed")
 
 
+def tensors():
+    gc.collect()
+    return [x for x in gc.get_objects() if type.__instancecheck__(torch.Tensor, x) and x.device.type == "cpu"]
+
+
 def resting():
     """Bytes of the storages of all tensors."""
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if type.__instancecheck__(torch.Tensor, x) and x.device.type == "cpu"]
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors()}.values())
 
 
 def measured(section, stage, checkpointing):
@@ -66,8 +69,11 @@ def measured(section, stage, checkpointing):
 
     step()
     states = resting() - before
-    with Within() as seen:
-        step()
+    peaks = []
+    for _ in range(2):  # gloo may let go of what it has sent late
+        with Within(*tensors()) as seen:
+            step()
+        peaks.append(seen.peak)
     numbered = numbers(model.config)
     said = footprint(
         Step(
@@ -75,7 +81,7 @@ def measured(section, stage, checkpointing):
             checkpointing=checkpointing,
         )
     )  # fmt: skip
-    return (states, states + seen.peak), (said.resting.total, said.peak.total)
+    return (states, states + min(peaks)), (said.resting.total, said.peak.total)
 
 
 @pytest.mark.parametrize(
@@ -83,5 +89,5 @@ def measured(section, stage, checkpointing):
 )
 def test_a_step_takes_what_was_predicted(name):
     found = on_ranks(WORLD, measured, *CASES[name])
-    most = [max(sizes) for sizes in zip(*(one[0] for one in found), strict=True)]
+    most = [max(sizes) for sizes in zip(*(as_is for as_is, _ in found), strict=True)]
     assert found[0][1] == pytest.approx(most, rel=0.1)
