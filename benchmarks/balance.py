@@ -35,11 +35,11 @@ from ds_seqpar.planning.balance import balanced
 from ds_seqpar.planning.compile import Compiler, Recipe, pattern_of
 from ds_seqpar.planning.layout import LAYOUTS, Run, Runs
 from ds_seqpar.planning.program import Product
+from ds_seqpar.planning.recipes import recipe_of
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import length as tokens_of
 from ds_seqpar.planning.simulate import Costs, programs_of, simulate
 from ds_seqpar.planning.tiles import tiles
-from ds_seqpar.running.runtime import recipe_of
 
 PACKS, SIMULATED = 1000, 40
 SHAPE = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, dtype="bfloat16", travel="float32")

@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.planning.validate import validate
-from ds_seqpar.running.runtime import recipe_of, shape_of
 
 ULYSSES, HEADS, VALIDATED = 8, (64, 8), 256
 

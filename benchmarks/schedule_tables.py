@@ -15,11 +15,11 @@ from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.plan import Plan
+from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
 from ds_seqpar.planning.tiles import tiles
-from ds_seqpar.running.runtime import recipe_of, shape_of
 
 HEAD_DIM = 128
 SHAPES = {"MHA (32/32 heads)": (32, 32), "GQA 8:1 (64/8 heads)": (64, 8)}

@@ -33,12 +33,12 @@ from ds_seqpar.planning.compile import Bound, Compiler, pattern_of
 from ds_seqpar.planning.layout import Run, Runs
 from ds_seqpar.planning.masks import CAUSAL, Mask
 from ds_seqpar.planning.program import GatherStart, Post, Product, ScatterStart
+from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import EvenShards, Shards, UnevenShards
 from ds_seqpar.planning.tiles import Tile, tiles
 from ds_seqpar.running.kernels.accumulate import _calls
-from ds_seqpar.running.runtime import recipe_of, shape_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

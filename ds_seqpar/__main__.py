@@ -1,4 +1,5 @@
 """Command line: `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time;
+`python -m ds_seqpar memory` predicts what a training step of a model needs on each rank;
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import cpu_op
+from . import cpu_op, memory_command
 from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import ConfigError, SeqParError
 from .planning.compile import Compiler, pattern_of, weight
@@ -15,12 +16,12 @@ from .planning.heads import most
 from .planning.layout import multiple
 from .planning.listing import listing
 from .planning.masks import CAUSAL, FULL
+from .planning.recipes import recipe_of, shape_of
 from .planning.schedules import SCHEDULES, settings
 from .planning.shards import EvenShards
 from .planning.simulate import Costs, communication, computation, programs_of, simulate
 from .planning.validate import validate
 from .running.inputs import check_length
-from .running.runtime import recipe_of, shape_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,9 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
+    memory_command.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        _show(args) if args.command == "show" else _prepare()
+        {"show": _show, "prepare": _prepare, "memory": memory_command.run}[args.command](args)
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
@@ -98,7 +100,7 @@ def _show(args: argparse.Namespace) -> None:
             print(f"wrote {args.png}\n")
 
 
-def _prepare() -> None:
+def _prepare(args: argparse.Namespace) -> None:
     print("DeepSpeed's CPU op is compiled" if cpu_op.prepare() else "DeepSpeed compiles nothing on this machine")
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import ConfigError
 from .parallel import SequenceParallel
+from .planning.needs import Model
 
 # a class that all of a library's models have among their bases -> the package that registers it
 PACKAGES = {"PreTrainedModel": "hf_integration"}
@@ -67,6 +68,12 @@ def own_library(model: nn.Module) -> Library:
             f"{type(model).__name__} alone, pass sequence_parallel=sp"
         )
     return library
+
+
+def numbers_of(place: str) -> Model:
+    """What a model's memory depends on, from the folder or file of its config. Raises ConfigError for one that is none,
+    or that is not known."""
+    return importlib.import_module(f"{PACKAGES['PreTrainedModel']}.numbers").numbers_of(place)
 
 
 def unwrapped(model: nn.Module) -> Any:

@@ -84,6 +84,7 @@ class _Run:
                     of_tile = found.pop(0)
                     dx[:, cut] = 0 if of_tile is None else of_tile
                 sums.add(found)
+                del found  # beside the next tile's they would be there twice
         return dx, *sums.taken()
 
 

@@ -26,13 +26,14 @@ from .program import (
     ScatterStart,
     Wait,
 )
-from .shape import ITEMSIZE, Shape
+from .shape import ITEMSIZE
 from .tiles import PIECE, Tile
 
 
-def peak(bound: Bound) -> int:
-    """The greatest number of bytes that a walk of the program has at once, its results included."""
-    return _Follower(bound).run()
+def peak(bound: Bound, delta: bool = False) -> int:
+    """The greatest number of bytes that a walk of the program has at once, its results included. delta: whether a
+    backward is given delta in place of out, of which it makes one for its own queries too."""
+    return _Follower(bound, delta).run()
 
 
 @dataclasses.dataclass
@@ -51,7 +52,8 @@ class _Result:
 
 
 class _Follower:
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: Bound, delta: bool) -> None:
+        self.known = () if delta else (OWN,)  # queries whose output is at hand
         self.bound, self.shape, self.program = bound, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
         self.slots: dict[int, int] = {}
@@ -121,7 +123,7 @@ class _Follower:
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
     def product(self, one: Product) -> None:
-        if not self.forward and one.q_slot != OWN and one.q_slot not in self.outs:
+        if not self.forward and one.q_slot not in (*self.known, *self.outs):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
             self.see()
         for tile in self.bound.tiles(one.q, one.kv):
@@ -200,36 +202,3 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     Fold: _Follower.fold,
     Finish: _Follower.finish,
 }
-
-
-def whole_forward(bound: Bound, members: int, own: Shape) -> int:
-    """The same of a whole call, the exchange of heads around the program included. own: the shape of a rank's own
-    tensors; members: ranks that trade heads."""
-    program = peak(bound)
-    if members == 1:
-        return program
-    q, _, lse, sent, inner_q, inner_kv = _sizes(bound, members, own)
-    inner = inner_q + inner_kv
-    return max(q + sent + inner, inner + program, inner + inner_q + 2 * q + lse)
-
-
-def whole_backward(bound: Bound, members: int, own: Shape) -> int:
-    """The same of a backward, with what forward kept: out and lse, and around a program with an exchange of heads also
-    the inner q, k, v and out."""
-    q, kv, lse, sent, inner_q, inner_kv = _sizes(bound, members, own)
-    if members == 1:
-        return q + lse + peak(bound)
-    inner = inner_q + inner_kv
-    kept = q + inner_q + inner + lse  # out twice: own and inner
-    return max(kept + q + inner_q, kept + inner_q + peak(bound), q + inner + (q + sent) + (q + kv))
-
-
-def _sizes(bound: Bound, members: int, own: Shape) -> tuple[int, int, int, int, int, int]:
-    """Bytes of the rank's own q, of its k and v, of the lse; of k and v as they are sent, a head once to each member
-    that needs it; of the inner q, and of the inner k and v."""
-    tokens, inner, size = bound.tokens("q", (0,)), bound.shape, ITEMSIZE[own.dtype] * own.batch
-    head = size * own.head_dim
-    q, kv = (tokens // members * heads * head for heads in (own.q_heads, 2 * own.kv_heads))
-    sent = tokens // members * 2 * max(own.kv_heads, members) * head
-    lse = own.batch * tokens * inner.q_heads * ITEMSIZE[own.wide]
-    return q, kv, lse, sent, tokens * inner.q_heads * head, tokens * 2 * inner.kv_heads * head

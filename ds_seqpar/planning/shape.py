@@ -47,6 +47,10 @@ class Shape:
         """What results are accumulated in."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
         """The tensors of a unit of this kind. dtype: of a result that does not travel; default `travel`."""
         q, row = (self.q_heads, self.head_dim), (self.q_heads, 0)

@@ -7,12 +7,9 @@ from torch import Tensor
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
 from ..handles import handle_of
-from ..planning import heads as dealing
-from ..planning.compile import Bound, Compiler, Recipe
+from ..planning.compile import Bound, Compiler
 from ..planning.masks import Mask
-from ..planning.memory import peak
-from ..planning.schedules import schedule
-from ..planning.shape import Shape
+from ..planning.recipes import fewest_stages, recipe_of, shape_of
 from ..planning.shards import EvenShards, Shards
 from ..planning.topology import Topology
 from .buffers import Tensors
@@ -63,22 +60,11 @@ class Runtime:
     def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
         """Of heads, given a rank's own q and k: as few that attention takes no more than its q, k, v and out, in the
         program of the first inner rank, which all know."""
-        key = q.shape, k.shape, q.dtype, mask, shards
+        key, dtype = (q.shape, k.shape, q.dtype, mask, shards), str(q.dtype).removeprefix("torch.")
+        own = shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], k.shape[2], q.shape[3]))
         if self.staged is None or self.staged[0] != key:
-            self.staged = key, self._fewest_stages(q, k, mask, shards)
+            self.staged = key, fewest_stages(self.config, self.compiler.recipe, own, mask, shards)
         return self.staged[1]
-
-    def _fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        members, dtype = self.config.ulysses, str(q.dtype).removeprefix("torch.")
-        compiler, free = Compiler(self.compiler.recipe, 0), dealing.free_stages(q.shape[2], k.shape[2], members)
-        for count in free:
-            heads = (*dealing.most(q.shape[2] // count, k.shape[2] // count, members), q.shape[3])
-            shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
-            taken = max(peak(compiler.bound(way, mask, shards, shape, False)) for way in ("forward", "backward"))
-            whole = 2 * sum(heads[:2]) * count * q.shape[3] * q.shape[0] * q.element_size()
-            if taken <= whole * shards.tokens("q", (0,)):
-                return count
-        return free[-1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scores: Scores) -> Walk:
         """A walk that ends with (out as q, lse (B, n, Hq))."""
@@ -92,17 +78,6 @@ class Runtime:
         return Walk(bound, Backward(kernel, scores.scale, do, q, k, v, out, lse), self.comm)
 
 
-def recipe_of(config: SequenceParallelConfig, topology: Topology) -> Recipe:
-    """What programs are made from, of a resolved configuration."""
-    return Recipe(
-        schedule=schedule(config.schedule),
-        topology=topology,
-        forward=config.forward,
-        backward=config.backward,
-        overlap=config.overlap,
-    )
-
-
 def run(walk: Walk) -> Tensors:
     """Walks to the end. An error says where it happened: step, what comes before and after, and with whom."""
     try:
@@ -113,15 +88,6 @@ def run(walk: Walk) -> Tensors:
     except Exception as error:
         error.add_note(walk.program.place(walk.at))
         raise
-
-
-def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
-    """heads: (query heads, key/value heads, head_dim) of one rank. travel: the setting, where "fp32" means fp32 or
-    wider."""
-    wide = "float64" if dtype == "float64" else "float32"
-    q_heads, kv_heads, dim = heads
-    travels = {"fp32": wide, "bf16": "bfloat16"}[travel]
-    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=travels)
 
 
 def _readable(x: Tensor) -> Tensor:

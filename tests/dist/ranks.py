@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.running.runtime import shape_of
+from ds_seqpar.planning.recipes import shape_of
 from tests import oracle
 
 SECONDS = 60  # for ranks that should be told of a mistake: one that takes longer hangs

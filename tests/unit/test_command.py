@@ -14,9 +14,9 @@ from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.draw import COLORS
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL
+from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.running.runtime import recipe_of, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

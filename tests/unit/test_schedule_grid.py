@@ -13,12 +13,12 @@ from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.planning.recipes import recipe_of
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape as PlanShape
 from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.running import work
 from ds_seqpar.running.kernels import KERNELS
-from ds_seqpar.running.runtime import recipe_of
 from ds_seqpar.running.virtual import attention
 from ds_seqpar.running.work import project
 from tests.grids import cover, grouped, whole

@@ -13,10 +13,10 @@ from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
+from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards, UnevenShards
 from ds_seqpar.running.kernels import KERNELS, accumulate
-from ds_seqpar.running.runtime import recipe_of, shape_of
 from ds_seqpar.running.virtual import attention
 from tests.grids import cover, grouped, whole
 from tests.oracle import dense, error, errors, tensors

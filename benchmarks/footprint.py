@@ -1,0 +1,136 @@
+"""Predicted memory of a training step beside the measured one, part by part: tensors of the rank with the most.
+
+    python -m benchmarks.footprint --lengths 4096,8192 --contenders u4,u2r2,ring,a2d --vocab 16384
+    python -m benchmarks.footprint --contenders u4+mlp_tiles=8+loss_tiles=8,u4+checkpointing=false --peak
+
+Models, contenders and their settings are those of benchmarks.memory. *Between steps*: the storages of all tensors there
+are. *Step*: with those that a step made, the most alive at once. Needs no launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import sys
+from typing import Any
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Bytes. resting: of tensors between steps; rss: of the process then; phases: made by a step, the most at once."""
+
+    resting: int
+    rss: int
+    phases: dict[str, int]
+    entries: list[Any]
+
+
+def measured(model: Any, options: dict[str, Any], seq: int) -> Measured:
+    """On a rank: the second step of two, followed."""
+    from benchmarks import memory_peers as peers
+    from benchmarks.memory_live import Sites
+
+    own = peers.own_of(options)
+    section = {name: value for name, value in options.items() if name not in peers.OWN}
+    step = peers.STEPS["ours"](model, own, section, seq)
+    for _ in range(2):
+        step(lambda _: None)
+    gc.collect()
+    resting, rss, phases = tensors(), peers.memory("VmRSS"), {}
+    with Sites() as live:
+
+        def mark(phase: str) -> None:
+            phases[phase] = live.peak
+            live.restart()
+
+        step(mark)
+    return Measured(resting, rss, phases, live.at_peak)
+
+
+def tensors() -> int:
+    """Bytes of the storages of all tensors that Python knows of."""
+    import torch
+
+    found = {}
+    for x in gc.get_objects():
+        if type.__instancecheck__(torch.Tensor, x) and x.device.type == "cpu" and x.layout == torch.strided:
+            storage = x.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
+    from benchmarks import memory_peers as peers
+    from ds_seqpar.config import SequenceParallelConfig
+    from ds_seqpar.planning.footprint import footprint
+    from ds_seqpar.planning.needs import Model, Step, Zero
+
+    own = peers.own_of(options)
+    section = {name: value for name, value in options.items() if name not in peers.OWN}
+    heads = model.heads, model.kv_heads
+    dim = model.hidden // model.heads
+    layer = model.hidden * (2 * dim * sum(heads) + 3 * model.intermediate + 2)
+    numbers = Model(
+        hidden=model.hidden, intermediate=model.intermediate, layers=model.layers, heads=model.heads,
+        kv_heads=model.kv_heads, head_dim=dim, vocab=model.vocab, layer_parameters=layer,
+        parameters=model.layers * layer + 2 * model.vocab * model.hidden + model.hidden,
+    )  # fmt: skip
+    config = SequenceParallelConfig(**{"size": ranks, **section}).resolve(ranks, heads)
+    return footprint(
+        Step(
+            model=numbers, config=config, world=ranks, seq=seq, dtype="bfloat16" if model.bf16 else "float32",
+            zero=Zero.of(peers.ZERO), checkpointing=own["checkpointing"],
+        )
+    )  # fmt: skip
+
+
+def main() -> None:
+    from benchmarks import memory
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", default="u4,u2r2,ring,a2d", help="names, with commas")
+    parser.add_argument("--lengths", default="4096,8192")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--peak", action="store_true", help="also what was alive at the peak")
+    parser.add_argument("--set", action="append", default=[])
+    for name, default in (("vocab", 16384), ("hidden", 256), ("intermediate", 1024), ("layers", 3), ("heads", 8),
+                          ("kv-heads", 4)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--bf16", action="store_true")
+    args = parser.parse_args()
+    os.environ.update(memory.MALLOC, PYTHONWARNINGS="ignore")
+    from benchmarks import memory_peers as peers
+    from tests.launch import on_ranks
+
+    model = peers.Model(**{field.name: getattr(args, field.name) for field in dataclasses.fields(peers.Model)})
+    print(f"{args.ranks} ranks, {model}\n\n| | tokens | | predicted | measured | |\n|---|---|---|---|---|---|")
+    for seq in map(int, args.lengths.split(",")):
+        for name, contender in memory.contenders(args).items():
+            said = predicted(model, contender["options"], seq, args.ranks)
+            ranks = on_ranks(args.ranks, measured, model, contender["options"], seq, timeout=900)
+            most = max(ranks, key=lambda one: max(one.phases.values()))
+            rows = [("between steps", said.resting.total + said.host, most.resting)]
+            for phase in ("forward", "backward", "step"):
+                moments = [moment for moment in said.moments if moment.name.startswith(phase)]
+                rows.append((phase, max(m.total for m in moments) + said.host, most.resting + most.phases[phase]))
+            peak = most.resting + max(most.phases.values())
+            rows.append((f"peak: {said.peak.name}", said.peak.total + said.host, peak))
+            for what, a, b in rows:
+                print(f"| {name} | {seq} | {what} | {a / MIB:.1f} | {b / MIB:.1f} | {a / b - 1:+.1%} |", flush=True)
+            if args.peak:
+                for moment in said.moments:
+                    print(
+                        f"    {moment.name}: {moment.total / MIB:.1f}",
+                        {k: round(v / MIB, 2) for k, v in moment.parts.items()},
+                    )
+                for one in most.entries[:30]:
+                    print(f"      {one.bytes / MIB:7.2f} {one.count} {one.shape} {one.operation} {one.place}"[:200])
+            print(f"rss {most.rss / MIB:.0f}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

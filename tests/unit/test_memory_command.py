@@ -1,0 +1,137 @@
+"""`python -m ds_seqpar memory`: what it counts, prints and draws, and its answer to what does not fit."""
+
+import json
+import re
+
+import pytest
+
+from ds_seqpar.__main__ import main
+from ds_seqpar.models import numbers_of
+from ds_seqpar.planning.draw import SHADES
+from ds_seqpar.planning.needs import PARTS
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 256,
+}
+LLAMA = {"model_type": "llama", "intermediate_size": 96, "tie_word_embeddings": False, **SMALL}
+ENDS, ATTENTION = 256 * 64, 64 * (8 + 2 + 2 + 8) * 8
+# config -> (all parameters, those of a layer, the intermediates of a token, tied), by hand
+COUNTED = {
+    "llama": (LLAMA, ATTENTION + 3 * 64 * 96 + 2 * 64, 96, False),
+    "tied": ({**LLAMA, "tie_word_embeddings": True}, ATTENTION + 3 * 64 * 96 + 2 * 64, 96, True),
+    "biases and norms of heads": (
+        {**LLAMA, "model_type": "qwen3", "head_dim": 8, "attention_bias": True},
+        ATTENTION + 3 * 64 * 96 + 2 * 64 + 2 * 8 + (8 + 2 + 2) * 8 + 64,
+        96,
+        False,
+    ),
+    "experts": (
+        {
+            **LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        },
+        ATTENTION + 4 * 3 * 64 * 32 + 4 * 64 + 2 * 64 + 2 * 8,
+        2 * 32,
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    return tmp_path
+
+
+def _memory(capsys, place, *words):
+    """(what it printed, what it said on stderr, exit code)."""
+    given = {"--model": place, "--seq-len": 512, "--ranks": 4}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    code = main(["memory", *(str(word) for pair in given.items() for word in pair if word is not None)])
+    printed = capsys.readouterr()
+    return printed.out, printed.err, code
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameters_are_counted_on_the_model_itself(tmp_path, name):
+    config, layer, intermediate, tied = COUNTED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    found = numbers_of(str(tmp_path))
+    assert (found.layer_parameters, found.intermediate, found.tied) == (layer, intermediate, tied)
+    assert found.parameters == 3 * layer + (1 if tied else 2) * ENDS + 64
+    assert (found.layers, found.heads, found.kv_heads, found.head_dim) == (3, 8, 2, 8)
+
+
+def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):
+    out, err, code = _memory(capsys, place)
+    assert (err, code) == ("", 0)
+    assert out.startswith("512 tokens on 4 ranks, 4 to a sequence\n")
+    shares = [float(x) for x in re.findall(r" (\d+\.\d)%  ", out)]
+    assert shares.pop() == 100
+    assert sum(shares) == pytest.approx(100, abs=0.6)
+    assert re.search(r"^peak +\d+\.\d{3}  100.0%  \w+", out, re.MULTILINE)
+
+
+def test_numbers_for_programs_add_up(capsys, place):
+    found = json.loads(_memory(capsys, place, "--json", None)[0])
+    assert found["peak"] in found["moments"]
+    assert found["peak"]["total"] == max(moment["total"] for moment in found["moments"])
+    for moment in (found["resting"], *found["moments"]):
+        assert moment["total"] == sum(moment["parts"].values())
+        assert set(moment["parts"]) <= set(PARTS)
+
+
+def test_settings_come_from_a_file_and_from_words(capsys, place, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}), encoding="utf-8")
+
+    def parts(*words):
+        return json.loads(_memory(capsys, place, "--json", None, "--config", file, *words)[0])["resting"]["parts"]
+
+    assert parts()["buckets"] == 4000  # fp32, since the file does not say bf16
+    assert "buckets" not in parts("--set", "zero_optimization.stage=2")
+    tiled = json.loads(_memory(capsys, place, "--json", None, "--set", "loss_tiles=4")[0])
+    whole = json.loads(_memory(capsys, place, "--json", None)[0])
+    assert [4 * one["parts"]["loss"] for one in tiled["moments"] if one["moment"] == "backward: loss"] == [
+        one["parts"]["loss"] for one in whole["moments"] if one["moment"] == "backward: loss"
+    ]
+
+
+def test_a_picture_is_drawn(capsys, place, tmp_path):
+    pixels = pytest.importorskip("matplotlib.image")
+    file = tmp_path / "memory.png"
+    out, _, code = _memory(capsys, place, "--png", file)
+    assert code == 0
+    assert f"wrote {file}\n" in out
+    seen = pixels.imread(file)[..., :3]
+    buckets = [int(SHADES[list(PARTS).index("buckets")][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    assert (abs(seen - buckets) < 0.01).all(axis=-1).mean() > 0.02
+
+
+REFUSED = [
+    (["--seq-len", "many"], "--seq-len must be a whole number from 1; got 'many'"),
+    (["--ranks", 0], "--ranks must be a whole number from 1"),
+    (["--model", "/nowhere"], "there is no /nowhere"),
+    (["--model", __file__], "--model must be the folder of a model, or its config.json"),
+    (["--config", "/nowhere.json"], "must be a readable JSON file"),
+    (["--set", "ulysses"], "--set must be KEY=VALUE"),
+    (["--set", "ulises=2"], "(did you mean 'ulysses'?)"),
+    (["--set", "zero_optimization.reduce_bucket_size=big"], "must be a number from 0"),
+    (["--set", "ulysses=3"], "ulysses must divide sequence_parallel.size"),
+    (["--set", "head_stages=4"], "head_stages must leave every stage a key/value head"),
+    (["--ranks", 16, "--set", "ulysses=16"], "ulysses must be at most the number of query heads"),
+    (["--png", "missing/memory.png"], "a picture needs a file that can be written"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, sentence):
+    _, err, code = _memory(capsys, place, *words)
+    assert code == 2
+    assert err.startswith("ds-seqpar: ")
+    assert sentence in err
+    assert err.count("\n") == 1
