@@ -98,8 +98,8 @@ def _backward(parts: Sequence[Part], sizes: Sequence[_Sizes], members: int, arri
                 (size.packed if again else 0) + again,
                 again + size.q + size.inner_q,
                 again + size.inner_q + delta + peak(part.backward, delta=True),
-                again + 2 * size.inner,
-                again + size.inner + size.packed + grads,
+                2 * size.inner,
+                size.inner + size.packed + grads,
             ]
         most = max(most, before + max(found), before + grads + (whole if not before else 0))
         before = whole
