@@ -98,8 +98,9 @@ def _backward(parts: Sequence[Part], sizes: Sequence[_Sizes], members: int, arri
                 (size.packed if again else 0) + again,
                 again + size.q + size.inner_q,
                 again + size.inner_q + delta + peak(part.backward, delta=True),
-                2 * size.inner,
-                size.inner + size.packed + grads,
+                size.inner + size.inner_kv,
+                size.inner + (size.packed - size.q) + size.kv,
+                size.kv + size.inner_q + 2 * size.q,
             ]
         most = max(most, before + max(found), before + grads + (whole if not before else 0))
         before = whole

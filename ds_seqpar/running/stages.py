@@ -232,7 +232,6 @@ class _Part:
         inner.clear()
         if self.call.members == 1:
             return found
-        if self.call.counts[0] == self.call.counts[1]:
-            return self.gather(found, "dqkv", of_q=True)
-        dq = [found.pop(0)]
-        return self.gather(dq, "dqkv", of_q=True) + self.gather(found, "dqkv", of_q=False)
+        kv = [found.pop(), found.pop()][::-1]  # apart, since what is sent stands beside what arrives
+        dkv = self.gather(kv, "dqkv", of_q=False)
+        return self.gather(found, "dqkv", of_q=True) + dkv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +13,8 @@ from ..planning.tiles import Tile
 from .buffers import Tensors
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
+
+PIECE = 8192  # tokens
 
 
 class Work(Protocol):
@@ -101,9 +103,11 @@ class Backward:
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """delta (B, n, H): the sum of do * out over head_dim, in `dtype`; a head at a time, without a wide copy of both."""
-    heads = [(do[:, :, h].to(dtype) * out[:, :, h]).sum(-1) for h in range(do.shape[2])]
-    return torch.stack(heads, dim=2)
+    """delta (B, n, H): the sum of do * out over head_dim, in `dtype`; piece by piece, without a wide copy of both."""
+    found = do.new_empty(do.shape[:3], dtype=dtype)
+    for piece in _pieces(do):
+        found[piece] = (do[piece].to(dtype) * out[piece]).sum(-1)
+    return found
 
 
 def project(do: Tensor, delta: Tensor) -> Tensor:
@@ -113,9 +117,16 @@ def project(do: Tensor, delta: Tensor) -> Tensor:
     do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
     """
     found = torch.empty_like(do)
-    for h in range(do.shape[2]):  # a head at a time: it needs no wide copy of do
-        found[:, :, h] = _project(do[:, :, h], delta[:, :, h])
+    for piece in _pieces(do):
+        found[piece] = _project(do[piece], delta[piece])
     return found
+
+
+def _pieces(x: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Of (B, n, H, ...): some tokens of a head at a time."""
+    for start in range(0, x.shape[1], PIECE):
+        for head in range(x.shape[2]):
+            yield slice(None), slice(start, start + PIECE), head
 
 
 def _project(do: Tensor, delta: Tensor) -> Tensor:
