@@ -234,7 +234,7 @@ def slopes(args: argparse.Namespace, found: dict[str, dict[int, Any]], lengths: 
 
 def longest(args: argparse.Namespace) -> None:
     bench, chosen, found = Bench(args), contenders(args), {}
-    print(f"\n{args.ranks} ranks, {args.budget / 2**30:.2f} GiB of {args.by} a rank, {bench.model}\n", flush=True)
+    print(f"\n{args.ranks} ranks, {args.budget / MIB:.0f} MiB of {args.by} a rank, {bench.model}\n", flush=True)
     for name in progress(chosen, desc="longest"):
         found[name] = bisect(bench, name, chosen[name])
     print("| contender | longest | MiB of it | to the first |\n|---|---|---|---|")

@@ -26,7 +26,7 @@ def draw_longest(found: dict[str, int], budget: int, file: Path) -> None:
     figure, (axis,) = plots(1)
     axis.barh(list(found), list(found.values()))
     axis.invert_yaxis()
-    axis.set(xlabel="tokens", title=f"longest sequence, {budget / 2**30:.2f} GiB a rank")
+    axis.set(xlabel="tokens", title=f"longest sequence, {budget / 2**20:.0f} MiB a rank")
     figure.savefig(file, dpi=120, bbox_inches="tight")
 
 

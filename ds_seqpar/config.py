@@ -54,9 +54,9 @@ class SequenceParallelConfig:
     keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
         all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
-    mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens each MLP, and the
-        logits with the loss, are computed, so that neither stands whole in memory (ALST, section 3.1). 1: as the model
-        does. "auto" is chosen in each forward, by each rank for its own tokens (`hf_integration.tiling`).
+    mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens MLPs and norms, and the
+        logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
+        as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 

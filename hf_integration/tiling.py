@@ -1,4 +1,4 @@
-"""Tiled MLPs and a tiled loss for patched models: which modules, in how many tiles, and when.
+"""Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
 
 An MLP is tiled inside its own module call, and so is the head with the loss: to whatever hooks a module - ZeRO-3, which
 fetches its parameters, above all - each is one call with one backward, and ranks may cut unequal lengths into unequal
@@ -56,11 +56,12 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> None:
-    """Gives MLPs and loss of a patched model their tiles, as the config says."""
+    """Gives MLPs, norms and loss of a patched model their tiles, as the config says."""
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
-    if not mlps and not head:
+    norms = _norms(model) if mlps or config.mlp_tiles == "auto" else []
+    if not mlps and not norms and not head:
         return
-    base, forwards = model.base_model, [(mlp, _mlp_forward) for mlp in mlps]
+    base, forwards = model.base_model, [(module, _tiled_forward) for module in (*mlps, *norms)]
     if head:
         forwards += [(head[0], head_forward), (model, model_forward)]
     modules = (*(module for module, _ in forwards), base)
@@ -116,6 +117,13 @@ def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
     return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
 
 
+def _norms(model: Any) -> list[nn.Module]:
+    """Those of whole tokens. With the fp32 copies that they make they hold more than an attention does."""
+    base = model.base_model
+    around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
+    return [module for module in (*around, *base.children()) if type(module).__name__.endswith("Norm")]
+
+
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
     """The head, if the model has one and it is to have tiles."""
     return [model.lm_head] if tiles != 1 and hasattr(model, "lm_head") else []
@@ -153,7 +161,7 @@ def _before_mlp(module: nn.Module, args: tuple) -> tuple | None:
 
 
 @between_graphs
-def _mlp_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     (x,) = (*args, *kwargs.values())
     own, tiling = type(module).forward, getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]

@@ -25,11 +25,12 @@ Result = TypeVar("Result")
 
 
 class Kept:
-    """What one checkpointed call keeps: the results of its attentions, in their order. runs: how often it was run."""
+    """What one checkpointed call keeps: the results of its attentions, in their order. keep: whether it does; runs: how
+    often it was run."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, keep: bool, store: Store | None) -> None:
         self.results: deque[list[Packed | Tensor]] = deque()
-        self.runs, self.store = 0, store
+        self.keep, self.runs, self.store = keep, 0, store
 
     def put(self, found: Tensors) -> None:
         pack = (lambda x: x) if self.store is None else self.store.pack
@@ -48,10 +49,11 @@ class Kept:
 _now: ContextVar[Kept | None] = ContextVar("ds_seqpar_kept", default=None)
 
 
-def keeping(function: Callable[..., Result], store: Store | None = None) -> Callable[..., Result]:
+def keeping(function: Callable[..., Result], store: Store | None = None, *, keep: bool = True) -> Callable[..., Result]:
     """The function, for one call of a checkpoint: `checkpoint(keeping(layer), x)`. What its first run keeps is given up
-    by the second; a third, where a graph is retained, computes again. store: where it is kept."""
-    kept = Kept(store)
+    by the second; a third, where a graph is retained, computes again. store: where it is kept. keep False: nothing is,
+    but attention knows that it is checkpointed."""
+    kept = Kept(keep, store)
 
     @functools.wraps(function, updated=())
     def run(*args: object, **kwargs: object) -> Result:
@@ -67,9 +69,15 @@ def keeping(function: Callable[..., Result], store: Store | None = None) -> Call
     return run
 
 
+def is_checkpointed() -> bool:
+    """Whether this is inside of a checkpointed function."""
+    return _now.get() is not None
+
+
 def is_kept() -> bool:
     """Whether what attention gives now is kept, or was."""
-    return _now.get() is not None
+    kept = _now.get()
+    return kept is not None and kept.keep
 
 
 def is_known() -> bool:
@@ -86,7 +94,7 @@ def once(compute: Callable[[], Tensors]) -> Tensors:
     if kept.again:
         return kept.take()
     found = compute()
-    if kept.runs == 1:
+    if kept.runs == 1 and kept.keep:
         kept.put(found)
     return found
 
@@ -102,4 +110,4 @@ class Checkpoint:
         if torch.compiler.is_compiling():
             return self.checkpoint(function, *args, **kwargs)
         with self.store.saving() if self.store is not None else contextlib.nullcontext():
-            return self.checkpoint(keeping(function, self.store) if self.keep else function, *args, **kwargs)
+            return self.checkpoint(keeping(function, self.store, keep=self.keep), *args, **kwargs)

@@ -59,7 +59,7 @@ def attention(
     if compiling:  # a graph of ops, of which the compiler knows what is needed when
         found = [_composed(runtime, tensors, stage, asked, sinks, after, lse) for stage in stages]
         return _joined([out for out, _ in found]), _joined([own for _, own in found if own is not None])
-    if len(stages) == 1 and not keeping.is_kept():
+    if len(stages) == 1 and not keeping.is_checkpointed():
         return _composed(runtime, tensors, stages[0], asked, sinks, after, lse)
     handles = runtime.handle, mask.handle, ops.handle_of_shards(shards)
     call = Call(
@@ -127,26 +127,23 @@ class Attention(torch.autograd.Function):
         grads: list[Tensor] = []
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         for index, (stage, lse) in enumerate(zip(call.stages, lses, strict=True)):
-            part = _Part(call, stage)
-            if ctx.sent_again:
-                inner = part.views(part.arrive(operands))
-            else:
-                each = len(operands) // len(call.stages)
-                inner = part.views(operands[index * each : (index + 1) * each])
+            part, each = _Part(call, stage), len(operands) // len(call.stages)
+            kept = operands[index * each : (index + 1) * each]
+            inner = part.views(part.arrive(operands) if ctx.sent_again else kept)
             found = part.backward(do, inner, out, lse, sinks, dsinks)
-            del inner
-            grads = found if len(call.stages) == 1 else _placed(grads, found, call, stage)
-            del found
+            grads = _placed(call, stage, grads, found)
         return *grads, dsinks, None
 
 
-def _placed(grads: list[Tensor], found: Sequence[Tensor], call: Call, stage: Stage) -> list[Tensor]:
-    """The gradients of all heads, made with the first stage's, with those of this one in their places."""
-    totals = (sum(s.counts[0] for s in call.stages), *[sum(s.counts[1] for s in call.stages)] * 2)
-    grads = grads or [x.new_empty(*x.shape[:2], n, x.shape[3]) for x, n in zip(found, totals, strict=True)]
-    for grad, x, heads in zip(grads, found, (stage.q, stage.kv, stage.kv), strict=True):
-        grad[:, :, heads] = x
-    return grads
+def _placed(call: Call, stage: Stage, whole: list[Tensor], found: list[Tensor]) -> list[Tensor]:
+    """The gradients of all heads, with those of a stage."""
+    if len(call.stages) == 1:
+        return found
+    totals = call.stages[-1].q.stop, call.stages[-1].kv.stop, call.stages[-1].kv.stop
+    whole = whole or [x.new_empty(*x.shape[:2], heads, x.shape[3]) for x, heads in zip(found, totals, strict=True)]
+    for grad, heads in zip(whole, (stage.q, stage.kv, stage.kv), strict=True):
+        grad[:, :, heads] = found.pop(0)
+    return whole
 
 
 def _forward(call: Call, tensors: Sequence[Tensor], sinks: Tensor | None) -> Tensors:
@@ -157,7 +154,7 @@ def _forward(call: Call, tensors: Sequence[Tensor], sinks: Tensor | None) -> Ten
         arrived = part.arrive(tensors)
         out, lse = part.forward(part.views(arrived), sinks)
         lses.append(lse)
-        if call.members > 1 and keeping.is_kept():
+        if call.members > 1 and (keeping.is_kept() or len(call.stages) == 1):
             kept += arrived
         del arrived
         if len(call.stages) == 1:
@@ -202,11 +199,10 @@ class _Part:
         return scatter_heads(tensors, counts, self.place, self.call.handles[0], kind, None)
 
     def gather(self, tensors: list[Tensor], kind: str, of_q: bool) -> list[Tensor]:
-        """Tensors of inner heads, of q's kind first or of k's alone, become this rank's own tokens of all heads. The
-        list is emptied: what travels is a copy, beside which they must not stand."""
+        """Tensors of inner heads, of q's kind first or of k's alone, become this rank's own tokens of all heads. They
+        are taken out of the list: in memory they are beside nothing that is made of them."""
         counts, (q, kv) = self.call.counts[0 if of_q else 1], self.stage.counts
-        totals = [q, kv, kv][: len(tensors)] if of_q else [kv] * len(tensors)
-        joined = ulysses.join_out(tensors)
+        totals, joined = [q, kv, kv][: len(tensors)] if of_q else [kv] * len(tensors), ulysses.join_out(tensors)
         tensors.clear()
         return gather_heads(joined, totals, counts, self.place, self.call.handles[0], kind)
 
@@ -217,7 +213,7 @@ class _Part:
         return out if self.call.members == 1 else self.gather([out], "out_heads", of_q=True)[0], lse
 
     def backward(
-        self, do: Tensor, inner: Sequence[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None, dsinks: Tensor | None
+        self, do: Tensor, inner: list[Tensor], out: Tensor, lse: Tensor, sinks: Tensor | None, dsinks: Tensor | None
     ) -> list[Tensor]:
         """Own dq, dk, dv of this stage's heads, given do and out of all; the sinks' gradient goes into dsinks."""
         do, out, numbers = _some(do, self.stage.q), _some(out, self.stage.q), (*self.call.handles, *self.call.scores)
@@ -232,10 +228,11 @@ class _Part:
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
             dsinks[self.stage.q][self.own[0]] = sink.gradient(delta, lse, own)
         found = list(ops.attend_backward(do, *inner, out, lse, *numbers))
-        del do, out, inner
+        del do, out
+        inner.clear()
         if self.call.members == 1:
             return found
         if self.call.counts[0] == self.call.counts[1]:
             return self.gather(found, "dqkv", of_q=True)
-        (dq,) = self.gather([found.pop(0)], "dqkv", of_q=True)
-        return [dq, *self.gather(found, "dqkv", of_q=False)]
+        dq = [found.pop(0)]
+        return self.gather(dq, "dqkv", of_q=True) + self.gather(found, "dqkv", of_q=False)

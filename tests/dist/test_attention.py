@@ -10,7 +10,7 @@ from ds_seqpar.running import virtual
 from ds_seqpar.running.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make, refusal
-from tests.grids import grouped
+from tests.grids import grouped, whole
 from tests.launch import on_ranks
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
@@ -47,13 +47,23 @@ def deviations(cases):
 
 # non-causal under load balancing was silently wrong in pytorch#141429, backward in diffusers#14265 (it used the first
 # step's k/v), fewer k/v heads than ranks in verl#850 and prime-rl#3042
-@pytest.mark.parametrize("cases", grouped(("ranks",), legal, **AXES))
+# more processes than most machines have cores: virtual ranks are as many, in the cover too
+MANY = {**AXES, "ranks": tuple(ranks for ranks in AXES["ranks"] if ranks[0] > 4)}
+FEW = {**AXES, "ranks": tuple(ranks for ranks in AXES["ranks"] if ranks[0] <= 4)}
+LARGE = [
+    pytest.param([case for case in whole(legal, **MANY) if case["ranks"] == ranks], id=str(ranks), marks=pytest.mark.whole)
+    for ranks in MANY["ranks"]
+]
+
+
+@pytest.mark.parametrize("cases", [*grouped(("ranks",), legal, **FEW), *LARGE])
 def test_equals_dense(cases):
     by_rank = on_ranks(cases[0]["ranks"][0], deviations, cases)
     for case, *errors in zip(cases, *by_rank, strict=True):
         assert max(errors) < 1e-10, case
 
 
+WORLDS = (2, 4, pytest.param(8, marks=pytest.mark.whole))
 # size, ulysses, layout, heads, causal
 NARROW = [
     (2, 1, "striped", (4, 4), True),
@@ -84,7 +94,7 @@ def narrow_deviations(cases, dtype):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_fp32_is_exact_to_its_rounding(world):
     cases = [case for case in NARROW if case[0] == world]
     for case, ((errors, _), _) in zip(cases, on_ranks(world, narrow_deviations, cases, torch.float32)[0], strict=True):
@@ -94,7 +104,7 @@ def test_fp32_is_exact_to_its_rounding(world):
 # ring-flash-attention#42 and #67, OpenRLHF#564: the error grew with the ring where block outputs were merged in bf16.
 # The spread of a tensor shows it; its greatest error does not, and may double by one element next to a power of two, so
 # that is compared over the four tensors together
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_bf16_is_as_good_as_the_kernel_alone(world):
     cases = [case for case in NARROW if case[0] == world]
     for case, (mine, alone) in zip(cases, on_ranks(world, narrow_deviations, cases, torch.bfloat16)[0], strict=True):

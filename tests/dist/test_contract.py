@@ -17,7 +17,7 @@ import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
 from tests.grids import grouped
-from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, llama, norm, one_process, part, ragged, step
+from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, norm, one_process, part, ragged, small, step
 from tests.hf.llama import settings as json_settings
 from tests.launch import on_ranks
 
@@ -49,7 +49,7 @@ def train(cases, changes=None, mistake=None):
     """One step a case on this rank. mistake: a function of (sp, batch) that spoils what shard_batches gave."""
     results = []
     for case in cases:
-        engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case, **changes or {}))
+        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case, **changes or {}))
         sp = engine.sequence_parallel
         batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)])
         for batch in batches if mistake else ():
@@ -81,7 +81,7 @@ def test_gradients_loss_and_norm_are_those_of_one_process(cases):
     accumulation gives other losses. Megatron#7513, #673: each rank's own token count. Megatron#1764,
     TransformerEngine#2186: a rank without labels gives NaN."""
     for case, results in by_case(cases, on_ranks(WORLD, train, cases, timeout=400)):
-        expected = one_process(llama(), global_window(case))
+        expected = one_process(small(), global_window(case))
         for result in results:
             check(result, *expected, case["stage"])
         # the window is the hard one it is meant to be
@@ -95,7 +95,7 @@ def test_gradients_loss_and_norm_are_those_of_one_process(cases):
 def test_one_rank_is_one_process():
     """Without ranks to share with, initialize changes nothing."""
     case = {"stage": "2", "mode": "s1", "steps": 3}
-    expected = one_process(llama(), alone(case))
+    expected = one_process(small(), alone(case))
     ((result,),) = on_ranks(1, train_alone, [case])
     check(result, *expected, case["stage"])
 
@@ -108,7 +108,7 @@ def train_alone(cases):
     results = []
     for case in cases:
         engine, *_ = ds_seqpar.initialize(
-            model=llama(), config=settings(case, train_micro_batch_size_per_gpu=4, sequence_parallel={"size": "auto"})
+            model=small(), config=settings(case, train_micro_batch_size_per_gpu=4, sequence_parallel={"size": "auto"})
         )
         results.append(step(engine, engine.sequence_parallel.shard_batches(alone(case))))
     return results
@@ -146,7 +146,7 @@ def spoilt():
     """(what one process has, what rank 0 finds without a mistake and with each)."""
     case = {"stage": "2", "mode": "u2r2", "steps": 3}
     found = on_ranks(WORLD, train_with_mistakes, case)[0]
-    return one_process(llama(), global_window(case)), dict(zip((None, *MISTAKES), found, strict=True))
+    return one_process(small(), global_window(case)), dict(zip((None, *MISTAKES), found, strict=True))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -173,7 +173,7 @@ def test_clipping_hides_what_sgd_shows():
 def train_without_labels(cases):
     results = []
     for case in cases:
-        engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case))
+        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case))
         sp = engine.sequence_parallel
         window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
         for batch in window:
@@ -195,7 +195,7 @@ def evaluate_then_train(cases):
     """(evaluation loss of two batches, where training has windows of another length; a training step after it)."""
     results = []
     for case in cases:
-        engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case))
+        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case))
         sp = engine.sequence_parallel
         window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
         engine.eval()
@@ -214,10 +214,10 @@ def test_evaluation_loss_is_that_of_one_process():
         {"stage": "3", "mode": "u2r2", "steps": 3},
     ]
     for case, results in by_case(cases, on_ranks(WORLD, evaluate_then_train, cases)):
-        _, expected = one_process(llama(), global_window(case)[:2])
+        _, expected = one_process(small(), global_window(case)[:2])
         for loss, result in results:
             assert loss == pytest.approx(expected, rel=1e-5)
-            check(result, *one_process(llama(), global_window(case)), case["stage"])
+            check(result, *one_process(small(), global_window(case)), case["stage"])
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -240,8 +240,8 @@ def test_bf16_is_as_near_as_one_process_in_bf16(cases):
     fp32 is allowed (both are rounding noise of 1 to 2 %; a wrong scale would be at least 50 % off); loss and norm, in
     which that noise averages out, to a bf16 digit."""
     for case, results in by_case(cases, on_ranks(WORLD, train, cases, BF16, timeout=400)):
-        gradients, loss = one_process(llama(), global_window(case))
-        noise = gap(one_process(llama().bfloat16(), global_window(case))[0], gradients)
+        gradients, loss = one_process(small(), global_window(case))
+        noise = gap(one_process(small().bfloat16(), global_window(case))[0], gradients)
         for result in results:
             assert gap(result["gradients"], gradients) < 2 * noise < 0.05
             assert result["loss"] == pytest.approx(loss, rel=2**-8)
@@ -281,48 +281,53 @@ def test_neutral_settings_are_neutral(names):
     """Settings of DeepSpeed that change how gradients are averaged, and must not change what comes out; and those that
     are refused, switched off."""
     case = {"stage": "2", "mode": "u2r2", "steps": 3}
-    expected = one_process(llama(), global_window(case))
+    expected = one_process(small(), global_window(case))
     for results in on_ranks(WORLD, train_neutral, names):
         for name, result in zip(names, results, strict=True):
             check(result, *expected, NEUTRAL[name][0])
 
 
-def count_sequences(changes):
-    """What an engine makes of batch settings that count sequences."""
-    case = {"stage": "2", "mode": "r2", "steps": 1}
+def count_sequences(batch_settings):
+    """What engines make of batch settings that count sequences."""
+    case, found = {"stage": "2", "mode": "r2", "steps": 1}, []
     config = {key: value for key, value in settings(case).items() if key not in BATCH_KEYS}
-    engine, *_ = ds_seqpar.initialize(model=llama(), config={**config, **changes})
-    sp = engine.sequence_parallel
-    window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window({**case, "steps": 3})]
-    result = step(engine, sp.shard_batches(window))
-    numbers = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    return {**result, "numbers": numbers, "expected_window": sp.accumulation_steps}
+    for changes in batch_settings:
+        engine, *_ = ds_seqpar.initialize(model=small(), config={**config, **changes})
+        sp = engine.sequence_parallel
+        window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window({**case, "steps": 3})]
+        result = step(engine, sp.shard_batches(window))
+        sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
+        numbers = *sizes, engine.gradient_accumulation_steps()
+        found.append({**result, "numbers": numbers, "expected_window": sp.accumulation_steps})
+    return found
 
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-@pytest.mark.parametrize("changes", [
+BATCH_SETTINGS = [
     {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2},
     {"train_batch_size": 12, "gradient_accumulation_steps": 3},
     {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
-])  # fmt: skip
-def test_train_batch_size_counts_sequences(changes):
+]
+
+
+def test_train_batch_size_counts_sequences():
     """2 groups of 2 ranks, 2 sequences a group, 3 micro-steps: 12 sequences, which DeepSpeed counts once a rank. The
     contract holds with the accumulation that follows."""
     case = {"stage": "2", "mode": "r2", "steps": 3}
-    expected = one_process(llama(), global_window(case))
-    for result in on_ranks(WORLD, count_sequences, changes):
-        assert result["numbers"] == (24, 2, 3)
-        assert result["expected_window"] == 3
-        check(result, *expected, case["stage"])
+    expected = one_process(small(), global_window(case))
+    for results in on_ranks(WORLD, count_sequences, BATCH_SETTINGS):
+        assert len(results) == len(BATCH_SETTINGS)
+        for result in results:
+            assert result["numbers"] == (24, 2, 3)
+            assert result["expected_window"] == 3
+            check(result, *expected, case["stage"])
 
 
 def translate(configs):
     """What deepspeed_config, and then initialize, say to each."""
     sp, said = SequenceParallel(SequenceParallelConfig(size=2)), []
     for config in configs:
-        for call in (lambda c: deepspeed_config(c, sp), lambda c: ds_seqpar.initialize(model=llama(), config=c)):
+        for call in (lambda c: deepspeed_config(c, sp), lambda c: ds_seqpar.initialize(model=small(), config=c)):
             try:
                 call({**config, "gradient_clipping": 0, "sequence_parallel": {"size": 2}})
                 said.append((None, ""))
@@ -355,13 +360,13 @@ def test_batch_sizes_that_do_not_fit_are_refused():
             assert words in message
 
 
-def shard_windows(lengths, training):
-    """What shard_batches says to windows of these lengths, where 3 micro-steps are configured."""
+def shard_windows(windows):
+    """What shard_batches says to windows, by (length, whether in training), where 3 micro-steps are configured."""
     case, said = {"stage": "0", "mode": "r2", "steps": 3}, []
-    engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case))
+    engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case))
     sp = engine.sequence_parallel
     batch = part(global_window(case)[0], sp.data_rank, sp.data_size)
-    for length in lengths:
+    for length, training in windows:
         try:
             said.append(len(sp.shard_batches([batch] * length, training=training)))
         except ValueError as error:
@@ -371,12 +376,13 @@ def shard_windows(lengths, training):
 
 def test_a_window_of_another_length_is_refused():
     """360-LLaMA-Factory#1, verl#2857: N of one micro-step and the division by three. Evaluation may differ."""
-    for refused, also_refused, taken in on_ranks(WORLD, shard_windows, [1, 4, 3], True):
+    windows = [(1, True), (4, True), (3, True), (1, False), (4, False)]
+    for refused, also_refused, taken, *evaluated in on_ranks(WORLD, shard_windows, windows):
         assert "needs one accumulation window of 3 micro-batches" in refused
         assert "got 1" in refused
         assert "got 4" in also_refused
         assert taken == 3
-    assert on_ranks(WORLD, shard_windows, [1, 4], False) == [[1, 4]] * WORLD
+        assert evaluated == [1, 4]
 
 
 def train_sharded_on_load(folder, cases):
@@ -396,10 +402,10 @@ def train_sharded_on_load(folder, cases):
 
 def test_a_model_that_is_sharded_on_load(tmp_path):
     """deepspeed#7458: not sharded on load. With train_batch_size, which loading reads too."""
-    llama().save_pretrained(tmp_path)
+    small().save_pretrained(tmp_path)
     cases = [{"stage": "3", "mode": mode, "steps": 3} for mode in ("u2r2", "r2")]
     for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases)):
-        expected = one_process(llama(), global_window(case))
+        expected = one_process(small(), global_window(case))
         for result in results:
             assert result["sharded"]
             check(result, *expected, case["stage"])

@@ -24,6 +24,7 @@ from tests.dist.ranks import (
     refusal,
     try_all,
 )
+from tests.grids import cover, whole
 from tests.launch import on_ranks
 
 SEQ, HEADS = 48, (8, 4)
@@ -63,19 +64,23 @@ def attend(sp, whole, mask):
 
 
 def masked(cases):
-    """By case and mask: the greatest error."""
-    found, whole = {}, oracle.tensors(2, SEQ, HEADS)
-    for name, case in cases.items():
-        sp = make(**case)
-        for word, mask in MASKS.items():
-            if fits(case, mask):
-                found[name, word] = gaps(attend(sp, whole, mask), whole, mask=mask)
+    """By case, which names settings and a mask: the greatest error."""
+    found, inputs, sps = {}, oracle.tensors(2, SEQ, HEADS), {}
+    for name, word in cases:
+        if name not in sps:
+            sps[name] = make(**RANKS[4][name])
+        found[name, word] = gaps(attend(sps[name], inputs, MASKS[word]), inputs, mask=MASKS[word])
     return found
 
 
-def test_masks_are_exact_on_every_kind_of_schedule():
-    for found in on_ranks(4, masked, RANKS[4]):
-        assert len(found) == sum(fits(case, mask) for case in RANKS[4].values() for mask in MASKS.values())
+PAIRS = [(name, word) for name in RANKS[4] for word in MASKS if fits(RANKS[4][name], MASKS[word])]
+
+
+# every other pair has all settings and all masks
+@pytest.mark.parametrize("cases", [PAIRS[::2], pytest.param(PAIRS[1::2], marks=pytest.mark.whole)], ids=["few", "rest"])
+def test_masks_are_exact_on_every_kind_of_schedule(cases):
+    for found in on_ranks(4, masked, cases):
+        assert len(found) == len(cases)
         assert {case: error for case, error in found.items() if not error < 1e-10} == {}
 
 
@@ -157,17 +162,16 @@ def shards_gap(sp, shards, lengths, mask):
     return max(gaps)
 
 
-def uneven(cases, shards_of_ranks):
-    """By case, shards and mask: the error, or what was said."""
-    found = {}
-    for name, case in cases.items():
-        sp = make(**case)
-        for word, (shards, lengths) in shards_of_ranks.items():
-            for kind, mask in OF_SHARDS.items():
-                try:
-                    found[name, word, kind] = shards_gap(sp, shards, lengths, mask)
-                except ConfigError as error:
-                    found[name, word, kind] = str(error)
+def uneven(settings, shards_of_ranks, cases):
+    """By case, which names settings, shards and mask: the error, or what was said."""
+    found, sps = {}, {name: make(**setting) for name, setting in settings.items()}
+    for case in cases:
+        shards, lengths = shards_of_ranks[case["shards"]]
+        try:
+            said = shards_gap(sps[case["settings"]], shards, lengths, OF_SHARDS[case["mask"]])
+        except ConfigError as error:
+            said = str(error)
+        found[case["settings"], case["shards"], case["mask"]] = said
     return found
 
 
@@ -183,12 +187,14 @@ def places(shards, side, inner):
 
 
 @pytest.mark.parametrize(("members", "table"), [(2, TWO), (1, FOUR)], ids=["2x2", "4"])
-def test_shards_of_any_length_are_exact(members, table):
-    cases = {name: {**case, "ulysses": members} for name, case in (UNEVEN_TWO if members == 2 else UNEVEN_FOUR).items()}
-    for found in on_ranks(4, uneven, cases, table):
-        assert len(found) == len(cases) * len(table) * len(OF_SHARDS)
+@pytest.mark.parametrize("choose", [cover, pytest.param(whole, marks=pytest.mark.whole)], ids=["cover", "whole"])
+def test_shards_of_any_length_are_exact(members, table, choose):
+    settings = {name: {**its, "ulysses": members} for name, its in (UNEVEN_TWO if members == 2 else UNEVEN_FOUR).items()}
+    cases = choose(settings=tuple(settings), shards=tuple(table), mask=tuple(OF_SHARDS))
+    for found in on_ranks(4, uneven, settings, table, cases):
+        assert len(found) == len(cases)
         for (name, word, kind), result in found.items():
-            if cases[name]["schedule"] == "distflash" and not backwards_only(*table[word], OF_SHARDS[kind]):
+            if settings[name]["schedule"] == "distflash" and not backwards_only(*table[word], OF_SHARDS[kind]):
                 assert "distflash needs causal attention" in result
                 assert is_one_sentence(result)
             else:
@@ -412,7 +418,9 @@ def compiled(settings):
     return max(errors), breaks, made, told
 
 
-@pytest.mark.parametrize("settings", [{}, {"ulysses": 2}], ids=["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"ulysses": 2}, marks=pytest.mark.whole)], ids=["ring", "ulysses"]
+)
 def test_masks_are_compiled(settings):
     words = ["or a Mask; got 'window'", "mask 'causal, window 4", "UnevenShards"]
     for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200):
@@ -439,6 +447,6 @@ def compiled_shards(members):
     return max(found)
 
 
-@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_shards_are_compiled(members):
     assert max(on_ranks(2 * members, compiled_shards, members, timeout=200)) < 1e-10

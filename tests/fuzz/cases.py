@@ -24,7 +24,8 @@ ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1,
 WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
-    "placement", "travel_dtype", "kernel",
+    "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles",
+    "loss_tiles",
 )  # fmt: skip
 MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
 HEADS = (None, (0, 0), (4, 0), (4, 3), (4,), (4, 2, 1), (4.0, 2.0), ("4", "2"), 4, "42", (-4, -2), (True, True), {})
@@ -50,8 +51,12 @@ def sections(draw, sizes):
         "placement": draw(_placements(axes)),
         "travel_dtype": draw(st.sampled_from((*TRAVEL_DTYPES, "fp32"))),
         "kernel": draw(st.sampled_from(ON_CPU)),
+        "head_stages": draw(st.sampled_from((1, "auto"))),
+        "keep_attention": draw(st.booleans()),
+        "offload_checkpoints": draw(st.booleans()),
     }
-    left_out = draw(st.sets(st.sampled_from(("layout", "forward", "backward", "overlap", "placement", "kernel"))))
+    common = ("layout", "forward", "backward", "overlap", "placement", "kernel", "keep_attention")
+    left_out = draw(st.sets(st.sampled_from(common)))
     return {name: value for name, value in section.items() if name not in left_out}
 
 
@@ -106,6 +111,7 @@ def calls(draw, section, largest=64):
         "grad": draw(st.tuples(*[st.booleans()] * 3)),
         "grads_differ": draw(st.booleans()),
         "mode": draw(st.sampled_from(("plain", *MODES))),
+        "checkpoint": draw(st.sampled_from((None, "reentrant", "other"))),
         "lse": draw(st.booleans()),
         "values": draw(st.sampled_from(("normal", "normal", *VALUES))),
         "place": draw(st.tuples(st.integers(0, 3), *[st.integers(0, 999)] * 4)),

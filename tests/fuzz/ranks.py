@@ -66,8 +66,15 @@ def attend(sp, call):
     for x, grad in zip(leaves, wanted, strict=True):
         x.requires_grad_(grad and x.is_floating_point())
     given = FORMS[call["form"]](leaves)
+
+    def attention(q, k, v):
+        return sp.attention(q, k, v, causal, scale, return_lse=call["lse"])
+
     with mode(call["mode"]):
-        out = sp.attention(*given, causal, scale, return_lse=call["lse"])
+        if call["checkpoint"] and call["form"] == "good" and torch.is_grad_enabled() and any(wanted):
+            out = sp.checkpoint(attention, *given, use_reentrant=call["checkpoint"] == "reentrant")
+        else:
+            out = attention(*given)
     found = dict(zip(("out", "lse"), out, strict=True)) if call["lse"] else {"out": out}
     if found["out"].requires_grad:
         found["out"].backward(do.to(found["out"].dtype))
@@ -102,7 +109,7 @@ def in_step(sp):
         "batch": 1, "tokens": sp.multiple // sp.size, "heads": sp.config.ulysses, "kv_heads": sp.config.ulysses,
         "head_dim": 4, "dtype": "fp32", "strides": ("dense",) * 4, "causal": "True", "scale": "None", "lse": False,
         "grad": (True,) * 3, "grads_differ": False, "mode": "plain", "values": "normal", "place": (0,) * 5,
-        "form": "good", "seed": 5,
+        "form": "good", "seed": 5, "checkpoint": None,
     }  # fmt: skip
     if sp.config.kernel in ("cuda_flash", "flash_attn"):
         sp = _all()

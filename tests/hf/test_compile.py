@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import ds_seqpar
 from tests.dist.ranks import SECONDS, WRONG, make, refusal
 from tests.hf import trainers
-from tests.hf.llama import array, gap, llama, norm, one_process, part, ragged, settings, small, step
+from tests.hf.llama import averaged, gap, llama, norm, one_process, part, ragged, settings, small, step
 from tests.launch import on_ranks
 
 SECTION = {"size": 2, "ulysses": 2}
@@ -29,10 +28,7 @@ def compiled_gradients(degree, checkpointing):
     (batch,) = sp.shard_batches(window())
     mine = compiled(**batch).loss
     mine.backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-    found = {name: array(p.grad) / dist.get_world_size() for name, p in model.named_parameters()}
-    return gap(found, expected), abs(sp.mean_loss(mine) - loss), sum(counters["graph_break"].values())
+    return gap(averaged(model), expected), abs(sp.mean_loss(mine) - loss), sum(counters["graph_break"].values())
 
 
 @pytest.mark.parametrize(
@@ -54,9 +50,7 @@ def one_layer():
         layer.compile(backend="aot_eager", fullgraph=True)
     (batch,) = sp.shard_batches(window())
     model(**batch).loss.backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-    return gap({name: array(p.grad) / dist.get_world_size() for name, p in model.named_parameters()}, expected)
+    return gap(averaged(model), expected)
 
 
 def test_compiled_layers():

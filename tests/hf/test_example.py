@@ -12,7 +12,9 @@ from tests import scripts
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "finetune_llama.py"
-CONFIGS = sorted((ROOT / "ds_configs").glob("zero*.json"))  # those of the Trainer are tested with its example
+CONFIGS = sorted(
+    [*(ROOT / "ds_configs").glob("zero*.json"), *(ROOT / "ds_configs").glob("*launcher*.json")]
+)  # those of the Trainer are tested with its example
 
 
 def run(ranks, config, folder, *more, steps=10, seq_len=256, launcher=None):

@@ -15,7 +15,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
 from hf_integration import patch_attention, patched_with, unpatch_attention
 from tests.dist.ranks import is_one_sentence, refusal
-from tests.hf.llama import MODES, RATE, array, gap, llama, one_process, part, ragged, settings, step
+from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step
 from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
 from tests.launch import on_ranks
 
@@ -56,7 +56,7 @@ def refusals(cases):
     for name, given in cases.items():
         given = given() if callable(given) else given
         given = {"config": good(), **given}
-        found[name] = refusal(ds_seqpar.initialize, **({"model": llama()} if "model" not in given else {}), **given)
+        found[name] = refusal(ds_seqpar.initialize, **({"model": small()} if "model" not in given else {}), **given)
     return found
 
 
@@ -123,18 +123,18 @@ def other_sections():
             SequenceParallelConfig(size=4, ulysses=2, layout="striped", overlap=True, kernel="reference"), heads=(8, 2)
         )
         config = {**without("sequence_parallel"), **({"sequence_parallel": section} if section else {})}
-        engine, *_ = ds_seqpar.initialize(model=llama(), config=config, sequence_parallel=sp)
+        engine, *_ = ds_seqpar.initialize(model=small(), config=config, sequence_parallel=sp)
         batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in window()])
         found.append(step(engine, batches))
         assert engine.sequence_parallel is sp
-    given = refusal(ds_seqpar.initialize, model=llama(), config=good(sequence_parallel={"overlap": False}),
+    given = refusal(ds_seqpar.initialize, model=small(), config=good(sequence_parallel={"overlap": False}),
                     sequence_parallel=sp)  # fmt: skip
     return found, given
 
 
 def test_a_json_without_the_section_takes_the_sp_that_is_given():
     """It compared the defaults of fields that the JSON does not name, and refused."""
-    gradients, loss = one_process(llama(), window())
+    gradients, loss = one_process(small(), window())
     for found, (kind, message) in on_ranks(WORLD, other_sections):
         for result in found:
             assert gap(result["gradients"], gradients) < 1e-5
@@ -172,7 +172,7 @@ def test_arguments_that_are_not_known_to_be_right():
 
 def every_argument():
     """A step with an optimiser, a scheduler and parameters of one's own, and the other arguments that are taken."""
-    model, args = llama(), argparse.Namespace(local_rank=-1, deepspeed_config=None)
+    model, args = small(), argparse.Namespace(local_rank=-1, deepspeed_config=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine, own, loader, scheduler = ds_seqpar.initialize(
         args=args, model=model, model_parameters=list(model.parameters()), optimizer=optimizer,
@@ -187,7 +187,7 @@ def every_argument():
 
 
 def test_arguments_that_are_taken():
-    gradients, loss = one_process(llama(), window())
+    gradients, loss = one_process(small(), window())
     for result in on_ranks(WORLD, every_argument):
         assert gap(result["gradients"], gradients) < 1e-5
         assert result["loss"] == pytest.approx(loss, rel=1e-5)
@@ -198,13 +198,13 @@ def alone():
     dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
-    engine, *_ = ds_seqpar.initialize(model=llama(), config=good(sequence_parallel={}))
+    engine, *_ = ds_seqpar.initialize(model=small(), config=good(sequence_parallel={}))
     return one_step(engine)
 
 
 def test_one_process_without_a_launcher():
     """It ended with "No module named 'mpi4py'"."""
-    gradients, loss = one_process(llama(), window())
+    gradients, loss = one_process(small(), window())
     (result,) = on_ranks(1, alone)
     assert gap(result["gradients"], gradients) < 1e-5
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
@@ -237,7 +237,7 @@ def losses_tried(stages):
     """A step after the loss was tried, at each stage, and that of a loss that is meant to be another."""
     found = []
     for stage in stages:
-        model = llama()
+        model = small()
         model.model.layers[0].eval()  # a module in another mode than the model
         before = torch.get_rng_state()
         engine, *_ = ds_seqpar.initialize(model=model, config=good(stage))
@@ -252,8 +252,8 @@ def losses_tried(stages):
 
 def test_trying_the_loss_changes_nothing():
     stages = ("0", "1", "2", "3")
-    gradients, loss = one_process(llama(), window())
-    whole, _ = one_process(llama(pad_token_id=0), window())
+    gradients, loss = one_process(small(), window())
+    whole, _ = one_process(small(pad_token_id=0), window())
     for found, half in on_ranks(WORLD, losses_tried, stages):
         for result in found:
             assert gap(result["gradients"], gradients) < 1e-5
@@ -267,7 +267,7 @@ def test_trying_the_loss_changes_nothing():
 def adapted():
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(llama(), config)
+    return peft.get_peft_model(small(), config)
 
 
 def adapters(model):
@@ -306,7 +306,7 @@ def test_lora_is_taken_and_gets_the_gradients_of_the_unsplit_run():
 def compiled_models():
     """Whether what torch.compile and peft hold is what is patched, and given back."""
     sp = SequenceParallel(SequenceParallelConfig(**SECTION))
-    inner = llama()
+    inner = small()
     found = []
     for model in (torch.compile(inner), torch.compile(adapted()), torch.nn.parallel.DistributedDataParallel(inner)):
         assert patch_attention(model, sp) is model

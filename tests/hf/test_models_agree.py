@@ -9,7 +9,7 @@ import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention
 from tests.dist.ranks import WRONG, is_one_sentence, refusal
-from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, step
+from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, step
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -18,18 +18,18 @@ SECTION = MODES["u2r2"]
 
 
 def other_rope():
-    return llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    return small(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
 
 
 def one_frozen():
-    model = llama()
+    model = small()
     model.lm_head.requires_grad_(False)
     return model
 
 
 def another_head():
     """Only what the base model does not hold differs."""
-    model = llama()
+    model = small()
     with torch.no_grad():
         model.lm_head.weight += 1
     return model
@@ -37,10 +37,10 @@ def another_head():
 
 # what the wrong rank has -> words of the sentence
 OTHERS = {
-    "dtype": (lambda: llama().double(), "float64"),
-    "layers": (lambda: llama(num_hidden_layers=3), "layers"),
-    "width of the mlp": (lambda: llama(intermediate_size=128), "(128, 64)"),
-    "weights": (lambda: llama(seed=5), "values of model.embed_tokens.weight"),
+    "dtype": (lambda: small().double(), "float64"),
+    "layers": (llama, "layers"),
+    "width of the mlp": (lambda: small(intermediate_size=128), "(128, 64)"),
+    "weights": (lambda: small(seed=5), "values of model.embed_tokens.weight"),
     "head": (another_head, "values of lm_head.weight"),
     "rope": (other_rope, "500000.0"),
     "frozen": (one_frozen, "trained parameters"),
@@ -51,30 +51,27 @@ def forwards():
     """What a forward says where one rank has another model; then that of models that are alike, twice."""
     sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
     for name, (make, _) in OTHERS.items():
-        model = make() if dist.get_rank() == WRONG else llama()
+        model = make() if dist.get_rank() == WRONG else small()
         patch_attention(model, sp)
         (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
         found[name] = *refusal(model, **batch), sum(sp.comm.received.values())
-    model = patch_attention(llama(), sp)
+    model = patch_attention(small(), sp)
     return found, sp.mean_loss([model(**batch).loss for batch in sp.shard_batches(ragged(SECTION, 1, 2))])
 
 
 def test_a_model_that_is_not_its_peers():
-    """Other dtypes aborted, other layers hung, other weights trained on a wrong loss."""
+    """Other dtypes aborted, other layers hung, other weights trained on a wrong loss. The sentence names what differs
+    alone."""
     for found, loss in on_ranks(WORLD, forwards):
         for name, (kind, message, received) in found.items():
             assert kind == "DisagreementError", name
             assert OTHERS[name][1] in message, (name, message)
             assert "\n" not in message
             assert received == 0
-        assert loss == pytest.approx(one_process(llama(), ragged(SECTION, 1, 2))[1], rel=1e-5)
-
-
-def test_the_sentence_names_what_differs_alone():
-    (found, _), *_ = on_ranks(WORLD, forwards)
-    for name in ("head", "rope", "frozen"):
-        assert is_one_sentence(found[name][1])
-        assert "layers" not in found[name][1], found[name][1]
+        for name in ("head", "rope", "frozen"):
+            assert is_one_sentence(found[name][1])
+            assert "layers" not in found[name][1], found[name][1]
+        assert loss == pytest.approx(one_process(small(), ragged(SECTION, 1, 2))[1], rel=1e-5)
 
 
 def unseeded(stages):
@@ -82,19 +79,19 @@ def unseeded(stages):
     gap of the gradients on DDP from those of rank 0's model."""
     found = []
     for stage in stages:
-        model = llama(seed=dist.get_rank())
+        model = small(seed=dist.get_rank())
         engine, *_ = ds_seqpar.initialize(model=model, config=settings(SECTION, stage, 1, 4))
         batches = engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1))
         found.append(step(engine, batches))
     sp = SequenceParallel(SequenceParallelConfig(**SECTION))
-    model = DistributedDataParallel(patch_attention(llama(seed=dist.get_rank()), sp))
+    model = DistributedDataParallel(patch_attention(small(seed=dist.get_rank()), sp))
     (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
     model(**batch).loss.backward()
     return found, {name: p.grad.numpy() for name, p in model.module.named_parameters()}
 
 
 def test_models_that_deepspeed_or_ddp_makes_alike_are_taken():
-    gradients, loss = one_process(llama(), ragged(SECTION, 1, 1))
+    gradients, loss = one_process(small(), ragged(SECTION, 1, 1))
     for found, on_ddp in on_ranks(WORLD, unseeded, ("0", "1", "2", "3")):
         for result in found:
             assert gap(result["gradients"], gradients) < 1e-5
@@ -105,7 +102,7 @@ def test_models_that_deepspeed_or_ddp_makes_alike_are_taken():
 def given_on_one_rank():
     """What ranks are told where one gives `initialize` a model that cannot be trained, before any group is made."""
     wrong = dist.get_rank() == 1
-    model = torch.nn.Linear(2, 2) if wrong else llama()
+    model = torch.nn.Linear(2, 2) if wrong else small()
     return refusal(ds_seqpar.initialize, model=model, config=settings({"size": 2}, "2", 1, 2))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from tests import oracle
 from tests.hf.families import model_of
-from tests.hf.llama import IGNORE, array, gap
+from tests.hf.llama import IGNORE, averaged, gap
 from tests.launch import on_ranks
 
 WAYS = {
@@ -22,7 +22,8 @@ WAYS = {
     "r4": {"size": 4, "ulysses": 1},
     "mesh": {"size": 4, "ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2]},
 }
-FAMILIES = ("gemma2", "llama")  # with softcap and every other layer a window; with neither
+# with softcap and every other layer a window; with neither
+FAMILIES = ("gemma2", pytest.param("llama", marks=pytest.mark.whole))
 LENGTHS = (20, 1, 9, 27)  # of one token, and longer than a rank's share of 14 or 15
 TWO = (0, 3)
 ORDER = (3, 1, 0, 2)
@@ -65,10 +66,7 @@ def run(model, sp, *parts, backward=False):
     if backward:
         model.zero_grad()
         loss.backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:  # as ZeRO and DDP do
-                dist.all_reduce(parameter.grad)
-                gradients[name] = array(parameter.grad) * count / dist.get_world_size()
+        gradients = {name: x * count for name, x in averaged(model).items()}
     each = sp.gather(logits.detach(), 1, placement)[0].split([len(part) for part in parts])
     return each, sp.mean_loss(loss) * count, gradients
 

@@ -18,7 +18,7 @@ import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, DisagreementError, InputError, SeqParError
 from hf_integration import patch_attention
-from tests.hf.llama import MODES, SEQ, held, llama, ragged, settings
+from tests.hf.llama import MODES, SEQ, held, ragged, settings, small
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -31,10 +31,10 @@ def sentence(message):
     return "\n" not in message and len(message) < 400 and re.search(r"got |;|, ", message)
 
 
-def attempt(function, *args):
+def attempt(sp, function, *args):
     """(error type, message, elements that attention received) of what the function raises on this rank. A refusal must
     not leave a rank out of step: all ranks meet once more afterwards."""
-    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    sp.comm.received.clear()
     try:
         function(sp, *args)
         outcome = None, "", 0
@@ -45,7 +45,8 @@ def attempt(function, *args):
 
 
 def attempts(calls):
-    return [attempt(*call) for call in calls]
+    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    return [attempt(sp, *call) for call in calls]
 
 
 def refusals(*calls):
@@ -69,7 +70,7 @@ def refused(*call):
 
 
 def patch_llama(sp, changes):
-    patch_attention(llama(**changes), sp)
+    patch_attention(small(**changes), sp)
 
 
 UNFIT = [
@@ -125,7 +126,7 @@ def test_other_models():
 
 def forward(sp, spoil, training=True):
     """A forward of a patched model on a good batch that `spoil(sp, batch)` has made bad."""
-    model = llama()
+    model = small()
     patch_attention(model, sp)
     model.train(training)
     (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
@@ -173,7 +174,7 @@ def with_cache(sp, batch):
 
 
 def with_past(sp, batch):
-    batch["past_key_values"] = DynamicCache(config=llama().config)
+    batch["past_key_values"] = DynamicCache(config=small().config)
 
 
 def not_causal(sp, batch):
@@ -213,7 +214,7 @@ def test_a_batch_that_is_not_sharded_as_it_should_be(training):
 def length_that_does_not_fit(sp):
     """A forward on 11 tokens a rank, where zigzag over a ring of 4 needs them in twos."""
     ring = SequenceParallel(SequenceParallelConfig(**MODES["r4"]))
-    model = llama()
+    model = small()
     patch_attention(model, ring)
     try:
         model(input_ids=torch.zeros(1, 11, dtype=torch.int64), position_ids=torch.arange(11)[None])
@@ -258,7 +259,7 @@ def test_right_on_rank_0_only():
 def contiguous_from_zero(sp):
     """A forward where every rank was given positions 0, 1, 2, ... in the contiguous layout."""
     straight = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2, layout="contiguous"))
-    model = llama()
+    model = small()
     patch_attention(model, straight)
     (batch,) = straight.shard_batches(ragged({**SECTION, "layout": "contiguous"}, 1, 1))
     positions_from_zero(straight, batch)
@@ -270,7 +271,7 @@ def contiguous_from_zero(sp):
 
 def unequal(sp, what):
     """A forward whose inputs differ between ranks, each right by itself."""
-    model = llama()
+    model = small()
     patch_attention(model, sp)
     (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
     if sp.rank == 1 and what == "batch":
@@ -290,7 +291,7 @@ def test_ranks_that_do_not_do_the_same():
 
 def past_the_model(sp):
     """A decoder layer of a patched model, called by itself."""
-    model = llama()
+    model = small()
     patch_attention(model, sp)
     x, places = torch.randn(1, SEQ // 4, 64), sp.position_ids(SEQ)[None]
     model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, places))
@@ -304,7 +305,7 @@ def test_an_attention_reached_past_its_model():
 
 def dropout_set_later(sp):
     """Dropout switched on in the layers of a model that was patched without."""
-    model = llama()
+    model = small()
     patch_attention(model, sp)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
@@ -327,7 +328,7 @@ def good(**changes):
 def initialize(model=None, config=None, **kwargs):
     """What initialize raises on this rank: (type, message)."""
     try:
-        ds_seqpar.initialize(model=model or llama(), config=config, **kwargs)
+        ds_seqpar.initialize(model=model or small(), config=config, **kwargs)
     except SeqParError as error:
         return type(error), str(error)
     return None, ""
@@ -395,7 +396,7 @@ def test_json_that_cannot_be_read(tmp_path):
 def initialize_by_args(path):
     """An args namespace as DeepSpeed's scripts have it; it is left as it was."""
     args = argparse.Namespace(deepspeed_config=path, local_rank=int(os.environ["LOCAL_RANK"]))
-    engine, *_ = ds_seqpar.initialize(model=llama(), args=args)
+    engine, *_ = ds_seqpar.initialize(model=small(), args=args)
     return engine.sequence_parallel.size, args.deepspeed_config
 
 
@@ -436,7 +437,7 @@ def test_arguments_that_break_the_contract():
 def with_another_sp(how):
     """initialize with a SequenceParallel that is not what the JSON says, given or in the model."""
     sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=2))
-    model = llama() if how != "own" else nn.Linear(2, 2)
+    model = small() if how != "own" else nn.Linear(2, 2)
     if how == "patched":
         patch_attention(model, sp)
         return initialize(model=model, config=good())
@@ -452,7 +453,7 @@ def test_a_sequence_parallel_that_is_not_the_jsons():
 def two_sps(_):
     """initialize with a SequenceParallel for a model that is patched with another."""
     sps = [SequenceParallel(SequenceParallelConfig(**SECTION)) for _ in range(2)]
-    model = llama()
+    model = small()
     patch_attention(model, sps[0])
     return initialize(model=model, config=good(), sequence_parallel=sps[1])
 
@@ -463,18 +464,18 @@ def test_a_model_that_is_patched_with_another():
 
 
 def warned(clipping):
-    """Warnings of initialize about clipping: (text, file)."""
+    """Warnings of initialize about clipping: (text, file). clipping: as in the JSON, where None is nothing."""
     config = {key: value for key, value in good().items() if key != "gradient_clipping"}
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        ds_seqpar.initialize(model=llama(), config=config if clipping is None else good(gradient_clipping=clipping))
+        ds_seqpar.initialize(model=small(), config=config if clipping is None else good(gradient_clipping=clipping))
     return [(str(w.message), w.filename) for w in seen if "gradient_clipping" in str(w.message)]
 
 
 def test_clipping_that_is_not_set_is_warned_of():
     """DeepSpeed clips at 1.0 where the JSON says nothing, which hides a wrong scale. The warning names the caller."""
-    for seen in on_ranks(WORLD, warned, None):
-        ((message, file),) = seen
+    for unset, zero in on_ranks(WORLD, each, warned, [None, 0]):
+        ((message, file),) = unset
         assert message.endswith("DeepSpeed then clips at 1.0; set it (0 for none)")
         assert file == __file__
-    assert on_ranks(WORLD, warned, 0) == [[]] * WORLD
+        assert zero == []

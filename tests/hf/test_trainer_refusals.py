@@ -22,7 +22,7 @@ from transformers import (
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import SequenceParallelTrainer
 from tests.dist.ranks import is_one_sentence
-from tests.hf.llama import llama
+from tests.hf.llama import small
 from tests.hf.trainers import documents, make, settings, trained
 from tests.launch import on_ranks
 
@@ -64,14 +64,14 @@ def own_forward():
     )  # fmt: skip
 
 
-def with_loss(function, **changes):
-    model = llama(pad_token_id=0, **changes)
+def with_loss(function):
+    model = small(pad_token_id=0)
     model.loss_function = function
     return model
 
 
 def deaf():
-    model = llama(pad_token_id=0)
+    model = small(pad_token_id=0)
     model.accepts_loss_kwargs = False
     return model
 
@@ -79,7 +79,7 @@ def deaf():
 def prompt_tuned():
     import peft
 
-    return peft.get_peft_model(llama(pad_token_id=0), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
+    return peft.get_peft_model(small(pad_token_id=0), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
 
 
 def packed(first=0):
@@ -270,7 +270,7 @@ def own_losses(folder):
             said.append(str(error))
     parts, args = {"check_loss": False}, {"max_steps": 1, "max_grad_norm": 0}
     half = trained(make(f"{folder}/half", 2, SECTION, kind=ScaledLoss, parts=parts, **args))
-    model = with_loss(half_loss, num_hidden_layers=1)
+    model = with_loss(half_loss)
     own = trained(make(f"{folder}/own", 2, SECTION, model=model, parts=parts, **args))
     usual = trained(make(f"{folder}/whole", 2, SECTION, **args))
     return said, half["grad_norm"] + own["grad_norm"], usual["grad_norm"]
@@ -352,7 +352,7 @@ def two_models(folder):
     """Trainers of one process: other settings, left to be chosen, and a model that is patched already."""
     first, second = make(folder, 2, SECTION), make(folder, 2, {"size": 2, "ulysses": 1, "layout": "auto"})
     sp = SequenceParallel(SequenceParallelConfig(size=2))
-    third = make(folder, 2, SECTION, model=llama(pad_token_id=0).patch_attention(sp))
+    third = make(folder, 2, SECTION, model=small(pad_token_id=0).patch_attention(sp))
     return first.sp is not second.sp, second.sp.config.ulysses, third.sp is sp
 
 

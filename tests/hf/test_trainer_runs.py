@@ -39,12 +39,14 @@ def runs(folder, sizes, changes):
 FULL = {"include_num_input_tokens_seen": "non_padding"}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
-def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "sizes"), [(3, (2, 4)), *(pytest.param(stage, SIZES, marks=pytest.mark.whole) for stage in (2, 3))]
+)
+def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes, tmp_path):
     """transformers#46775, #48167; deepspeed#5248, #6841; verl#2857: scales wrong by the SP size. Ragged labels and
     lengths, padding, two micro-steps, AdamW, clipping."""
     changes = {"stage": stage, **FULL}
-    for found in on_ranks(4, runs, tmp_path, (None, *SIZES), changes, timeout=200):
+    for found in on_ranks(4, runs, tmp_path, (None, *sizes), changes, timeout=200):
         plain = found.pop(None)
         assert len(plain["loss"]) == 12
         assert plain["eval_loss"][-1] < plain["eval_loss"][0] - 0.1  # it learns
@@ -64,14 +66,14 @@ def test_bf16_runs_agree_to_its_rounding(tmp_path):
             assert found[size]["eval_loss"] == pytest.approx(found[None]["eval_loss"], rel=1e-3)
 
 
-def test_the_last_window_of_an_epoch_may_be_short(tmp_path):
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.whole)])
+def test_the_last_window_of_an_epoch_may_be_short(size, tmp_path):
     """Five micro-steps an epoch make windows of two, two and one."""
     changes = {"max_steps": -1, "num_train_epochs": 2, "parts": {"train_dataset": documents(20)}}
-    for found in on_ranks(4, runs, tmp_path, (None, 2, 4), changes):
+    for found in on_ranks(4, runs, tmp_path, (None, size), changes):
         assert found[None].counts[0] == 6
-        for size in (2, 4):
-            assert found[size]["loss"] == pytest.approx(found[None]["loss"], rel=1e-4)
-            assert found[size].counts == found[None].counts
+        assert found[size]["loss"] == pytest.approx(found[None]["loss"], rel=1e-4)
+        assert found[size].counts == found[None].counts
 
 
 def grouped(folder, size):
@@ -126,10 +128,10 @@ def evaluations_by_size(folder, sizes, *args):
     return {size: evaluations(f"{folder}/{size}", size, *args) for size in sizes}
 
 
-def test_evaluation_counts_every_sequence_once(tmp_path):
+@pytest.mark.parametrize("counts", [(1, 7, 8), pytest.param((1, 6, 7, 8), marks=pytest.mark.whole)], ids=str)
+def test_evaluation_counts_every_sequence_once(counts, tmp_path):
     """Sets that do not divide are filled up with sequences from the start; transformers counts those, and weighs the
-    last step by rank. Four sequences a step: 1, 6 and 7 leave a remainder, and 1 is fewer than there are groups."""
-    counts = (1, 6, 7, 8)
+    last step by rank. Four sequences a step: 1 and 7 leave a remainder, and 1 is fewer than there are groups."""
     ranks = on_ranks(4, evaluations_by_size, tmp_path, (None, *SIZES), counts, timeout=200)
     plain, model = ranks[0][None], small().eval()
     expected = {count: mean_of_steps(model, documents(count, seed=count), 4) for count in counts}

@@ -76,7 +76,8 @@ def run(launcher, ranks, config, folder, *more):
     return scripts.run(ranks, folder, EXAMPLE, "--local_rank=LOCAL_RANK", *words)
 
 
-LORA = ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"]
+CHECKPOINTED = ["--gradient_checkpointing", "True"]
+LORA = ["--lora", "--bf16", "True", *CHECKPOINTED]
 
 
 # forked ranks go through what a launched process does; both launchers are tried for themselves, and the cover has
@@ -84,8 +85,9 @@ LORA = ["--lora", "--bf16", "True", "--gradient_checkpointing", "True"]
 @pytest.mark.parametrize(
     ("launcher", "ranks", "config", "more"),
     [
-        ("forked", 4, "trainer_zero3_sp4", ["--model"]),
-        ("forked", 4, "trainer_zero2_sp2dp", ["--lora"]),
+        ("forked", 4, "long_context_sp4", ["--model", *CHECKPOINTED]),
+        pytest.param("forked", 4, "long_context_sp4_offload", CHECKPOINTED, marks=pytest.mark.whole),
+        pytest.param("forked", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
         ("accelerate", 2, "trainer_zero2_sp2dp", LORA),
         pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
@@ -96,7 +98,7 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
     """--model: a folder that every rank reads its part of, before the Trainer exists."""
     if "--model" in more:
         save_model(tmp_path / "model")
-        more = ["--model", str(tmp_path / "model")]
+        more = ["--model", str(tmp_path / "model"), *more[1:]]
     ran = run(launcher, ranks, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
     assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert re.search(r"held-out loss \d\.\d{3}, perplexity \d+\.\d", ran.stdout), ran.stdout[-2000:]

@@ -21,7 +21,7 @@ from ds_seqpar.running import work
 from ds_seqpar.running.kernels import KERNELS
 from ds_seqpar.running.virtual import attention
 from ds_seqpar.running.work import project
-from tests.grids import grouped, whole
+from tests.grids import cover, grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
 
 RANKS = (4, 8, 9, 12, 16)
@@ -151,7 +151,16 @@ def _errors(case):
     return errors((found.out, found.dq, found.dk, found.dv), wanted)
 
 
-@pytest.mark.parametrize("cases", grouped(("shape",), _legal, **GRID))
+LARGE = 12  # ranks from which a shape is in the whole alone: tests/unit/test_virtual_packs.py draws as many
+SMALL = {**GRID, "shape": tuple(shape for shape in GRID["shape"] if shape.size < LARGE)}
+OF_LARGE = [
+    pytest.param(whole(_legal, **{**GRID, "shape": (shape,)}), id=str(shape), marks=pytest.mark.whole)
+    for shape in GRID["shape"]
+    if shape.size >= LARGE
+]
+
+
+@pytest.mark.parametrize("cases", [*grouped(("shape",), _legal, **SMALL), *OF_LARGE])
 def test_every_schedule_equals_dense_attention(cases):
     for case in cases:
         wrong = _errors(case)
@@ -163,10 +172,11 @@ def test_the_grid_has_every_schedule_on_every_number_of_ranks():
     assert met == {(schedule, size) for schedule in SCHEDULES for size in RANKS}
 
 
+@pytest.mark.parametrize("ranks", [9, pytest.param(16, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, overlap):
-    shapes = [shape for shape in GRID["shape"] if not shape.goes_round]
+def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, overlap, ranks):
+    shapes = [shape for shape in GRID["shape"] if shape.size <= ranks and not shape.goes_round]
     assert len(shapes) > 10
     sizes = PlanShape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
     for shape in shapes:
@@ -192,11 +202,19 @@ PRECISE = {
     "attention2d, overlapped": ({"schedule": "attention2d", "rows": 4, "overlap": True}, 1),
     "distflash": ({"schedule": "distflash"}, 1),
 }
+NUMBERS = {"name": tuple(PRECISE), "causal": (True, False), "heads": ((4, 4), (4, 1))}
+
+
+def _can(case):
+    return case["causal"] or case["name"] != "distflash"
+
+
+FEW = cover(_can, **NUMBERS)
 _precise = pytest.mark.parametrize(
-    ("name", "causal"),
-    [(name, causal) for name in PRECISE for causal in (True, False) if causal or name != "distflash"],
+    ("name", "causal", "heads"),
+    [pytest.param(*case.values(), marks=[] if case in FEW else pytest.mark.whole) for case in whole(_can, **NUMBERS)],
+    ids=str,
 )
-_heads = pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=["mha", "gqa"])
 
 
 def _attend(name, causal, inputs, travel="fp32"):
@@ -216,7 +234,6 @@ def _half(heads, causal):
     return inputs, dense(*inputs, causal=causal), single
 
 
-@_heads
 @_precise
 def test_fp32_is_exact_to_rounding(name, causal, heads):
     inputs = tensors(1, 96, heads, 32, torch.float32)
@@ -224,7 +241,6 @@ def test_fp32_is_exact_to_rounding(name, causal, heads):
 
 
 # ring-flash-attention#42, #67: in bf16 the error grows with the number of ranks
-@_heads
 @_precise
 def test_bf16_is_at_most_twice_as_wrong_as_one_kernel_call_on_the_whole_sequence(name, causal, heads):
     inputs, wanted, single = _half(heads, causal)
@@ -235,7 +251,6 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_kernel_call_on_the_whole_sequence
         assert mine <= 1.5 * alone
 
 
-@_heads
 @_precise
 def test_partial_results_that_travel_narrow_cost_their_rounding_only(name, causal, heads):
     inputs, wanted, single = _half(heads, causal)

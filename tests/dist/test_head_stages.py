@@ -1,0 +1,125 @@
+"""Attention on some heads at a time: the same numbers, in every schedule, and buffers of one stage."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_seqpar.planning import heads as dealing
+from ds_seqpar.planning.layout import Run
+from ds_seqpar.planning.masks import Mask
+from ds_seqpar.planning.shards import UnevenShards, members_positions
+from tests import live, oracle
+from tests.dist.ranks import attend, leaves, make, refusal
+from tests.launch import on_ranks
+
+SCHEDULES = ("ring", "double_ring", "distflash", "attention2d", "wallfacer", "mesh")
+HEADS = {"equal": (8, 8), "grouped": (8, 4), "one kv head of two left": (6, 3)}
+GRID = list(itertools.product(SCHEDULES, (1, 2, 4), HEADS, (2, 3, 4, "auto")))
+COVER = GRID[::13]
+
+
+def legal(case):
+    _, ulysses, heads, stages = case
+    return stages == "auto" or stages <= dealing.most_stages(*HEADS[heads], ulysses)
+
+
+def errors(cases):
+    """Of every case: the greatest error of out and gradients against dense attention, and that of the lse and of
+    attention with a window, sinks and a softcap against one stage of the same settings."""
+    return [_errors(*case) for case in cases]
+
+
+def _errors(schedule, ulysses, heads, stages):
+    section = {"size": 4, "ulysses": ulysses, "schedule": schedule}
+    staged, plain = make(**section, head_stages=stages), make(**section)
+    whole = oracle.tensors(2, 48, HEADS[heads])
+    error = max(oracle.errors(attend(staged, *whole), oracle.dense(*whole)))
+    sinks = torch.linspace(-1, 1, HEADS[heads][0], dtype=torch.float64)
+    found = [_full(sp, whole, sinks.clone().requires_grad_()) for sp in (plain, staged)]
+    return error, max(oracle.errors(found[1], found[0]))
+
+
+def _full(sp, whole, sinks):
+    """(out, lse, dq, dk, dv, dsinks) with all that attention can have."""
+    local = leaves(sp, *whole[:3])
+    out, lse = sp.attention(*local, mask=Mask(window=11), softcap=3.0, sinks=sinks, return_lse=True)
+    out.backward(sp.shard(whole[3], 1))
+    dist.all_reduce(sinks.grad)  # of a rank's own heads, which are others in stages
+    return [out.detach(), lse.detach(), *(x.grad for x in local), sinks.grad]
+
+
+@pytest.mark.parametrize("cases", [COVER, pytest.param(GRID, marks=pytest.mark.whole)], ids=["cover", "whole"])
+def test_stages_are_exact(cases):
+    cases = [case for case in cases if legal(case)]
+    for found in on_ranks(4, errors, cases, timeout=500):
+        for case, (dense, staged) in zip(cases, found, strict=True):
+            assert dense < 1e-10, case
+            assert staged < 1e-10, case
+
+
+def uneven():
+    """Queries and keys shared otherwise, and in other numbers, in stages."""
+    shards = UnevenShards([(Run(0, 1, 20),), (Run(20, 1, 28),)], [(Run(0, 1, 31),), (Run(31, 1, 17),)])
+    whole, found = oracle.tensors(1, 48, (8, 4)), []
+    for stages in (1, 2):
+        sp = make(size=4, ulysses=2, head_stages=stages)
+        own = {side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.member] for side in ("q", "kv")}
+        local = [
+            x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)
+        ]
+        out = sp.attention(*local, shards=shards)
+        out.square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in local)])
+    return max(oracle.errors(found[1], found[0]))
+
+
+def test_shares_that_differ():
+    assert max(on_ranks(4, uneven)) < 1e-12
+
+
+def memory(section):
+    """In 1, 2 and 4 stages: units of q at the most, forward and backward, beyond what there is whole: out and lse, and
+    in backward three gradients, which are all made before the last of several stages is (of one stage they are its own
+    buffers); what is left."""
+    torch.manual_seed(0)
+    q, k, v, do = torch.randn(4, 1, 512, 16, 64)
+    unit, out, found = 4 * q.numel(), 4 * (q.numel() + q.numel() // 64), []
+    for stages in (1, 2, 4):
+        with make(**section, head_stages=stages) as sp:
+            seen = live.measure(lambda *x, sp=sp: sp.attention(*x), q, k, v, do)
+        whole = (0, out) if stages == 1 else (out, out + 3 * unit)
+        found.append(((seen.forward - whole[0]) / unit, (seen.backward - whole[1]) / unit, seen.left))
+    return found
+
+
+SECTIONS = {
+    "ring": {"size": 4, "ulysses": 1},
+    "ulysses": {"size": 4, "ulysses": 4},
+    "attention2d": {"size": 4, "ulysses": 1, "schedule": "attention2d"},
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_buffers_are_those_of_one_stage(name):
+    for whole, *parts in on_ranks(4, memory, SECTIONS[name]):
+        for stages, part in zip((2, 4), parts, strict=True):
+            assert part[0] <= 1.15 * whole[0] / stages
+            assert part[1] <= 1.15 * whole[1] / stages
+            assert part[2] == 0
+
+
+def refused():
+    return [
+        refusal(make, size=2, head_stages=stages, heads=(8, 4)) for stages in (0, "two", True, 8)
+    ] + [refusal(make, size=2, ulysses=2, head_stages=2, heads=(2, 2))]
+
+
+def test_wrong_stages_are_refused():
+    for found in on_ranks(2, refused):
+        kinds, messages = zip(*found, strict=True)
+        assert set(kinds) == {"ConfigError"}
+        assert all('head_stages must be a whole number from 1 or "auto"' in message for message in messages[:3])
+        assert "use at most 4" in messages[3]
+        assert "a query head for each of 2 Ulysses members; got 2" in messages[4]

@@ -1,0 +1,71 @@
+"""All that saves memory, alone and together: losses and gradient norms are those of a run without any of it."""
+
+import itertools
+
+import pytest
+
+import ds_seqpar
+from tests.hf.llama import llama, ragged, settings, update
+from tests.hf.test_tiles import OPTIMIZER, lora
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+WORLD, STEPS = 4, 2
+TILES = {"mlp_tiles": 3, "loss_tiles": 5}
+# name -> (settings, whether layers are checkpointed)
+FEATURES = {
+    "checkpoints": ({}, True),
+    "attention again": ({"keep_attention": False}, True),
+    "stages": ({"head_stages": 2}, False),
+    "stages, kept": ({"head_stages": 2}, True),
+    "mlp": ({"mlp_tiles": 3}, False),
+    "loss": ({"loss_tiles": 5}, False),
+    "offload": ({"offload_checkpoints": True}, True),
+    "all": ({"head_stages": 2, "offload_checkpoints": True, **TILES}, True),
+    "all, attention again": (
+        {"head_stages": "auto", "keep_attention": False, "offload_checkpoints": True, **TILES},
+        True,
+    ),
+}
+MODELS = {"plain": lambda: llama(num_key_value_heads=4), "lora": lambda: lora("q_proj", "down_proj")}
+GRID = list(itertools.product(MODELS, (1, 2, 4), ("2", "3")))
+COVER = {("plain", 4, "3"): ["all", "all, attention again"], ("lora", 2, "2"): ["all"]}
+
+
+def curve(name, size, stage, section, checkpointed):
+    """Losses and gradient norms of some steps of two micro-steps each, on ragged labels."""
+    model = MODELS[name]()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    section = {"size": size, "ulysses": min(size, 2), **section}
+    engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, stage, 2, 2, **OPTIMIZER))
+    sp, found = engine.sequence_parallel, []
+    for _ in range(STEPS):
+        batches = ragged({"size": size}, sp.data_size, 2, sequences=2)
+        found += update(engine, sp.shard_batches(batches))
+    return found
+
+
+def curves(cases):
+    found = {}
+    for case, features in cases.items():
+        found[case] = {"none": curve(*case, {}, False), **{name: curve(*case, *FEATURES[name]) for name in features}}
+    return found
+
+
+def check(cases):
+    for found in on_ranks(WORLD, curves, cases, timeout=550):
+        for case, runs in found.items():
+            assert min(runs["none"]) > 0
+            for name, run in runs.items():
+                assert run == pytest.approx(runs["none"], rel=1e-5), (case, name)
+
+
+def test_some_alone_and_all_together():
+    check(COVER)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
+def test_each_alone_and_all_together(case):
+    check({case: list(FEATURES)})
