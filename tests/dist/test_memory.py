@@ -51,7 +51,7 @@ STAGES = {
 }
 
 
-def _measured(setting, mask, kv_heads, kept=False):
+def _measured(setting, mask, kv_heads, kept=None):
     """(measured, the program's own) bytes, each (forward, what is kept, backward); what is left. kept: under a
     checkpoint that keeps it."""
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def _measured(setting, mask, kv_heads, kept=False):
         place = {"rank": sp.runtime.rank, "member": sp.runtime.member}
         heads = HEADS, kv_heads, DIM
         parts = parts_of(sp.config, world=sp.size, tokens=TOKENS, mask=mask, heads=heads, **place)
-        said = figures(parts, sp.config.ulysses, kept)
+        said = figures(parts, sp.config.ulysses, True if kept else None)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.kept, said.backward), seen.left
 
 
