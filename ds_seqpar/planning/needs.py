@@ -68,7 +68,8 @@ class Zero:
         for name, value in known.items():
             if name != "overlap_comm" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
                 raise ConfigError(f"zero_optimization.{name} must be a number from 0; got {value!r}")
-        return cls(**{name: int(value) if isinstance(value, float) else value for name, value in known.items()})
+        known |= {name: int(value) for name, value in known.items() if isinstance(value, float)}
+        return cls(**known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
