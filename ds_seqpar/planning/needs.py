@@ -68,8 +68,8 @@ class Zero:
         for name, value in known.items():
             if name != "overlap_comm" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
                 raise ConfigError(f"zero_optimization.{name} must be a number from 0; got {value!r}")
-        known |= {name: int(value) for name, value in known.items() if isinstance(value, float)}
-        return cls(**known)
+        settings: dict[str, Any] = {name: int(x) if isinstance(x, float) else x for name, x in known.items()}
+        return cls(**settings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ FEATURES = {
 }
 MODELS = {"plain": lambda: llama(num_key_value_heads=4), "lora": lambda: lora("q_proj", "down_proj")}
 GRID = list(itertools.product(MODELS, (1, 2, 4), ("2", "3")))
-COVER = {("plain", 4, "3"): ["all", "all, attention again"], ("lora", 2, "2"): ["all"]}
+COVER = {("plain", 4, "3"): ["all, attention again"], ("lora", 2, "2"): ["all"]}
 
 
 def curve(name, size, stage, section, checkpointed):
