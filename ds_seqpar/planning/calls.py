@@ -37,18 +37,19 @@ class Figures:
     inputs: bool
 
 
-def figures(parts: Sequence[Part], members: int, kept: bool = False) -> Figures:
-    """members: ranks that trade heads. kept: whether a checkpoint keeps what attention's backward needs."""
-    if len(parts) == 1 and not kept:
+def figures(parts: Sequence[Part], members: int, kept: bool | None = None) -> Figures:
+    """members: ranks that trade heads. kept: whether the checkpoint around it keeps what backward needs; None: there is
+    no checkpoint."""
+    if len(parts) == 1 and kept is None:
         return _composed(parts[0], members)
     sizes = [_Sizes.of(part, members) for part in parts]
-    arrived = [size.inner if kept and members > 1 else 0 for size in sizes]
+    arrived = [size.inner if members > 1 and (kept or len(parts) == 1) else 0 for size in sizes]
     stays = sum(size.q + size.lse for size in sizes) + sum(arrived)
     return Figures(
         forward=_forward(parts, sizes, members, arrived),
         kept=stays,
         backward=stays + _backward(parts, sizes, members, arrived),
-        inputs=members == 1 or not kept,
+        inputs=not any(arrived),
     )
 
 
@@ -98,7 +99,7 @@ def _backward(parts: Sequence[Part], sizes: Sequence[_Sizes], members: int, arri
                 (size.packed if again else 0) + again,
                 again + size.q + size.inner_q,
                 again + size.inner_q + delta + peak(part.backward, delta=True),
-                size.inner + size.inner_kv,
+                size.inner + size.inner_kv,  # and operands that were sent again are gone
                 size.inner + (size.packed - size.q) + size.kv,
                 size.kv + size.inner_q + 2 * size.q,
             ]

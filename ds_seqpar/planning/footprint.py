@@ -46,7 +46,9 @@ class _Step:
         self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
         self.mlp = self.rows * m.intermediate * self.size
         self.wide = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
-        self.norm = self.wide + 2 * self.hidden  # what a norm saves beside its input
+        tiled = self.mlp_tiles() > 1  # norms are, too
+        self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # what a norm saves beside its input
+        self.residual = 0 if self.wide and not tiled else self.hidden  # its input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and step.config.keep_attention
 
@@ -61,7 +63,7 @@ class _Step:
                     heads=(m.heads, m.kv_heads, m.head_dim), batch=step.batch, rank=rank,
                 ),
                 self.config.ulysses,
-                self.keeps,
+                self.config.keep_attention if step.checkpointing else None,
             )
             for rank in sorted({0, inner // 2, inner - 1})
         ]  # fmt: skip
@@ -128,9 +130,8 @@ class _Step:
     @property
     def saved(self) -> int:
         """What a layer saves for its backward, its input too."""
-        residual = self.hidden if not self.wide else 0  # a norm saves its input, or an fp32 copy of it
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
-        return 2 * residual + 2 * self.norm + self.saved_attention + mlp
+        return 2 * self.residual + 2 * self.norm + self.saved_attention + mlp
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
         """What `count` layers hold for their backward; running: the last one is being computed."""
@@ -164,7 +165,7 @@ class _Step:
         gathered = self.gathered(m.embedding)
         logits = math.ceil(self.tokens / tiles) * self.step.batch * m.vocab
         head, tiled = m.embedding * self.size, tiles > 1
-        end = self.norm + (0 if self.wide else self.hidden)
+        end = self.norm + self.residual
         cast = self.size if self.wide else 0  # logits in their own dtype, beside the fp32 ones
         sums = m.embedding * 4 * tiled  # of the gradients of tiles
         return [
@@ -192,7 +193,7 @@ class _Step:
         done = m.parameters - m.embedding - index * m.layer_parameters
         tied = m.embedding * self.size if m.tied else 0  # waits for the gradient of the other end
         place = f"layer {index}"
-        saved, tiles = self.saved - (self.hidden if not self.wide else 0), self.mlp_tiles()
+        saved, tiles = self.saved - self.residual, self.mlp_tiles()
         whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
         weight = m.hidden * m.intermediate
         tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 else 0)

@@ -14,7 +14,7 @@ from .buffers import Tensors
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
 
-PIECE = 8192  # tokens
+PIECE = 1024  # tokens
 
 
 class Work(Protocol):

@@ -51,7 +51,7 @@ STAGES = {
 }
 
 
-def _measured(setting, mask, kv_heads, kept=False):
+def _measured(setting, mask, kv_heads, kept=None):
     """(measured, the program's own) bytes, each (forward, what is kept, backward); what is left. kept: under a
     checkpoint that keeps it."""
     torch.manual_seed(0)
@@ -64,12 +64,12 @@ def _measured(setting, mask, kv_heads, kept=False):
                 return checkpoint(keeping(lambda *x: sp.attention(*x, mask=mask)), *tensors, use_reentrant=False)
             return sp.attention(*tensors, mask=mask)
 
-        twice = [live.measure(attend, q, k, v, do) for _ in range(2)]  # gloo may let go of what it has sent late
-        seen = live.Figures(**{f.name: min(getattr(x, f.name) for x in twice) for f in dataclasses.fields(live.Figures)})
+        often = [live.measure(attend, q, k, v, do) for _ in range(8)]  # gloo may let go of what it has sent late
+        seen = live.Figures(**{f.name: min(getattr(x, f.name) for x in often) for f in dataclasses.fields(live.Figures)})
         place = {"rank": sp.runtime.rank, "member": sp.runtime.member}
         heads = HEADS, kv_heads, DIM
         parts = parts_of(sp.config, world=sp.size, tokens=TOKENS, mask=mask, heads=heads, **place)
-        said = figures(parts, sp.config.ulysses, kept)
+        said = figures(parts, sp.config.ulysses, True if kept else None)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.kept, said.backward), seen.left
 
 
