@@ -1,12 +1,15 @@
-"""All that saves memory, alone and together: losses and gradient norms are those of a run without any of it."""
+"""All that saves memory, alone and together: losses and gradient norms are those of a run without any of it, and long
+sequences over large vocabularies train."""
 
 import itertools
+import math
 
 import pytest
+import torch
 
 import ds_seqpar
 from tests.hf.llama import llama, ragged, settings, update
-from tests.hf.test_tiles import OPTIMIZER, lora
+from tests.hf.test_tiles import OPTIMIZER, Sizes, lora
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -69,3 +72,28 @@ def test_some_alone_and_all_together():
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
 def test_each_alone_and_all_together(case):
     check({case: list(FEATURES)})
+
+
+VOCABULARY, HIDDEN = 2**17, 64
+
+
+def large(tokens):
+    """A step under ZeRO-3: the loss, and the most elements that a tensor had."""
+    model = llama(vocab_size=VOCABULARY, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    model.gradient_checkpointing_enable()
+    section = {"size": WORLD, "ulysses": 2, "mlp_tiles": "auto", "loss_tiles": "auto", "head_stages": "auto"}
+    changes = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 2**20, "stage3_prefetch_bucket_size": 2**20}}
+    engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, "3", 1, 1, **OPTIMIZER, **changes))
+    sp, ids = engine.sequence_parallel, torch.arange(tokens)[None] % VOCABULARY
+    with Sizes() as seen:
+        loss, _ = update(engine, sp.shard_batches([{"input_ids": ids, "labels": ids.clone()}]))
+    return loss, seen.most
+
+
+@pytest.mark.whole
+def test_no_logits_of_more_than_a_tile():
+    """64K tokens, a vocabulary of 128K: no tensor is larger than a tile's logits, 256 MiB, of the 8 GiB of a rank's."""
+    for loss, most in on_ranks(WORLD, large, 2**16, timeout=550):
+        assert loss == pytest.approx(math.log(VOCABULARY), rel=0.01)
+        assert most <= 2**28 // 4
+        assert most >= VOCABULARY * HIDDEN  # it saw the weights
