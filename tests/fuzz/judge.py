@@ -43,12 +43,15 @@ def laid_out(call, tensors):
 class Truth:
     """By name, over the whole sequence. exact: in fp64. single: one kernel call in the dtype. natural: the size of what
     is added up, where the sum may be 0. limit: of the error relative to the greater of both. touched: what a value that
-    is not finite reaches; a kernel's masked products (0 times such a value) may reach further, and need not."""
+    is not finite reaches; a kernel's masked products (0 times such a value) may reach further, and need not: reached,
+    of sums over rows. parts: how many rows such a sum is of."""
 
     exact: dict
     single: dict
     natural: dict
     touched: dict
+    reached: dict
+    parts: int
     limit: float
     dtypes: tuple  # that it is computed in, and travels in
 
@@ -62,8 +65,9 @@ class Truth:
         out, lse = kernel.forward(q, k, v, causal, factor)
         grads = kernel.backward(do, q, k, v, out, lse, causal, factor)
         top = [_top(x) for x in whole]
-        scores = factor * top[0] * top[1] * math.sqrt(q.shape[3])
-        natural = [top[2], *(factor * top[3] * top[2] * x for x in (top[1], top[0])), top[3], scores]
+        scores = factor * max(_products(q, k), top[0] * top[1] * math.sqrt(q.shape[3]))
+        given = max(_products(do, v), top[3] * top[2])  # of which the mean is taken away
+        natural = [top[2], *(factor * given * x for x in (top[1], top[0])), top[3], scores]
         limit = max(LIMITS.get(dtype, 1e-5), 64 * torch.finfo(lse.dtype).eps * scores)
         if config.travel_dtype == "bf16":  # rounded once a hop
             limit += 2**-7 * config.size
@@ -71,12 +75,17 @@ class Truth:
         # one that is masked whole: out and lse 0
         narrow = kernel.name == "cpu_flash"
         rows, columns = _touched([torch.zeros_like(q), torch.zeros_like(k), v, do] if narrow else whole, causal)
+        heads = (
+            _touched(whole, causal)[0].unflatten(2, (k.shape[2], -1)).any(3).any(1, keepdim=True)[..., None]
+        )  # such that have such a row
         exact = [*oracle.dense(*whole, causal, factor), _lse(q, k, causal, factor)]
         return cls(
             exact=dict(zip(NAMES, exact, strict=True)),
             single=dict(zip(NAMES, (out, *grads, lse), strict=True)),
             natural=dict(zip(NAMES, natural, strict=True)),
             touched=dict(zip(NAMES, (rows[..., None], rows[..., None], columns, columns, rows), strict=True)),
+            reached={"dk": heads, "dv": heads},
+            parts=q.shape[1] * q.shape[2] // k.shape[2],
             limit=limit,
             dtypes=(dtype, *[torch.bfloat16] * (config.travel_dtype == "bf16")),
         )
@@ -97,6 +106,10 @@ class Truth:
         if self.natural[name] > torch.finfo(found.dtype).max:  # what is added up is beyond the dtype: chance decides
             return None
         good &= exact.abs() < 0.9 * torch.finfo(found.dtype).max  # or the sum nearly is
+        if name in self.reached:
+            good &= ~self.reached[name]
+            if self.natural[name] * self.parts > torch.finfo(found.dtype).max:  # or the sum over some of the rows is
+                return None
         if not bool(found[good].isfinite().all()):
             return f"not finite where attention is, {int((~found[good].isfinite()).sum())} times"
         mine, alone = (x[good].double() - exact[good] for x in (found, single))
@@ -115,6 +128,11 @@ class Truth:
             rounding = torch.finfo(self.dtypes[0]).eps / 2  # of one number, at the most; a quarter of it of many
             limit = 2 * single + rounding * (0.25 + mine.numel() ** -0.5) + self.limit
         return None if error <= limit else f"error {error:.3g}, limit {limit:.3g}"
+
+
+def _products(x, y):
+    """The greatest finite magnitude of x . y, of a row of the one (B, S, Hq, D) and one of the other (B, T, Hkv, D)."""
+    return _top(torch.einsum("bqhd,bkhd->bhqk", x.double(), y.double().repeat_interleave(x.shape[2] // y.shape[2], 2)))
 
 
 def _top(x):

@@ -87,7 +87,7 @@ FORMS = {
     "good": lambda x: x,
     "q None": lambda x: [None, *x[1:]],
     "k a list": lambda x: [x[0], x[1].tolist(), x[2]],
-    "v numpy": lambda x: [*x[:2], x[2].float().numpy()],
+    "v numpy": lambda x: [*x[:2], x[2].detach().float().numpy()],
     "q a word": lambda x: ["q", *x[1:]],
     "q unspeakable": lambda x: [Unspeakable(), *x[1:]],
     "k without a shape": lambda x: [x[0], torch.nn.UninitializedParameter(dtype=x[0].dtype), x[2]],
