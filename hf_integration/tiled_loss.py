@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.errors import InputError
 
+from .sums import Sums
 from .tiles import between_graphs, ceil_of, tiled_sum, trained
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
@@ -41,7 +42,11 @@ class Tiling:
 
 def head_forward(module: Any, x: Tensor, *args: Any, in_tiles: Any = None, **kwargs: Any) -> Tensor:
     own = functools.partial(type(module).forward, module)
-    return own(x, *args, **kwargs) if in_tiles is None else in_tiles(own, x)
+    if in_tiles is None:
+        return own(x, *args, **kwargs)
+    sums = Sums(trained(module))
+    plain = type(module).forward is nn.Linear.forward
+    return in_tiles((lambda tile: sums.linear(tile, module.weight, module.bias)) if plain else own, x, sums)
 
 
 def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +115,13 @@ def _without_tokens(output: Any, outputs: list[Any]) -> Any:
 
 
 def _sum_of_tiles(
-    model: Any, given: dict[str, Any], kind: type, logits: list[Tensor], head: Callable[..., Tensor], x: Tensor
+    model: Any,
+    given: dict[str, Any],
+    kind: type,
+    logits: list[Tensor],
+    head: Callable[..., Tensor],
+    x: Tensor,
+    sums: Sums,
 ) -> Tensor:
     """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
     logits: takes those of tiles, where they are wanted."""
@@ -126,7 +137,7 @@ def _sum_of_tiles(
         logits.extend([output.logits] if wanted else [])
         return output.loss
 
-    return tiled_sum(loss_of, x, trained(model.lm_head), _loss_tiles(model, x))
+    return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))
 
 
 def _own(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], given: dict[str, Any]) -> Any:

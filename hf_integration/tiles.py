@@ -5,8 +5,9 @@ add up the gradients of tiles in `.grad`, in the parameters' dtype, tell ZeRO by
 tile has come, and take the loss's gradients in forward. Here nothing reaches a parameter until all tiles are through:
 the gradients of tiles are asked for with `torch.autograd.grad`, which runs no hook of a parameter, are added up in fp32
 or wider, and are then given back once, as those of the function itself. So ZeRO and DDP see one gradient a parameter
-and backward pass, whatever the number of tiles. In backward tiles are computed again, with the gradient that arrived:
-one that was taken in forward would not have had fp16's loss scale.
+and backward pass, whatever the number of tiles. In backward tiles are computed again, with the gradient that arrived.
+A loss, whose gradient is a factor for all of it, takes its gradients in forward as theirs does and computes nothing
+again, except in fp16, whose loss scale those would not have had.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .sums import Sums
+
 Compute = Callable[[Tensor, slice], Tensor]  # of a tile (B, t, d) and of the tokens that it holds
 
 
@@ -37,9 +40,12 @@ def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles
     return _Computed.apply(_Held.apply(run, x, *parameters), run)
 
 
-def tiled_sum(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
-    """The sum over tiles of what compute makes of each, a scalar. Otherwise as `tiled`."""
-    return _Summed.apply(_Run(compute, x, tuple(parameters), tiles), x, *parameters)
+def tiled_sum(compute: Compute, x: Tensor, sums: Sums, tiles: int) -> Tensor:
+    """The sum over tiles of what compute makes of each, a scalar. sums: of the parameters that compute uses and that
+    want gradients; compute may add to them itself (`Sums.linear`). Otherwise as `tiled`. Gradients are there after
+    forward, which backward multiplies by the one that arrives: once, a second backward raises RuntimeError."""
+    run = _Run(compute, x, sums.parameters, tiles)
+    return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.scaled(x), x, *sums.parameters)
 
 
 def cuts(tokens: int, tiles: int) -> list[slice]:
@@ -57,6 +63,11 @@ class _Run:
         self.compute, self.parameters, self.cuts = compute, parameters, cuts(x.shape[1], tiles)
         self.conditions = _Conditions.of(x)
 
+    def scaled(self, x: Tensor) -> bool:
+        """Whether fp16 is in it, whose gradients are nothing without the loss's scale."""
+        dtypes = [x.dtype, *(p.dtype for p in self.parameters)]
+        return torch.float16 in [*dtypes, *([self.conditions.dtype] if self.conditions.enabled else [])]
+
     def forward(self, x: Tensor) -> Tensor:
         out = None
         for cut in self.cuts:
@@ -70,22 +81,33 @@ class _Run:
     def sum(self, x: Tensor) -> Tensor:
         return torch.stack([self.compute(x[:, cut], cut) for cut in self.cuts]).sum()
 
-    def backward(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradients of x (None where it wants none) and of the parameters. grad: of a tile's result."""
-        dx, sums = torch.empty_like(x) if wants_x else None, _Sums(self.parameters)
-        with self.conditions.again(), _without_hooks(self.parameters):
+    def again(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor], sums: Sums) -> Tensor | None:
+        """`gradients` of a forward that was, under its conditions."""
+        with self.conditions.again():
+            return self.gradients(x, wants_x, grad, sums)[1]
+
+    def gradients(
+        self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor] | None, sums: Sums
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """(what tiles give, if that is scalars; the gradient of x, None where it wants none). Those of parameters are
+        added to sums. grad: of a tile's result; None: 1, and that is a scalar."""
+        dx, results = torch.empty_like(x) if wants_x else None, []
+        with _without_hooks(self.parameters):
             for cut in self.cuts:
                 with torch.enable_grad():
                     tile = x[:, cut].detach().requires_grad_(wants_x)
                     out = self.compute(tile, cut)
                 asked = [*([tile] if wants_x else []), *self.parameters]
-                found = list(torch.autograd.grad(out, asked, grad(cut).to(out.dtype), allow_unused=True))
+                given = None if grad is None else grad(cut).to(out.dtype)
+                found = list(torch.autograd.grad(out, asked, given, allow_unused=True))
+                if grad is None:
+                    results.append(out.detach())
                 if dx is not None:
                     of_tile = found.pop(0)
                     dx[:, cut] = 0 if of_tile is None else of_tile
                 sums.add(found)
-                del found  # beside the next tile's they would be there twice
-        return dx, *sums.taken()
+                del found, out  # beside the next tile's they would be there twice
+        return results, dx
 
 
 @contextlib.contextmanager
@@ -100,27 +122,6 @@ def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
     finally:
         for parameter, hooks in zip(parameters, kept, strict=True):
             parameter._backward_hooks = hooks
-
-
-class _Sums:
-    """Gradients of parameters, added up in fp32 or wider."""
-
-    def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
-        self.parameters = parameters
-        self.totals: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, found: Sequence[Tensor | None]) -> None:
-        for i, (total, gradient) in enumerate(zip(self.totals, found, strict=True)):
-            if gradient is not None and total is None:
-                self.totals[i] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-            elif gradient is not None and total is not None:
-                total.add_(gradient)
-
-    def taken(self) -> Iterator[Tensor | None]:
-        """Of each parameter in its dtype; None for one that no tile used. The wide one is dropped with it."""
-        for i, parameter in enumerate(self.parameters):
-            total, self.totals[i] = self.totals[i], None
-            yield None if total is None else total.to(parameter.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,9 @@ class _Held(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        return None, *ctx.run.backward(x, ctx.needs_input_grad[1], lambda cut: grad[:, cut])
+        sums = Sums(ctx.run.parameters)
+        dx = ctx.run.again(x, ctx.needs_input_grad[1], lambda cut: grad[:, cut], sums)
+        return None, dx, *sums.taken()
 
 
 class _Computed(Function):
@@ -187,16 +190,26 @@ class _Summed(Function):
     """The sum of what tiles give."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *parameters: nn.Parameter) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        return run.sum(x)
+    def forward(ctx: Any, run: _Run, sums: Sums, early: bool, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run, ctx.sums, ctx.early = run, sums, early and any(ctx.needs_input_grad)
+        if not ctx.early:
+            ctx.save_for_backward(x)
+            return run.sum(x)
+        results, ctx.dx = run.gradients(x, ctx.needs_input_grad[3], None, sums)
+        return torch.stack(results).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sums is None:
+            raise RuntimeError("a tiled loss needs its backward to run once; got a second one, run forward again")
+        sums, ctx.sums = ctx.sums, None
+        if ctx.early:
+            dx, ctx.dx = None if ctx.dx is None else ctx.dx.mul_(grad), None
+            return None, None, None, dx, *sums.taken(grad)
         (x,) = ctx.saved_tensors
-        return None, *ctx.run.backward(x, ctx.needs_input_grad[1], lambda cut: grad)
+        dx = ctx.run.again(x, ctx.needs_input_grad[3], lambda cut: grad, sums)
+        return None, None, None, dx, *sums.taken()
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

@@ -69,7 +69,7 @@ def test_every_family_is_what_it_is_without_tiles(names, kind):
     (found,) = on_ranks(1, beside_themselves, names, kind, timeout=300)
     assert len(found) == len(names)
     for name, errors in found.items():
-        assert max(errors) < 1e-6, (name, errors)
+        assert max(errors) < (2e-6 if name in EXPERTS else 1e-6), (name, errors)
 
 
 # --- memory

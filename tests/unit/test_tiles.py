@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_integration.sums import Sums
 from hf_integration.tiles import cuts, tiled, tiled_sum
 from tests.live import Live
 
@@ -60,15 +61,68 @@ def test_results_and_gradients_are_those_without_tiles(seq, rows, tiles):
     assert error(gradients(mine, found, y), gradients(plain, expected, x)) < 1e-13
 
 
+def weighed(module):
+    """compute of a sum in tiles: of 17 tokens, no two alike."""
+    return lambda tile, cut: (module(tile).sum(-1) * torch.arange(1, 18)[cut]).sum()
+
+
 def test_a_sum_of_tiles():
+    """Computed once: its gradients are taken in forward."""
     (plain, x), (mine, y) = ((mlp(), tokens(17, 2)) for _ in range(2))
-    loss = tiled_sum(lambda tile, cut: (mine(tile) * torch.arange(17)[cut, None]).sum(), y, list(mine.parameters()), 5)
-    expected = (plain(x) * torch.arange(17)[:, None]).sum()
+    loss = tiled_sum(weighed(mine), y, Sums(mine.parameters()), 5)
+    expected = weighed(plain)(x, slice(None))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
     (3 * loss).backward()
     (3 * expected).backward()
+    assert mine.calls == 5
     found = [y.grad, *(p.grad for p in mine.parameters())]
     assert error(found, [x.grad, *(p.grad for p in plain.parameters())]) < 1e-13
+    with pytest.raises(RuntimeError, match="needs its backward to run once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("dtype", "gradient", "calls"), [(torch.float16, True, 10), (torch.float64, False, 5)])
+def test_a_sum_whose_gradients_are_not_taken_in_forward(dtype, gradient, calls):
+    """fp16, as the loss's scale comes later, and where nobody wants any."""
+    module, x = mlp(dtype), tokens(17, dtype=dtype)
+    sums = Sums(module.parameters())
+    with torch.set_grad_enabled(gradient):
+        loss = tiled_sum(weighed(module), x, sums, 5)
+    assert module.calls == 5
+    assert sums.totals == [None] * 4
+    if gradient:
+        (2.0**-20 * loss.float() * 2.0**20).backward()
+        assert x.grad.isfinite().all()
+        assert x.grad.any()
+    assert module.calls == calls
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_wide_head_adds_up_its_gradient_in_place(dtype, bias):
+    """No tile's gradient of the weight stands beside the sum; in bf16 4,096 rows of it do."""
+    torch.manual_seed(0)
+    rows, seq = 3 * 4096 + 5, 17
+    mine = nn.Linear(WIDTH, rows, bias=bias, dtype=torch.float64)
+    mine = mine.to(dtype)
+    plain, (x, y) = copy.deepcopy(mine).double(), (tokens(seq, dtype=dtype) for _ in range(2))
+    weights = torch.rand(rows, dtype=torch.float64).to(dtype)
+    sums = Sums(mine.parameters())
+    with Live(y, weights, *mine.parameters()) as live:
+
+        def compute(tile, cut):
+            return (sums.linear(tile, mine.weight, mine.bias) * weights).sum().double()
+
+        loss = tiled_sum(compute, y, sums, seq)
+        inside = live.peak
+    loss.backward()
+    exact = x.detach().double().requires_grad_()
+    (plain(exact) * weights.double()).sum().backward()
+    found = [y.grad, *(p.grad for p in mine.parameters())]
+    expected = [exact.grad, *(p.grad for p in plain.parameters())]
+    assert error(found, expected) < {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    wide, tile = torch.promote_types(dtype, torch.float32).itemsize, rows * dtype.itemsize
+    assert inside < rows * WIDTH * wide + 4 * tile + 4096 * WIDTH * 4 + 4096
 
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(5, 4), (4, 4), (3, 8), (100, 7), (1, 3), (0, 4), (10, 6)])
