@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.errors import InputError
+from ds_seqpar.planning.footprint import most_logits
 
 from .sums import Sums
 from .tiles import between_graphs, ceil_of, tiled_sum, trained
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
-LOGITS = 2**28  # bytes of a tile's logits in fp32, at most, with loss_tiles "auto"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -155,5 +155,5 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
 
 
 def _loss_tiles(model: Any, x: Tensor) -> int:
-    tiles = getattr(model, TILING).loss
-    return ceil_of(x.shape[0] * x.shape[1] * model.config.vocab_size * 4, LOGITS) if tiles == "auto" else tiles
+    tiles, vocab = getattr(model, TILING).loss, model.config.vocab_size
+    return ceil_of(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles

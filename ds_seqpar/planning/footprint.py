@@ -30,6 +30,12 @@ def bytes_a_token(step: Step) -> float:
     return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
 
 
+def most_logits(vocab: int, hidden: int) -> int:
+    """Bytes of a tile's logits in fp32, at most, with loss_tiles "auto": a quarter of the head's gradient in fp32,
+    which is there beside them; 256 MiB where that is less."""
+    return min(2**28, vocab * hidden)
+
+
 def _moment(name: str, parts: Mapping[str, int]) -> Moment:
     return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
 
@@ -119,8 +125,10 @@ class _Step:
         return math.ceil(self.rows / self.model.hidden) if tiles == "auto" else min(tiles, self.tokens)
 
     def loss_tiles(self) -> int:
-        tiles = self.config.loss_tiles
-        return math.ceil(self.rows * self.model.vocab * 4 / 2**28) if tiles == "auto" else min(tiles, self.tokens)
+        tiles, m = self.config.loss_tiles, self.model
+        if tiles != "auto":
+            return min(tiles, self.tokens)
+        return math.ceil(self.rows * m.vocab * 4 / most_logits(m.vocab, m.hidden))
 
     @property
     def saved_attention(self) -> int:
@@ -164,22 +172,23 @@ class _Step:
         held = self.layers(m.layers)
         gathered = self.gathered(m.embedding)
         logits = math.ceil(self.tokens / tiles) * self.step.batch * m.vocab
-        head, tiled = m.embedding * self.size, tiles > 1
-        end = self.norm + self.residual
+        end, head = self.norm + self.residual, m.embedding * self.size
+        if tiles > 1:  # gradients are taken in forward; in fp16 tiles are computed again in backward
+            sums, late = m.embedding * 4, self.step.dtype == "float16"
+            parts = {"gathered": gathered, "layer": end + self.hidden}
+            return [
+                self.moment(
+                    f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **parts, **held
+                ),
+                self.moment("backward: head", grads=sums + (head if self.wide else 0), **parts, **held),
+            ]
         cast = self.size if self.wide else 0  # logits in their own dtype, beside the fp32 ones
-        sums = m.embedding * 4 * tiled  # of the gradients of tiles
         return [
+            self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
+            self.moment("backward: loss", gathered=gathered, layer=end, loss=12 * logits, **held),
             self.moment(
-                "forward: loss", gathered=gathered if tiled else self.gathered(0), layer=end,
-                loss=logits * (8 + cast), **held,
-            ),
-            self.moment(
-                "backward: loss", gathered=gathered, grads=sums, layer=end + self.hidden * tiled, loss=12 * logits,
+                "backward: logits", gathered=gathered, grads=head, layer=end + self.hidden, loss=self.size * logits,
                 **held,
-            ),
-            self.moment(
-                "backward: logits", gathered=gathered, grads=sums + head, layer=end + self.hidden,
-                loss=self.size * logits, **held,
             ),
         ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_seqpar
-from hf_integration import tiled_loss, tiling, whole_sequences
+from hf_integration import tiling, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
@@ -92,9 +92,8 @@ LENGTH = 96
 WIDE = {"vocab_size": 640, "intermediate_size": 320, "hidden_size": 32}
 
 
-def largest(cases, checkpointing, at_most):
+def largest(cases, checkpointing):
     """By tiles: the most elements that a tensor has in a step, and in a forward for the loss alone."""
-    tiled_loss.LOGITS = at_most
     return [largest_of(tiles, checkpointing) for tiles in cases]
 
 
@@ -125,8 +124,7 @@ def test_neither_intermediates_nor_logits_stand_whole(checkpointing):
         ({"loss_tiles": 6}, inner),
         ({}, logits),
     )
-    auto = 4 * WIDE["vocab_size"] * 16  # 16 tokens' logits
-    (found,) = on_ranks(1, largest, [tiles for tiles, _ in cases], checkpointing, auto)
+    (found,) = on_ranks(1, largest, [tiles for tiles, _ in cases], checkpointing)
     for (tiles, most), sizes in zip(cases, found, strict=True):
         assert sizes == (most, most), tiles
 

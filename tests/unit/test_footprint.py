@@ -85,8 +85,11 @@ def test_without_checkpoints_layers_keep_what_they_save():
 
 
 def test_logits_are_there_three_times_or_those_of_a_tile():
-    """16 tokens, 32 words, 4 bytes: a softmax, its gradient and that of the logits."""
-    parts = [_moments(_step({"loss_tiles": tiles}))["backward: loss"].parts["loss"] for tiles in (1, 4)]
+    """16 tokens, 32 words, 4 bytes: a softmax, its gradient and that of the logits. Those of a tile in forward, but in
+    fp16."""
+    places = {1: "backward: loss", 4: "forward: loss"}
+    parts = [_moments(_step({"loss_tiles": tiles}))[place].parts["loss"] for tiles, place in places.items()]
+    assert "backward: loss" in _moments(_step({"loss_tiles": 4}, dtype="float16"))
     assert parts == [3 * 16 * 32 * 4, 3 * 4 * 32 * 4]
 
 

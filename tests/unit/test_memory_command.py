@@ -96,7 +96,7 @@ def test_settings_come_from_a_file_and_from_words(capsys, place, tmp_path):
     assert "buckets" not in parts("--set", "zero_optimization.stage=2")
     tiled = json.loads(_memory(capsys, place, "--json", None, "--set", "loss_tiles=4")[0])
     whole = json.loads(_memory(capsys, place, "--json", None)[0])
-    assert [4 * one["parts"]["loss"] for one in tiled["moments"] if one["moment"] == "backward: loss"] == [
+    assert [4 * one["parts"]["loss"] for one in tiled["moments"] if one["moment"] == "forward: loss"] == [
         one["parts"]["loss"] for one in whole["moments"] if one["moment"] == "backward: loss"
     ]
 
