@@ -61,20 +61,22 @@ OVER = "more than"  # of a run that ended because of --limit
 
 def main() -> None:
     args = arguments()
-    os.environ.update(MALLOC, PYTHONWARNINGS="ignore")
-    {"steps": steps, "longest": longest, "peak": peak}[args.mode](args)
+    os.environ.update({} if args.mode == "speed" else MALLOC, PYTHONWARNINGS="ignore")
+    {"steps": steps, "speed": speed, "longest": longest, "peak": peak}[args.mode](args)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("steps", "longest", "peak"))
+    parser.add_argument("mode", choices=("steps", "speed", "longest", "peak"))
     parser.add_argument("--contenders", default="alst,u4,u2r2", help="names, with commas")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all of ours")
     parser.add_argument("--lengths", default="8192,16384", help="tokens of the whole sequence")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="with a clock, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=2, help="of `speed`")
     parser.add_argument("--budget", type=size, default=size("2.5GiB"), help="bytes a rank, for `longest`")
     parser.add_argument("--by", choices=("rss", "tensors"), default="rss", help="what the budget is of")
+    parser.add_argument("--most", type=int, default=2**19, help="tokens that `longest` does not go beyond")
     parser.add_argument("--resolution", type=int, default=2048, help="tokens, for `longest`")
     parser.add_argument("--limit", type=size, default=size("5GiB"), help="RSS at which a rank ends")
     parser.add_argument("--timeout", type=int, default=900, help="seconds of a measurement")
@@ -213,6 +215,23 @@ def steps(args: argparse.Namespace) -> None:
         memory_charts.draw_steps(good, args.png)
 
 
+def speed(args: argparse.Namespace) -> None:
+    """Steps alone, with glibc's own settings, the contenders in turn, `--rounds` times over."""
+    bench, chosen = Bench(args), contenders(args)
+    print(f"\n{args.ranks} ranks, {bench.model}\n\n| contender | tokens | s | to the first |\n|---|---|---|---|")
+    for seq in [int(n) for n in args.lengths.split(",")]:
+        seconds: dict[str, list[float]] = {name: [] for name in chosen}
+        for _, name in progress([(turn, name) for turn in range(args.rounds) for name in chosen], desc="speed"):
+            ranks = bench.run(name, chosen[name], seq, timed=args.steps, follow=False)
+            if isinstance(ranks, str):
+                raise SystemExit(f"{name}, {seq} tokens: {ranks}")
+            seconds[name] += [max(turn) for turn in zip(*(one.seconds for one in ranks), strict=True)]
+        medians = {name: statistics.median(found) for name, found in seconds.items()}
+        clock = next(iter(medians.values()))
+        for name, found in medians.items():
+            print(f"| {name} | {seq} | {found:.2f} | {found / clock:.3f} |")
+
+
 def slopes(args: argparse.Namespace, found: dict[str, dict[int, Any]], lengths: list[int]) -> None:
     unit = args.hidden * (2 if args.bf16 else 4)
     print("| contender | bytes a token of a rank: tensors | in hidden states | by rank | RSS | in hidden states |")
@@ -261,10 +280,12 @@ def bisect(bench: Bench, name: str, contender: dict[str, Any]) -> tuple[int, int
         print(f"{name}: {seq} tokens, {known[seq] / MIB:.0f} MiB", file=sys.stderr)
         if known[seq] <= args.budget:
             low = seq
+            if low >= args.most:
+                return low, known[low], f"{low} or more"
         else:
             high = seq
         guess = int(estimate(known, args.budget, args.limit) // args.resolution) * args.resolution
-        seq = min(max(guess, low + args.resolution), high - args.resolution if high else 4 * low)
+        seq = min(max(guess, low + args.resolution), high - args.resolution if high else 4 * low, args.most)
     return low, known[low], ""
 
 
