@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -173,7 +173,3 @@ def _details(event: Event, zero: float) -> dict[str, object]:
     if event.waited is not None:
         found["waited"] = (event.waited - zero) * 1e6
     return found
-
-
-def kinds_in(timelines: Sequence[Timeline]) -> set[str]:
-    return {event.kind for timeline in timelines for event in timeline.events}
