@@ -6,8 +6,8 @@
 fp32, causal; after a warm-up. The simulation is given what products took, as a mean over all ranks, and the rate of the
 links: what a rank receives while all send to the next one at once, or --rate. It takes nothing for agreement, merging,
 copying and posting. "receiving" is the time in which something is under way to a rank: measured, from when its receive
-is posted to when a wait has seen its end, so it holds what peers are late. The picture has the same rows for both; the
-trace, for ui.perfetto.dev, has both too.
+is posted to when a wait has seen its end (with --watch to its end), so it holds what peers are late. The picture has
+the same rows for both; the trace, for ui.perfetto.dev, has both too.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ COLUMNS = {
 
 def main() -> None:
     args = parser().parse_args()
-    given = {name: getattr(args, name, None) for name in setting_names()}
-    chosen = {name: value for name, value in given.items() if value is not None} | {"size": args.ranks}
+    named = {name: getattr(args, name, None) for name in setting_names()}
+    chosen = {name: value for name, value in named.items() if value is not None} | {"size": args.ranks}
     config = SequenceParallelConfig(**chosen).resolve(args.ranks, heads=tuple(args.heads))
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     # the same on every rank
-    found, rate = on_ranks(args.ranks, record, chosen, args.seq, args.heads, args.head_dim, timeout=args.timeout)[0]
+    found, rate = on_ranks(
+        args.ranks, record, chosen, args.seq, args.heads, args.head_dim, args.watch, timeout=args.timeout
+    )[0]
     rate = args.rate * 2**20 if args.rate else rate
     measured = Timeline(tuple(e for e in found.events if belongs(e, found, directions)))
     simulated = simulation(config, measured, rate, args)
@@ -84,20 +86,21 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--head-dim", type=int, default=64)
     found.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     found.add_argument("--rate", type=float, metavar="MIB", help="of a link, a second, in place of a measured one")
+    found.add_argument("--watch", action="store_true", help="a thread for each message sees when it ends")
     found.add_argument("--png", metavar="FILE")
     found.add_argument("--trace", metavar="FILE")
     found.add_argument("--timeout", type=float, default=600, help="seconds for all of it")
     return found
 
 
-def record(chosen: dict, seq: int, heads: list[int], dim: int) -> tuple[Timeline, float]:
+def record(chosen: dict, seq: int, heads: list[int], dim: int, watch: bool) -> tuple[Timeline, float]:
     """All ranks' time line of forward and backward, and the bytes a second that a rank receives."""
     sp = SequenceParallel(SequenceParallelConfig(**chosen), heads=tuple(heads))
     torch.manual_seed(sp.rank)
     local = [torch.randn(1, seq // sp.size, h, dim, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
     step(sp, local)
     rate = link_rate(sp, local[1].nbytes * 2)
-    with sp.record() as found:
+    with sp.record(watch=watch) as found:
         step(sp, local)
     return found.gather(), rate
 

@@ -157,11 +157,12 @@ class SequenceParallel(Sharding):
             self.store = store_of(self.device)
         return keeping.Checkpoint(checkpoint, self.config.keep_attention, self.store)
 
-    def record(self) -> Record:
+    def record(self, *, watch: bool = False) -> Record:
         """`with sp.record() as record:` writes down when this rank computes, waits, sends and receives; afterwards
-        `record.events`, `record.save("trace.json")`, or all ranks' by `record.gather()`. Raises ConfigError inside
-        another one. Not collective; where it is not used nothing is kept, and no time is spent."""
-        return Record(self.runtime, self.rank, self.device, self.groups.control)
+        `record.events`, `record.save("trace.json")`, or all ranks' by `record.gather()`. watch: on CPUs, a thread waits
+        for each message, so that its end is known where the rank itself waits later. Not collective; where it is not
+        used nothing is kept. Entering it raises ConfigError inside another one."""
+        return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
 
     def shard_batches(
         self,

@@ -24,14 +24,18 @@ class Record:
     """What `SequenceParallel.record` gives: inside its `with` block every attention of this rank is written down, in
     forward, in backward and in what a checkpoint runs again. One record at a time."""
 
-    def __init__(self, runtime: Runtime, rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._runtime, self._rank, self._device, self._group = runtime, rank, device, group
+    def __init__(
+        self, runtime: Runtime, rank: int, device: torch.device, group: dist.ProcessGroup | None, watch: bool
+    ) -> None:
+        self._runtime, self._rank, self._device, self._group, self._watch = runtime, rank, device, group, watch
         self._events: tuple[Event, ...] = ()
 
     def __enter__(self) -> Record:
         if self._runtime.recorder is not None:
             raise ConfigError("a record needs a SequenceParallel that none is made of; got a second, end the first one")
-        self._runtime.recorder = Recorder(self._rank, self._device)
+        if self._watch and self._device.type != "cpu":
+            raise ConfigError(f"record(watch=True) is for ranks on CPUs; got one on {self._device}, leave out watch")
+        self._runtime.recorder = Recorder(self._rank, self._device, self._watch)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,6 +7,7 @@ belong to is read from the program afterwards.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,16 +69,18 @@ class DeviceClock:
 
 
 class Recorder:
-    """rank: the SP rank that its events are of."""
+    """rank: the SP rank that its events are of. watch: whether threads wait for messages from when they are posted on,
+    so that their ends are known before the walk waits for them. For hosts: a device's streams wait where they are."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, watch: bool = False) -> None:
         self.rank = rank
         self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+        self.watching = Watching if watch else Watched
         self.kept: list[Span | Walked] = []  # in order
 
     def advancing(self, walk: Walk) -> Walked:
         """What to call in place of the walk's `advance`."""
-        walked = Walked(walk, self.clock.mark)
+        walked = Walked(walk, self.clock.mark, self.watching)
         self.kept.append(walked)
         return walked
 
@@ -113,14 +116,13 @@ class Span:
 
 
 class Walked:
-    """A walk with marks: of each instruction that it came to the end of, and of each work of a ticket when a wait saw
-    its end."""
+    """A walk with marks of each instruction that it came to the end of, and the works of each ticket, with theirs."""
 
-    def __init__(self, walk: Walk, mark: Callable[[], Mark]) -> None:
+    def __init__(self, walk: Walk, mark: Callable[[], Mark], watching: type[Watched]) -> None:
         self.walk: Walk | None = walk
-        self.bound, self.mark = walk.bound, mark
+        self.bound, self.mark, self.watching = walk.bound, mark, watching
         self.marks: list[Marks] = []
-        self.seen: dict[int, list[Mark]] = {}
+        self.works: dict[int, list[Watched]] = {}
 
     def __call__(self) -> None:
         assert self.walk is not None
@@ -130,30 +132,52 @@ class Walked:
         self.marks.append((start, self.mark()))
         one = walk.program.code[at]
         if isinstance(one, Post | GatherStart | ScatterStart):
-            seen = self.seen[one.ticket] = []
             handle = walk.tickets[one.ticket]
             assert isinstance(handle, Works)  # virtual ranks do not run by themselves
-            handle.works = [Watched(work, seen, self.mark) for work in handle.works]
+            handle.works = self.works[one.ticket] = [self.watching(work, self.mark) for work in handle.works]
         if isinstance(one, Finish):
             self.walk = None  # its tensors are the caller's
 
 
 class Watched:
-    """A work that leaves a mark when a wait for it ends."""
+    """A work that leaves a mark when a wait for it ends. seen: None before."""
 
-    def __init__(self, work: Any, seen: list[Mark], mark: Callable[[], Mark]) -> None:
-        self.work, self.seen, self.mark = work, seen, mark
+    def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
+        self.work, self.mark = work, mark
+        self.seen: Mark | None = None
 
     def wait(self) -> None:
         self.work.wait()
-        self.seen.append(self.mark())
+        self.seen = self.mark()
+        self.work = None  # it may hold what was sent
+
+
+class Watching(Watched):
+    """The same of a work that a thread of its own waits for from the start: it must be waited for once only."""
+
+    def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
+        super().__init__(work, mark)
+        self.failed: BaseException | None = None
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def watch(self) -> None:
+        try:
+            super().wait()
+        except BaseException as error:  # raised again by who waits
+            self.failed = error
+
+    def wait(self) -> None:
+        self.thread.join()
+        if self.failed is not None:
+            raise self.failed
 
 
 class _Telling:
     """The events of one walk."""
 
     def __init__(self, rank: int, call: int, walked: Walked, seconds: Callable[[Mark], float]) -> None:
-        self.rank, self.call, self.bound, self.seen = rank, call, walked.bound, walked.seen
+        self.rank, self.call, self.bound, self.works = rank, call, walked.bound, walked.works
         self.program, self.seconds = walked.bound.program, seconds
         self.marks = [(seconds(start), seconds(end)) for start, end in walked.marks]
         self.done = list(zip(self.program.code, self.marks, strict=False))  # an error leaves fewer marks
@@ -185,8 +209,9 @@ class _Telling:
         """What the instruction starts: what arrives, and then what leaves, as comm has their works."""
         waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
         count = len(one.receives) + len(one.sends) if isinstance(one, Post) else 1
-        seen = [self.seconds(mark) for mark in self.seen[one.ticket]]
-        ends = seen if len(seen) == count else [done] * count
+        works = self.works[one.ticket]
+        ends = [done if work.seen is None else self.seconds(work.seen) for work in works]
+        ends = ends if len(ends) == count else ends[-1:] * count  # one work of all messages
         more: dict[str, Any] = {"waited": waited}
         if not isinstance(one, Post):
             its = one.collective
