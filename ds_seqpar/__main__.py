@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
+    show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev; a byte is sent in a second")
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory_command.add_parser(commands)
     args = parser.parse_args(argv)
@@ -90,14 +91,17 @@ def _show(args: argparse.Namespace) -> None:
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        ratio = simulate(programs_of(plan), costs).seconds / bound
-        print(f"critical path {ratio:.2f} x max(compute, links), the two being equal\n")
+        timeline = simulate(programs_of(plan), costs)
+        print(f"critical path {timeline.seconds / bound:.2f} x max(compute, links), the two being equal\n")
         if args.program is not None:
             compiler = Compiler(recipe, args.program)
             print(listing(compiler.bound(direction, mask, shards, shape, square=False)), end="\n\n")
         if args.png and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")
+        if args.trace and index == 0:
+            timeline.save(args.trace)
+            print(f"wrote {args.trace}\n")
 
 
 def _prepare(args: argparse.Namespace) -> None:

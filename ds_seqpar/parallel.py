@@ -16,6 +16,7 @@ from .errors import ConfigError, SeqParError, as_error
 from .losses import mean_of
 from .planning.masks import Mask
 from .planning.shards import UnevenShards
+from .recording import Record
 from .running import devices, groups, inputs, keeping, ops, runtime, stages
 from .running.agreement import agree
 from .running.comm import TorchComm, failing
@@ -155,6 +156,13 @@ class SequenceParallel(Sharding):
         if self.config.offload_checkpoints and self.store is None:
             self.store = store_of(self.device)
         return keeping.Checkpoint(checkpoint, self.config.keep_attention, self.store)
+
+    def record(self, *, watch: bool = False) -> Record:
+        """`with sp.record() as record:` writes down when this rank computes, waits, sends and receives; afterwards
+        `record.events`, `record.save("trace.json")`, or all ranks' by `record.gather()`. watch: on CPUs, a thread waits
+        for each message, so that its end is known where the rank itself waits later. Not collective; where it is not
+        used nothing is kept. Entering it raises ConfigError inside another one."""
+        return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
 
     def shard_batches(
         self,

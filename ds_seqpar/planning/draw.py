@@ -1,20 +1,26 @@
-"""A plan as a picture, a time line per rank with products, arriving transfers and waits; and the memory of a step."""
+"""Time lines as pictures, a row for each rank with what it does and what arrives; and the memory of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .needs import PARTS, Footprint
 from .plan import Plan
-from .simulate import Costs, Timeline, communication, computation, programs_of, simulate
+from .simulate import Costs, communication, computation, programs_of, simulate
+from .timeline import Event, Timeline, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8"}
+COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
+          "heads": "#8cbf9f", "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
+# of the kinds that are drawn; a picture's legend has those that it shows
+NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
+         "heads": "copying for Ulysses", "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
 # of the parts of a step's memory, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
           "#8e5a97")  # fmt: skip
@@ -27,26 +33,44 @@ def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
     A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
     """
     timeline = simulate(programs_of(plan), costs)
-    figure, axes = _figure(13, 1.2 + 0.62 * plan.size)
-    _draw_events(axes, timeline, costs.product or 1.0)
-    axes.set_yticks(range(plan.size), [f"rank {rank}" for rank in range(plan.size)])
-    axes.invert_yaxis()
-    axes.set_xlabel("time, in products of one query block and one key/value block")
     bound = max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
-    axes.set_title(f"{plan.name}, {plan.direction}: {ratio}", fontsize=11)
+    title = f"{plan.name}, {plan.direction}: {ratio}"
+    unit = "products of one query block and one key/value block"
+    draw_timelines({title: timeline}, file, range(plan.size), costs.product or 1.0, unit)
+
+
+def draw_timelines(
+    timelines: Mapping[str, Timeline], file: str | Path, ranks: Sequence[int], second: float = 1e-3, unit: str = "ms"
+) -> None:
+    """Writes time lines, by title, side by side: the same ranks, a row each, and the same axis of time, on which each
+    begins at 0. second: how many seconds are one `unit` of it. Raises as `draw` does."""
+    height = 1.2 + 0.62 * len(ranks)
+    figure = _figure(13 * len(timelines), height)
+    width = max(timeline.seconds for timeline in timelines.values()) / second
+    for number, (title, timeline) in enumerate(timelines.items(), 1):
+        axes = figure.add_subplot(1, len(timelines), number)
+        _draw_events(axes, timeline, ranks, second, width)
+        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+        axes.set_ylim(len(ranks) - 0.45, -0.55)
+        axes.set_xlabel(f"time, in {unit}")
+        axes.set_title(title, fontsize=11)
+        _legend(axes, [kind for kind in NAMES if any(event.kind == kind for event in timeline.events)], -0.9 / height)
+    _save(figure, file)
+
+
+def _legend(axes: Axes, kinds: Sequence[str], below: float) -> None:
     from matplotlib.patches import Patch
 
-    names = {"product": "product", "move": "transfer arriving", "wait": "waiting"}
-    handles = [Patch(color=COLORS[kind], label=name) for kind, name in names.items()]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.9 / (1.2 + 0.62 * plan.size)), ncol=3)
-    _save(figure, file)
+    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, below), ncol=max(1, len(handles)))
 
 
 def draw_memory(found: Footprint, file: str | Path) -> None:
     """Writes the moments of a step as bars, part upon part. Raises as `draw` does."""
     moments = (found.resting, *found.moments)
-    figure, axes = _figure(11, 1.4 + 0.38 * len(moments))
+    figure = _figure(11, 1.4 + 0.38 * len(moments))
+    axes = figure.add_subplot()
     starts = [0.0] * len(moments)
     for index, name in enumerate(PARTS):
         sizes = [moment.parts.get(name, 0) / 2**30 for moment in moments]
@@ -61,7 +85,7 @@ def draw_memory(found: Footprint, file: str | Path) -> None:
     _save(figure, file)
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -69,7 +93,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
         raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    return figure
 
 
 def _save(figure: Figure, file: str | Path) -> None:
@@ -79,15 +103,26 @@ def _save(figure: Figure, file: str | Path) -> None:
         raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
 
 
-def _draw_events(axes: Axes, timeline: Timeline, unit: float) -> None:
-    """unit: seconds that are 1 on the axis of time."""
-    width = timeline.seconds / unit
-    for event in timeline.events:
-        lane = event.rank + (0.24 if event.kind == "move" else -0.2)
-        height = 0.3 if event.kind == "move" else 0.5
-        start, length = event.start / unit, (event.end - event.start) / unit
-        axes.barh(lane, length, left=start, height=height, color=COLORS[event.kind], edgecolor="white", linewidth=0.6)
-        label = event.label.split(":")[0] if event.kind == "move" else event.label if event.kind == "product" else ""
-        if label and length / max(width, 1e-9) * 150 > len(label):
-            axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)
+def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float, width: float) -> None:
+    """width: of the axis of time, on which 1 is so many seconds."""
+    for row, rank in enumerate(ranks):
+        found = lanes(timeline.of(rank, "move"))
+        count = 1 + max((lane for lane, _ in found), default=0)
+        height = 0.3 / count  # what overlaps shares the lane
+        for lane, event in found:
+            _draw(axes, event, row + 0.09 + height * (lane + 0.5), height, timeline.start, second, width)
+        # what encloses others lies below them
+        doing = timeline.of(rank, *(kind for kind in NAMES if kind != "move"))
+        for event in sorted(doing, key=lambda event: event.start - event.end):
+            _draw(axes, event, row - 0.2, 0.5, timeline.start, second, width)
     axes.set_xlim(0, width)
+
+
+def _draw(axes: Axes, event: Event, lane: float, height: float, zero: float, second: float, width: float) -> None:
+    start, length = (event.start - zero) / second, (event.end - event.start) / second
+    thin = length / max(width, 1e-9) < 0.002  # an edge would leave nothing of it
+    color = COLORS[event.kind]
+    axes.barh(lane, length, left=start, height=height, color=color, edgecolor="white", linewidth=0 if thin else 0.6)
+    label = event.label.split(":")[0] if event.kind in ("move", "product", "exchange") else ""
+    if label and height > 0.2 and length / max(width, 1e-9) * 150 > len(label):
+        axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)

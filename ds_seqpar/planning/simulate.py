@@ -17,6 +17,7 @@ from .actions import Collective, Key, Unit, name_of
 from .lower import lower
 from .plan import Plan
 from .program import GatherStart, Instruction, Post, Product, Program, ScatterStart, Transfer, Wait
+from .timeline import Event, Timeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,27 +39,6 @@ class Costs:
         """The same with products as slow as makes the busiest rank compute as long as the busiest link in carries."""
         unit = dataclasses.replace(self, product=1.0)
         return dataclasses.replace(self, product=communication(plan, self) / computation(plan, unit))
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What `rank` does from `start` to `end`: kind "product", "move" (arriving here) or "wait"."""
-
-    rank: int
-    kind: str
-    start: float
-    end: float
-    label: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    events: tuple[Event, ...]
-
-    @property
-    def seconds(self) -> float:
-        """The critical path."""
-        return max((event.end for event in self.events), default=0.0)
 
 
 def computation(plan: Plan, costs: Costs) -> float:

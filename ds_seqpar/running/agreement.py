@@ -92,7 +92,7 @@ def sums(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[
 
 def in_words(group: dist.ProcessGroup, value: object, call: str) -> str:
     """What each rank has (slow), for a sentence: "ranks 0-2: 4; rank 3: 2". After an agreement, so that all come."""
-    everyones = _gathered(group, (call, str(value)))
+    everyones = gathered(group, (call, str(value)))
     return _grouped({rank: theirs for rank, (_, theirs) in enumerate(everyones)})
 
 
@@ -119,7 +119,7 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
 
 def _explain(group: dist.ProcessGroup | None, what: str, fields: Fields, error: SeqParError | None, part: int) -> None:
     """Gathers the sentences (slow) and raises, on every rank; one of them prints it if nobody catches it."""
-    seen = _gathered(group, (what, fields, error and str(error), part))
+    seen = gathered(group, (what, fields, error and str(error), part))
     names = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     sentences = [sentence for _, _, sentence, _ in seen]
     key = f"{group and group.group_name}/{hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()}"
@@ -138,7 +138,7 @@ def _explain(group: dist.ProcessGroup | None, what: str, fields: Fields, error: 
             raise told_by(DisagreementError(f"{who} must be given the same {given}"), names[members[0]], key)
 
 
-def _gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
+def gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
     """Every rank's, by rank."""
     if group is None or _size(group) == 1:
         return [mine]

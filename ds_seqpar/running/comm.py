@@ -62,8 +62,9 @@ class Comm(Protocol):
         ...
 
 
-class _Works:
-    """Owns works and tensors until they are done: a dropped isend loses its message."""
+class Works:
+    """Owns works and tensors until they are done: a dropped isend loses its message. works: of each message, those that
+    arrive first, or one of all; they are waited for in this order."""
 
     def __init__(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors
@@ -166,7 +167,7 @@ class TorchComm:
         start = _one_by_one if not buffers or buffers[0].device.type == "cpu" else _batched
         with failing("a transfer", inner):
             works = start(sends, receives, inner, self.groups.inner_order)
-        return _Works("a transfer", inner, works, buffers)
+        return Works("a transfer", inner, works, buffers)
 
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.members[ranks].order
@@ -177,7 +178,7 @@ class TorchComm:
             work = ALL_GATHER(received, sent.buffer, group=group, async_op=True)
         others = len(ranks) - 1
         self._count(sent.kind, others * sent.elements, others * sent.buffer.numel())
-        return _Works("an all-gather", group, [work], [sent.buffer, received])
+        return Works("an all-gather", group, [work], [sent.buffer, received])
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
@@ -186,7 +187,7 @@ class TorchComm:
         with failing("an all-to-all", group):
             work = dist.all_to_all_single(received, sent, list(sizes[1]), list(sizes[0]), group=group, async_op=True)
         self._count(kind, elements, received.numel())
-        return _Works("an all-to-all", group, [work], [sent, received])
+        return Works("an all-to-all", group, [work], [sent, received])
 
     def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
         group, (outgoing, incoming) = self.groups.ulysses, sizes

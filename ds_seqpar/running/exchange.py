@@ -24,9 +24,10 @@ def scatter_heads(
     """All-to-all from all heads of some tokens, each (B, s, H, D), to some heads of all the inner rank's tokens,
     (T, B, h of all, D). counts: the tokens of every member."""
     (batch, _, _, dim), (kv_heads, members, member) = tensors[0].shape, place
-    its = ulysses.deal(tuple(x.shape[2] for x in tensors), kv_heads, members)
+    its, runtime = ulysses.deal(tuple(x.shape[2] for x in tensors), kv_heads, members), of_handle(handle)
     sizes = ulysses.sizes(its, counts, member, batch * dim)
-    received = of_handle(handle).comm.exchange_heads(kind, ulysses.pack_in(tensors, its), sizes)
+    with runtime.recorded("heads", f"scatter {kind}"):
+        received = runtime.exchange_heads(kind, ulysses.pack_in(tensors, its), sizes)
     return received.view(sum(counts), batch, its.widths[member], dim)
 
 
@@ -56,12 +57,14 @@ def gather_heads(
     joined: Tensor, heads: Sequence[int], counts: Sequence[int], place: Place, handle: int, kind: str
 ) -> list[Tensor]:
     """The way back, and the derivative: (T, B, h of all, D) -> each (B, s, H, D), H in `heads`."""
-    (_, batch, _, dim), (kv_heads, members, member), joined = joined.shape, place, joined.contiguous()
-    its = ulysses.deal(tuple(heads), kv_heads, members)
+    (_, batch, _, dim), (kv_heads, members, member) = joined.shape, place
+    its, runtime = ulysses.deal(tuple(heads), kv_heads, members), of_handle(handle)
     incoming, outgoing = ulysses.sizes(its, counts, member, batch * dim)
-    received = of_handle(handle).comm.exchange_heads(kind, joined, (outgoing, incoming))
-    del joined  # where it is a copy it must not stand beside the results
-    return ulysses.unpack_out(received, its, batch, counts[member], dim)
+    with runtime.recorded("heads", f"gather {kind}"):
+        joined = joined.contiguous()
+        received = runtime.exchange_heads(kind, joined, (outgoing, incoming))
+        del joined  # where it is a copy it must not stand beside the results
+        return ulysses.unpack_out(received, its, batch, counts[member], dim)
 
 
 @gather_heads.register_fake

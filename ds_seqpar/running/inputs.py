@@ -65,7 +65,8 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         return None  # nobody to compare with
     # where there is an error nothing of it may be fit to be shown
     given = _given(runtime, q, k, v, asked) if error is None else {}
-    with temporarily_clear_interpreter_stack():  # inside torch.func nothing can be sent, not even the refusal of it
+    # inside torch.func nothing can be sent, not even the refusal of it
+    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", "attention inputs"):
         agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
     return None
 

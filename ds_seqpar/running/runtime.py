@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from torch import Tensor
 
 from ..config import SequenceParallelConfig
@@ -13,27 +15,43 @@ from ..planning.recipes import fewest_stages, recipe_of, shape_of
 from ..planning.shards import EvenShards, Shards
 from ..planning.topology import Topology
 from .buffers import Tensors
-from .comm import Comm
+from .comm import Comm, Sizes
 from .kernels import BlockSpec, Kernel, Scores, select
+from .recorder import Recorder
 from .walk import Walk
 from .work import Backward, Forward
+
+NOT_RECORDED = contextlib.nullcontext()
 
 
 class Runtime:
     """Settings, this rank's place and its transport. rank: the inner rank; member: its place among the Ulysses members,
-    None where one process is all of them. checked, staged: what was found fit, and staged, last."""
+    None where one process is all of them. checked, staged: what was found fit, and staged, last. recorder: who writes
+    down when this rank does what, while somebody asks for it."""
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int | None = None
     ) -> None:
         self.member = member
         self.checked: object = None
+        self.recorder: Recorder | None = None
         self.staged: tuple[tuple, int] | None = None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(recipe_of(config, topology), rank)
         self.size = self.compiler.recipe.size
         self.last: dict[str, tuple[tuple, tuple[Bound, Kernel]]] = {}  # by direction: what was asked for last
         self.handle = handle_of(self)
+
+    def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Whatever is inside is one event of the record, if there is one."""
+        return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
+
+    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
+        """`Comm.exchange_heads`."""
+        assert self.member is not None  # None is for virtual ranks
+        arriving = (sum(sizes[1]) - sizes[1][self.member]) * sent.element_size()
+        with self.recorded("exchange", kind, arriving):
+            return self.comm.exchange_heads(kind, sent, sizes)
 
     def shards(self, tokens: int) -> Shards:
         """The configured layout of a sequence of which every inner rank holds `tokens`."""
@@ -69,13 +87,13 @@ class Runtime:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scores: Scores) -> Walk:
         """A walk that ends with (out as q, lse (B, n, Hq))."""
         bound, kernel = self.bound("forward", q, k, mask, shards, scores.softcap)
-        return Walk(bound, Forward(kernel, scores.scale, *map(_readable, (q, k, v))), self.comm)
+        return Walk(bound, Forward(kernel, scores.scale, *map(_readable, (q, k, v))), self.comm, self.recorder)
 
     def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scores: Scores) -> Walk:
         """The same of (do, q, k, v, out, lse), which ends with (dq, dk, dv)."""
         do, q, k, v, out, lse = map(_readable, tensors)
         bound, kernel = self.bound("backward", q, k, mask, shards, scores.softcap)
-        return Walk(bound, Backward(kernel, scores.scale, do, q, k, v, out, lse), self.comm)
+        return Walk(bound, Backward(kernel, scores.scale, do, q, k, v, out, lse), self.comm, self.recorder)
 
 
 def run(walk: Walk) -> Tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,20 +32,28 @@ from .kernels.accumulate import Running
 from .work import Work
 
 
-class Walk:
-    """One rank's part of one attention. at: the instruction that is next, or that failed."""
+class Recorder(Protocol):
+    def advancing(self, walk: Walk) -> Callable[[], None]:
+        """What to call in place of the walk's `advance`."""
+        ...
 
-    def __init__(self, bound: Bound, work: Work, comm: Comm) -> None:
+
+class Walk:
+    """One rank's part of one attention. at: the instruction that is next, or that failed. recorder: who writes down
+    when it does what."""
+
+    def __init__(self, bound: Bound, work: Work, comm: Comm, recorder: Recorder | None = None) -> None:
         self.bound, self.program, self.work, self.comm = bound, bound.program, work, comm
         self.buffers = Buffers(bound, work.device)
         self.tickets: dict[int, Handle] = {}
         self.results: dict[Unit, Running] = {}
-        self.at = 0
+        self.at, self.recorder = 0, recorder
 
     def run(self) -> Tensors:
         """Walks to the end, on a real rank, whose waits block by themselves. Returns what `Work.finish` does."""
+        advance = self.advance if self.recorder is None else self.recorder.advancing(self)
         while self.at < len(self.program.code):
-            self.advance()
+            advance()
         return self.result
 
     def advance(self) -> None:

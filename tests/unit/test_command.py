@@ -1,5 +1,6 @@
 """`python -m ds_seqpar show`: the table of every schedule, its picture, and its answer to settings that do not fit."""
 
+import json
 import re
 import struct
 import subprocess
@@ -181,6 +182,17 @@ def _share(pixels, color):
     """Of all pixels, those of this color."""
     wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return (abs(pixels - wanted) < 0.01).all(axis=-1).mean()
+
+
+def test_a_trace_is_written_of_the_first_direction(capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    out, _, code = _show(capsys, "--schedule", "ring", "--trace", file)
+    assert code == 0
+    assert out.count(f"wrote {file}\n") == 1
+    events = json.loads(file.read_text())["traceEvents"]
+    products = [e["name"] for e in events if e.get("cat") == "product"]
+    assert sorted(products) == sorted(re.findall(r"q\(\d\)\*kv\(\d\)", _tables(out)[0]))
+    assert _show(capsys, "--trace", tmp_path / "missing" / "trace.json")[2] == 2
 
 
 def test_more_ranks_make_a_higher_picture(capsys, tmp_path):

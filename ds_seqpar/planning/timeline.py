@@ -1,0 +1,175 @@
+"""What ranks do when, simulated or measured: events, how long they take, and the trace that Perfetto shows of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ..errors import ConfigError
+from .actions import Key
+
+# kind -> the track of a rank that it is on
+TRACKS = {
+    "walk": "compute",
+    "heads": "compute",
+    "agree": "compute",
+    "product": "compute",
+    "merge": "compute",
+    "copy": "compute",
+    "post": "compute",
+    "wait": "compute",
+    "exchange": "compute",
+    "move": "receive",
+    "send": "send",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What `rank` does from `start` to `end`, in seconds. A simulation has the kinds "product", "move" (a message or a
+    collective's part, arriving here) and "wait"; it leaves what follows the label as it stands.
+
+    A record has more kinds: "send" (a message that leaves), "post" (messages and collectives are handed over), "merge"
+    (partial results become one), "copy" (operands and results are put in place), "exchange" (an all-to-all of Ulysses),
+    "agree" (ranks compare their inputs); and two that enclose others: "walk", a whole program, and "heads", an exchange
+    with the copies around it. A message lasts from when it is posted to when a wait for it has seen its end.
+
+    rank: the SP rank. call: the number of the walk, in order, from 0. direction, step: of the program. what, blocks:
+    the unit that is worked on or sent, as ("kv", ((0,),)); of a product what is "" and blocks are those of q and of kv.
+    peer: the inner rank at the other end of a message. bytes: that arrive, or that leave. waited: when the wait began.
+    """
+
+    rank: int
+    kind: str
+    start: float
+    end: float
+    label: str
+    _: dataclasses.KW_ONLY
+    call: int = -1
+    direction: str = ""
+    step: int = -1
+    what: str = ""
+    blocks: tuple[Key, ...] = ()
+    peer: int = -1
+    bytes: int = 0
+    waited: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """events: in any order; of one clock."""
+
+    events: tuple[Event, ...]
+
+    @property
+    def start(self) -> float:
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end: of a simulation, which begins at 0, the critical path."""
+        return max((event.end for event in self.events), default=0.0) - self.start
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({event.rank for event in self.events}))
+
+    def of(self, rank: int, *kinds: str) -> list[Event]:
+        """A rank's events of these kinds, in their order."""
+        return [event for event in self.events if event.rank == rank and event.kind in kinds]
+
+    def busy(self, rank: int, *kinds: str) -> float:
+        """Seconds in which at least one of a rank's events of these kinds is going on."""
+        total, until = 0.0, -float("inf")
+        for event in sorted(self.of(rank, *kinds), key=lambda event: event.start):
+            total += max(0.0, event.end - max(event.start, until))
+            until = max(until, event.end)
+        return total
+
+    def after(self, other: Timeline) -> Timeline:
+        """Both, this one from where the other ends."""
+        late = other.start + other.seconds - self.start
+        moved = (dataclasses.replace(e, start=e.start + late, end=e.end + late) for e in self.events)
+        return Timeline((*other.events, *moved))
+
+    def save(self, file: str | Path) -> None:
+        """Writes it as a trace: see `save_trace`."""
+        save_trace({"": self}, file)
+
+
+def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
+    """Each with the first lane that is free when it starts, from the earliest on."""
+    found, ends = [], list[float]()
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[lane : lane + 1] = [event.end]
+        found.append((lane, event))
+    return found
+
+
+def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
+    """Writes time lines, by title, into one JSON file in Chrome's trace event format, for ui.perfetto.dev. Raises
+    ConfigError where the file cannot be written."""
+    try:
+        Path(file).write_text(json.dumps(trace_of(timelines)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"a trace needs a file that can be written; got {file}: {error}") from None
+
+
+def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
+    """{"traceEvents": [...], "displayTimeUnit": "ms"}. A rank of a time line is a process ("pid", named by an event
+    "M") with the tracks "compute", "receive" and "send", more of the last two where messages overlap ("receive 2"). An
+    Event is a complete event ("X": "ts", "dur", in microseconds from the time line's start on; "cat", its kind; "args",
+    what else is known of it)."""
+    found: list[dict[str, object]] = []
+    for title, timeline in timelines.items():
+        for rank in timeline.ranks:
+            pid = len({event["pid"] for event in found})
+            found.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
+            found += _process(timeline, rank, pid)
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
+    found, tid = [], 0
+    for track in ("compute", "receive", "send"):
+        mine = [e for e in timeline.events if e.rank == rank and TRACKS[e.kind] == track]
+        # what computes is one thing at a time, or inside another; messages overlap, and a track cannot show that
+        placed = [(0, event) for event in mine] if track == "compute" else lanes(mine)
+        count = 1 + max((lane for lane, _ in placed), default=-1)
+        for lane in range(count):
+            found.append(_named("thread_name", pid, tid + lane, track if not lane else f"{track} {lane + 1}"))
+        found += [_complete(event, pid, tid + lane, timeline.start) for lane, event in placed]
+        tid += count
+    return found
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(event: Event, pid: int, tid: int, zero: float) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": event.label,
+        "cat": event.kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": (event.start - zero) * 1e6,
+        "dur": (event.end - event.start) * 1e6,
+        "args": _details(event, zero),
+    }
+
+
+def _details(event: Event, zero: float) -> dict[str, object]:
+    """What is known of it beyond its name and time."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(Event)[5:]:
+        value = getattr(event, field.name)
+        if value != field.default:
+            found[field.name] = value
+    if event.waited is not None:
+        found["waited"] = (event.waited - zero) * 1e6
+    return found
