@@ -2,9 +2,9 @@
 
 Both ends of every link have a token bucket (`tc tbf`), so a node's traffic is limited out and in, each by itself; ranks
 of one node talk by its loopback, without a limit. The switch is a bridge or, where a frame is to take its time, the
-process of `cluster_delay`. Neighbours' addresses are written down beforehand and nothing speaks IPv6: what counters show
-is TCP. Everything lives in namespaces whose names have the maker's process id, so `sweep` finds what a killed run left.
-Needs root and iproute2.
+process of `cluster_delay`. Neighbours' addresses are written down beforehand and nothing speaks IPv6: all that is
+counted is TCP. Everything lives in namespaces whose names have the maker's process id, so `sweep` finds what a killed
+run left. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Network:
                 raise NetworkError(f"frames need a forwarder to be late; it ended with {self.forwarder.wait()}")
 
     def _bucket(self, device: str) -> str:
-        """A bucket of two frames or 2 ms, and a queue in which nothing is lost."""
-        burst = max(4 * MTU, int(rate_of(self.link) * 0.002))
+        """A bucket of a frame or 1 ms, which is all that an idle link gives for nothing; its queue loses nothing."""
+        burst = max(MTU + 1000, int(rate_of(self.link) * 0.001))
         return f"qdisc add dev {device} root tbf rate {self.link} burst {burst} limit 256000000"
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,16 +119,11 @@ def errors(index: int, task: Task) -> list[float]:
     return found
 
 
+def drop() -> None:
+    """Forgets the last row."""
+    ROWS.pop()
+
+
 def counters() -> tuple[int, int]:
     """(bytes out, bytes in) of this rank's node so far."""
     return cluster_net.counters()
-
-
-def spent() -> float:
-    """Seconds of processor time that this rank has taken so far."""
-    return time.process_time()
-
-
-def state() -> dict[str, Any]:
-    """What a rank says of itself."""
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__}
