@@ -57,7 +57,7 @@ def main() -> None:
     if args.png:
         from benchmarks.cluster_chart import chart
 
-        chart(found, title(args), args.png)
+        chart(found, title(args), cluster_net.rate_of(args.link), args.png)
 
 
 def arguments() -> argparse.Namespace:
@@ -67,7 +67,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--link", default="50mbit", help="of every node, out and in, in kbit, mbit or gbit")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds on the way from node to node")
-    parser.add_argument("--buffers", type=int, default=1 << 25, help="bytes of a socket's buffers, each way")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of the whole sequence")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=16)
@@ -104,7 +103,7 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dic
     """A row for each configuration, in the order given, with every figure of the table; only `name` and `cannot` where
     it cannot run. Raises RankFailure where a rank failed."""
     with (
-        cluster_net.Network(args.nodes, args.link, args.latency, args.buffers) as network,
+        cluster_net.Network(args.nodes, args.link, args.latency) as network,
         Ranks(problem.world, None, PRELOAD) as ranks,
     ):
         file = str(Path(ranks.folder.name, "tensors"))

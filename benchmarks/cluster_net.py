@@ -60,11 +60,10 @@ def rate_of(link: str) -> float:
 
 class Network:
     """`nodes` namespaces with an address each, from `with` to its end. latency: seconds that a frame takes from one
-    node to another beside the time on its links. buffers: bytes that a socket keeps for each way; gloo reads nothing
-    from a connection while it has something to write there, so less than a message makes a link one-way at a time."""
+    node to another beside the time on its links."""
 
-    def __init__(self, nodes: int, link: str, latency: float = 0.0, buffers: int = 1 << 25) -> None:
-        self.nodes, self.link, self.latency, self.buffers = nodes, link, latency, buffers
+    def __init__(self, nodes: int, link: str, latency: float = 0.0) -> None:
+        self.nodes, self.link, self.latency = nodes, link, latency
         self.switch = f"{PREFIX}-{os.getpid()}-switch"
         self.names = [f"{PREFIX}-{os.getpid()}-{node}" for node in range(nodes)]
         self.forwarder: subprocess.Popen | None = None
@@ -100,10 +99,8 @@ class Network:
             *([] if self.latency else [f"link add br0 mtu {MTU} type bridge", "link set br0 up",
                                        *(f"link set {port} master br0" for port in ports)]),
         ])  # fmt: skip
-        room = f"4096 {self.buffers} {max(2 * self.buffers, 1 << 22)}"
-        settings = {**SYSCTLS, "ipv4/tcp_rmem": room, "ipv4/tcp_wmem": room}
         for name in (self.switch, *self.names):
-            writes = [f"echo {value} > /proc/sys/net/{key}" for key, value in settings.items()]
+            writes = [f"echo {value} > /proc/sys/net/{key}" for key, value in SYSCTLS.items()]
             run("ip", "netns", "exec", name, "sh", "-ec", "\n".join(writes))
         for node, name in enumerate(self.names):
             others = [other for other in range(self.nodes) if other != node]

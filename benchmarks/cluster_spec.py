@@ -52,7 +52,7 @@ def parse(text: str) -> Spec:
         return Spec(text, base, (("words", words),))
     match = re.fullmatch(r"(?:u(\d+)(?:/(?=.)|$))?(.*)", head)
     assert match
-    schedule, _, shape = (match[2] or "ring").partition("=")
+    schedule, _, shape = (match[2] or ("ring" if match[1] else "")).partition("=")
     settings: dict[str, Any] = {"ulysses": int(match[1] or 1), "schedule": schedule, **_shape(text, schedule, shape)}
     for word in extra:
         key, given, value = word.partition("=")
