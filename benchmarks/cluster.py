@@ -242,11 +242,14 @@ def table(rows: list[dict[str, Any]], problem: cluster_plan.Problem, link: str) 
 
 
 def plan_ratio(row: dict[str, Any]) -> float | None:
-    """Bytes that a node's interface carried over the plan's, out or in, of the node where they differ most."""
+    """Bytes that a node's interface carried, out and in, over the plan's, of the node where they differ most. Both ways
+    together: what a node receives it acknowledges, which shows where the plan lets it send next to nothing."""
     if not row["plan"]:
         return None
-    pairs = [*zip(row["out"], row["plan"]["out"], strict=True), *zip(row["in"], row["plan"]["into"], strict=True)]
-    return max((found / planned for found, planned in pairs if planned), key=lambda x: abs(x - 1), default=None)
+    found = map(sum, zip(row["out"], row["in"], strict=True))
+    planned = map(sum, zip(row["plan"]["out"], row["plan"]["into"], strict=True))
+    ratios = [mine / its for mine, its in zip(found, planned, strict=True) if its]
+    return max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
 
 
 def _say(text: str) -> None:

@@ -110,7 +110,7 @@ def test_table():
     text = cluster.table([row, other, {"name": "more", "cannot": "needs a GPU"}], problem(2, 1), "40mbit")
     _, _, first, second, *rest = text.splitlines()
     cells = [cell.strip() for cell in first.strip("|").split("|")]
-    assert cells[:8] == ["ring", "0.500", "0.400-0.600", "1.00", "2.00", "2.10", "2.00", "1.050"]
+    assert cells[:8] == ["ring", "0.500", "0.400-0.600", "1.00", "2.00", "2.10", "2.00", "1.025"]
     assert cells[9:] == ["0.84", "3", "2"]
     assert [cell.strip() for cell in second.strip("|").split("|")][:4] == ["peer", "0.250", "0.250-0.250", "2.00"]
     assert rest[-1] == "more: needs a GPU"
