@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import signal
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,16 +24,13 @@ from torch import Tensor
 
 from benchmarks import cluster_net, cluster_plan, cluster_ranks
 from benchmarks.cluster_spec import Spec, parse
+from benchmarks.cluster_table import table, title
 from ds_seqpar.errors import SeqParError
 from tests.launch import RankFailure, Ranks
 
 PRELOAD = ["tests.preloading", "torch.distributed", "deepspeed", "benchmarks.cluster_ranks"]
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 DEFAULT = ["ring", "mesh=4,1,4", "attention2d=4,4", "u4/attention2d=2,2", "u8/ring", "u16", "deepspeed"]
-COLUMNS = [
-    "configuration", "s", "spread", "against first", "MB out", "MB in", "plan MB", "measured / plan", "/ lower bound",
-    "share of link", "messages", "rounds",
-]  # fmt: skip
 
 
 def main() -> None:
@@ -207,49 +203,6 @@ def tensors(task: cluster_ranks.Task) -> dict[str, Tensor]:
         for name, x in zip(parts, (out.detach(), *torch.autograd.grad(out, leaves, do)), strict=True):
             parts[name].append(x.transpose(0, 1))
     return {**whole, **{name: torch.cat(found, 1)[None].float() for name, found in parts.items()}}
-
-
-def title(args: argparse.Namespace) -> str:
-    """What was run, in a line."""
-    late = f" and {args.latency * 1e3:g} ms" if args.latency else ""
-    mask = "causal" if args.causal else "full"
-    return (
-        f"{args.nodes} nodes x {args.ranks_per_node}, {args.link} a link each way{late}; {args.seq} tokens, "
-        f"{args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}, {mask}; median of {args.rounds}"
-    )
-
-
-def table(rows: list[dict[str, Any]], problem: cluster_plan.Problem, link: str) -> str:
-    """The rows as Markdown; what cannot run stands below with its reason."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    able, least = [row for row in rows if row.get("seconds")], cluster_plan.floor(problem)
-    for row in able:
-        median, most = statistics.median(row["seconds"]), max(*row["out"], *row["in"])
-        plan, first = row["plan"], statistics.median(able[0]["seconds"])
-        row.update(median=median, ratio=first / median, share=most / cluster_net.rate_of(link) / median)
-        row["lower_bound_ratio"] = most / least if least else None
-        row["plan_ratio"] = plan_ratio(row)
-        cells = [
-            row["name"], f"{median:.3f}", f"{min(row['seconds']):.3f}-{max(row['seconds']):.3f}",
-            f"{row['ratio']:.2f}",
-            f"{max(row['out']) / 1e6:.2f}", f"{max(row['in']) / 1e6:.2f}",
-            f"{max(*plan['out'], *plan['into']) / 1e6:.2f}" if plan else "-",
-            f"{row['plan_ratio']:.3f}" if row["plan_ratio"] else "-", f"{most / least:.2f}" if least else "-",
-            f"{row['share']:.2f}", *([str(plan["messages"]), str(plan["rounds"])] if plan else "--"),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *(f"\n{row['name']}: {row['cannot']}" for row in rows if "cannot" in row)])
-
-
-def plan_ratio(row: dict[str, Any]) -> float | None:
-    """Bytes that a node's interface carried, out and in, over the plan's, of the node where they differ most. Both ways
-    together: what a node receives it acknowledges, which shows where the plan lets it send next to nothing."""
-    if not row["plan"]:
-        return None
-    found = map(sum, zip(row["out"], row["in"], strict=True))
-    planned = map(sum, zip(row["plan"]["out"], row["plan"]["into"], strict=True))
-    ratios = [mine / its for mine, its in zip(found, planned, strict=True) if its]
-    return max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import cluster, cluster_net, cluster_plan
+from benchmarks import cluster, cluster_net, cluster_plan, cluster_table
 from benchmarks.cluster_spec import parse
 
 needs_network = pytest.mark.skipif(cluster_net.refusal() is not None, reason=str(cluster_net.refusal()))
@@ -30,7 +30,7 @@ def test_bytes_on_links_are_the_plans(latency, names):
     assert [row["name"] for row in rows] == [spec.name for spec in configurations]
     for row in rows:
         assert row["error"] < 1e-4
-        assert cluster.plan_ratio(row) == pytest.approx(1, rel=0.05), row
+        assert cluster_table.plan_ratio(row) == pytest.approx(1, rel=0.05), row
     assert all(str(os.getpid()) not in path.name for path in cluster_net.FOLDER.glob(f"{cluster_net.PREFIX}-*"))
 
 

@@ -3,7 +3,7 @@ table."""
 
 import pytest
 
-from benchmarks import cluster, cluster_net
+from benchmarks import cluster_net, cluster_table
 from benchmarks.cluster_plan import Problem, figures, floor
 from benchmarks.cluster_spec import parse
 
@@ -107,7 +107,7 @@ def test_table():
     row = {"name": "ring", "out": [2e6, 2e6], "in": [2e6, 2.1e6], "seconds": [0.5, 0.4, 0.6],
            "plan": {"out": (2e6, 2e6), "into": (2e6, 2e6), "messages": 3, "rounds": 2}}  # fmt: skip
     other = {**row, "name": "peer", "seconds": [0.25], "plan": None}
-    text = cluster.table([row, other, {"name": "more", "cannot": "needs a GPU"}], problem(2, 1), "40mbit")
+    text = cluster_table.table([row, other, {"name": "more", "cannot": "needs a GPU"}], problem(2, 1), "40mbit")
     _, _, first, second, *rest = text.splitlines()
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     assert cells[:8] == ["ring", "0.500", "0.400-0.600", "1.00", "2.00", "2.10", "2.00", "1.025"]
