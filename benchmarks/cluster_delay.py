@@ -40,6 +40,7 @@ def port(name: str) -> socket.socket:
 def forward(delay: float, names: list[str]) -> None:
     ports = {int(name[1:]): port(name) for name in names}
     sources, late = list(ports.values()), deque[tuple[float, socket.socket, bytes]]()
+    arriving = memoryview(bytearray(LONGEST))
     print("forwarding", flush=True)
     while True:
         now = time.monotonic()
@@ -48,7 +49,8 @@ def forward(delay: float, names: list[str]) -> None:
             target.send(frame)
         readable, _, _ = select(sources, (), (), max(0.0, late[0][0] - time.monotonic()) if late else None)
         for source in readable:
-            frame, due = source.recv(LONGEST), time.monotonic() + delay
+            length, due = source.recv_into(arriving), time.monotonic() + delay
+            frame = bytes(arriving[:length])
             node = int.from_bytes(frame[HEADER + 4 : HEADER + 6], "big")
             if node in ports and not frame[HEADER] & 1:  # neighbours are known: a broadcast is of no use to anybody
                 late.append((due, ports[node], frame))
