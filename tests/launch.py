@@ -61,10 +61,10 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
 class Ranks:
     """`world` ranks with torch.distributed up, for one call after another in the same processes."""
 
-    def __init__(self, world, patience=60):
+    def __init__(self, world, patience=60, preload=PRELOAD):
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(preload)  # of the first ranks of a process: it has one server
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         port = free_port()

@@ -1,0 +1,61 @@
+"""A cluster in a box, for real: what `benchmarks.cluster` says of bytes, and that it leaves nothing behind."""
+
+import argparse
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import cluster, cluster_net, cluster_plan, cluster_table
+from benchmarks.cluster_spec import parse
+
+needs_network = pytest.mark.skipif(cluster_net.refusal() is not None, reason=str(cluster_net.refusal()))
+PROBLEM = cluster_plan.Problem(
+    nodes=2, per_node=2, seq=256, heads=8, kv_heads=4, head_dim=32, dtype="fp32", causal=True
+)  # fmt: skip
+
+
+@needs_network
+@pytest.mark.parametrize(("latency", "names"), [
+    (0.0, ("attention2d=2,2", "u2/ring", "deepspeed")), (0.001, ("ring",)),
+], ids=["bridge", "late"])  # fmt: skip
+def test_bytes_on_links_are_the_plans(latency, names):
+    configurations = [parse(name) for name in names]
+    args = argparse.Namespace(
+        nodes=2, ranks_per_node=2, link="200mbit", latency=latency, configurations=configurations, rounds=1,
+        patience=60.0,
+    )  # fmt: skip
+    rows = cluster.measure(args, PROBLEM)
+    assert [row["name"] for row in rows] == [spec.name for spec in configurations]
+    for row in rows:
+        assert row["error"] < 1e-4
+        assert cluster_table.plan_ratio(row) == pytest.approx(1, rel=0.05), row
+    assert all(str(os.getpid()) not in path.name for path in cluster_net.FOLDER.glob(f"{cluster_net.PREFIX}-*"))
+
+
+@needs_network
+def test_what_a_killed_run_left_is_removed():
+    code = "import os, time; from benchmarks import cluster_net as n; c = n.Network(2, '1mbit').__enter__();"
+    left = subprocess.Popen(
+        [sys.executable, "-c", f"{code} print(c.names[0], flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    name = left.stdout.readline().strip()
+    assert name not in cluster_net.sweep()  # its owner lives
+    left.kill()
+    left.wait()
+    left.stdout.close()
+    assert cluster_net.FOLDER.joinpath(name).exists()
+    assert name in cluster_net.sweep()
+    assert not cluster_net.FOLDER.joinpath(name).exists()
+
+
+def test_without_root_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(cluster_net.shutil, "which", lambda name: name)
+    monkeypatch.setattr(sys, "argv", ["cluster"])
+    with pytest.raises(SystemExit) as ended:
+        cluster.main()
+    assert ended.value.code == 2
+    assert "needs root" in capsys.readouterr().err
