@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--head-stages", default="1", help="numbers, with commas: rows for each")
+    parser.add_argument("--only", default="", help="rows whose name has this in it, and DeepSpeed's")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
 
@@ -47,11 +49,16 @@ def main() -> None:
     if args.heads % size == 0 and args.kv_heads % size == 0:
         rows["DeepSpeed DistributedAttention"] = peer(local)
     counted = {}
+    stages = [int(n) for n in args.head_stages.split(",")]
     for ulysses in even_ulysses(size, args.heads, args.kv_heads):
         for layout in ("zigzag", "striped", "contiguous") if ulysses < size else ("zigzag",):
-            sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout))
-            name = f"ulysses {ulysses} x ring {size // ulysses}" + (f", {layout}" if ulysses < size else "")
-            rows[name], counted[name] = ours(sp, local), sp
+            for count in stages:
+                name = f"ulysses {ulysses} x ring {size // ulysses}" + (f", {layout}" if ulysses < size else "")
+                name += f", head stages {count}" if count > 1 else ""
+                if args.only in name:
+                    config = SequenceParallelConfig(size=size, ulysses=ulysses, layout=layout, head_stages=count)
+                    counted[name] = SequenceParallel(config)
+                    rows[name] = ours(counted[name], local)
     seconds = measure(rows, args.repeats, device)
     if dist.get_rank() == 0:
         first = seconds[next(iter(rows))]

@@ -7,6 +7,7 @@ reduce-scatter and Ulysses' exchange straight from each member to each.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ from ds_seqpar.planning.program import GatherStart, Post, Program, ScatterStart,
 from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.planning.simulate import programs_of
+from ds_seqpar.running.comm import distances
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Edge = tuple[int, int, float]  # from a rank, to a rank, bytes
@@ -67,11 +69,11 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
     config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
     config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
     edges, count, rounds = [], [0] * problem.world, 0
-    agreement = (problem.world - 1).bit_length()  # inputs are compared, once a call
+    agreement = distances(problem.world)  # inputs are compared, once a call
     for rank in range(problem.world):
-        for distance in (1 << s for s in range(agreement)):
-            count[rank] += _apart(problem, rank, (rank + distance) % problem.world)
-    rounds += agreement if problem.nodes > 1 else 0
+        for far in itertools.chain(*agreement):
+            count[rank] += _apart(problem, rank, (rank + far) % problem.world)
+    rounds += len(agreement) if problem.nodes > 1 else 0
     topology, members = config.topology(problem.world), config.ulysses
     recipe, mask = recipe_of(config, topology), CAUSAL if problem.causal else FULL
     shards = EvenShards(config.layout, problem.seq, recipe.size)
@@ -140,9 +142,9 @@ def _edges(plan: Plan, sizes: dict[str, float], at: Sequence[int]) -> Iterator[E
                 if move.dst == me:
                     yield at[move.src], at[me], sizes[move.kind] * len(move.key)
             for gather in step.gathers:
-                ring = sorted(gather.ranks, key=lambda i: at[i])  # torch sorts a group's ranks
-                before = ring[ring.index(me) - 1]
-                yield at[before], at[me], sizes[gather.kind] * (len(gather.whole) - len(gather.part(me)))
+                for other in gather.ranks:
+                    if other != me:
+                        yield at[other], at[me], sizes[gather.kind] * len(gather.part(other))
             for reduce in step.reduces:
                 for other in reduce.ranks:
                     if other != me:
@@ -157,11 +159,7 @@ def _sent(programs: Sequence[Program], at: Sequence[int], problem: Problem) -> l
         for one in program.code:
             if isinstance(one, Post):
                 count += sum(_apart(problem, at[me], at[t.peer]) for t in one.sends)
-            elif isinstance(one, GatherStart):
-                ring = sorted(one.collective.ranks, key=lambda i: at[i])
-                after = ring[(ring.index(me) + 1) % len(ring)]
-                count += (len(ring) - 1) * _apart(problem, at[me], at[after])
-            elif isinstance(one, ScatterStart):
+            elif isinstance(one, GatherStart | ScatterStart):
                 count += sum(_apart(problem, at[me], at[other]) for other in one.collective.ranks)
         found.append(count)
     return found
@@ -169,7 +167,7 @@ def _sent(programs: Sequence[Program], at: Sequence[int], problem: Problem) -> l
 
 def _rounds(programs: Sequence[Program], at: Sequence[int], problem: Problem) -> int:
     """The time of all programs if nothing took any but a message between nodes, of 1: a rank posts, and goes on when
-    what it waits for has arrived. A gather takes as many as its ring has steps."""
+    what it waits for has arrived."""
     size = len(programs)
     clock, place = [0] * size, [0] * size
     sent: dict[tuple, list[int]] = defaultdict(list)  # a message -> when each of its name arrives
@@ -192,15 +190,15 @@ def _rounds(programs: Sequence[Program], at: Sequence[int], problem: Problem) ->
                         asked[name] += 1
                     due[me, one.ticket] = waits
                 elif isinstance(one, GatherStart | ScatterStart):
-                    ranks, gather = one.collective.ranks, isinstance(one, GatherStart)
-                    own = ranks, one.collective.kind, gather, me
+                    ranks = one.collective.ranks
+                    own = ranks, one.collective.kind, isinstance(one, GatherStart), me
                     number, asked[own] = asked[own], asked[own] + 1
                     name = (*own[:3], number)
                     joined[name].append(clock[me])
                     due[me, one.ticket] = [(name, 0)]
                     if len(joined[name]) == len(ranks):
                         apart = any(_apart(problem, at[ranks[0]], at[other]) for other in ranks)
-                        sent[name].append(max(joined[name]) + apart * (len(ranks) - 1 if gather else 1))
+                        sent[name].append(max(joined[name]) + apart)
                 elif isinstance(one, Wait):
                     waits = due[me, one.ticket]
                     if any(len(sent[name]) <= number for name, number in waits):

@@ -28,7 +28,7 @@ def agree(
     alike: Alike | None = None,
     call: str = "",
 ) -> int:
-    """Over a group that carries CPU tensors (None: this rank alone), in log2(ranks) steps of four integers. Returns
+    """Over a group that carries CPU tensors (None: this rank alone), in log4(ranks) steps of four integers. Returns
     the greatest `number` of any rank.
 
     value: must be the same, by repr, on all ranks of the group; with `alike`, on those of its part. A mapping, a

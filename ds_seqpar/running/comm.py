@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -112,25 +113,37 @@ AGREEMENT = 0x5EA9  # the first tag of what `greatest` sends: in the group of al
 def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The greatest of every rank's numbers[i], each of 63 bits, on all ranks of a group that carries CPU tensors.
 
-    In log2(ranks) steps, where gloo's own reductions go round all ranks: in step s a rank tells the one 2^s further
-    what it knows of the 2^s before it. That some are told of twice does not change a greatest number. Every step's
-    number has its place from the start, so that none is waited for by a peer that has yet to ask for it.
+    In log4(ranks) steps, where gloo's own reductions go round all ranks: in step s a rank tells those 1, 2 and 3 times
+    4^s further what it knows of the 4^s before it. That some are told of twice does not change a greatest number. Every
+    step's numbers have their places from the start, so that none is waited for by a peer that has yet to ask for it.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    distances = [1 << step for step in range((size - 1).bit_length())]
-    theirs = known.repeat(len(distances), 1).unbind()
+    known, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
+    places = [[torch.empty_like(known) for _ in step] for step in steps]
     arriving = [
-        dist.irecv(place, group=group, group_src=(rank - far) % size, tag=AGREEMENT + step)
-        for step, (place, far) in enumerate(zip(theirs, distances, strict=True))
+        [
+            dist.irecv(place, group=group, group_src=(rank - far) % size, tag=AGREEMENT + index)
+            for place, far in zip(theirs, step, strict=True)
+        ]
+        for index, (theirs, step) in enumerate(zip(places, steps, strict=True))
     ]
-    for step, (place, far) in enumerate(zip(theirs, distances, strict=True)):
-        leaving = dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT + step)
-        for work in (arriving[step], leaving):
+    for index, (theirs, step) in enumerate(zip(places, steps, strict=True)):
+        leaving = [dist.isend(known, group=group, group_dst=(rank + far) % size, tag=AGREEMENT + index) for far in step]
+        for work in (*arriving[index], *leaving):
             assert work is not None  # torch has none for ranks outside the group
             work.wait()
-        known = torch.maximum(known, place)
+        known = torch.stack([known, *theirs]).amax(0)
     return known.tolist()
+
+
+@functools.lru_cache(maxsize=64)
+def distances(size: int) -> list[list[int]]:
+    """Of every step of `greatest`, how far the ranks are that one tells."""
+    found, reach = [], 1
+    while reach < size:
+        found.append([far for far in (reach, 2 * reach, 3 * reach) if far < size])
+        reach *= 4
+    return found
 
 
 def _one_by_one(sends: Sequence[Message], receives: Sequence[Message], group: Group, peers: tuple[int, ...]) -> list:
@@ -146,6 +159,37 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
         for m in messages
     ]
     return dist.batch_isend_irecv(ops) if ops else []
+
+
+EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a program
+
+
+def _told_first(coming: Sequence[Tensor], going: Sequence[Tensor], group: Group) -> list:
+    """An all-to-all over gloo, which sends a message once its receiver has said that it waits. In gloo's own, ranks
+    that are late say so behind what they send to the same peer by then, and a slow link carries that first: here all
+    is asked for before anything leaves. coming, going: from and to each rank of the group, this one too; what is empty
+    is not sent. The first to be sent to is the next rank, then the one after, so that no two begin with the same."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    others = [(rank + far) % size for far in range(1, size)]
+    works = [dist.irecv(coming[r], group=group, group_src=r, tag=EXCHANGE) for r in others[::-1] if coming[r].numel()]
+    works += [dist.isend(going[r], group=group, group_dst=r, tag=EXCHANGE) for r in others if going[r].numel()]
+    coming[rank].copy_(going[rank])
+    return works
+
+
+def _gathered(received: Tensor, sent: Tensor, size: int, group: Group) -> list:
+    """Over gloo everybody sends to all: its own all-gather goes round, and waits for a neighbour at every step."""
+    if sent.device.type != "cpu":
+        return [ALL_GATHER(received, sent, group=group, async_op=True)]
+    return _told_first(received.split([sent.numel()] * size), [sent] * size, group)
+
+
+def _traded(received: Tensor, sent: Tensor, sizes: Sizes, group: Group) -> list:
+    """An all-to-all."""
+    outgoing, incoming = map(list, sizes)
+    if sent.device.type != "cpu":
+        return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
+    return _told_first(received.split(incoming), sent.split(outgoing), group)
 
 
 class TorchComm:
@@ -175,25 +219,25 @@ class TorchComm:
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> Handle:
         group = self.groups.members[ranks].group
         with failing("an all-gather", group):
-            work = ALL_GATHER(received, sent.buffer, group=group, async_op=True)
+            works = _gathered(received, sent.buffer, len(ranks), group)
         others = len(ranks) - 1
         self._count(sent.kind, others * sent.elements, others * sent.buffer.numel())
-        return Works("an all-gather", group, [work], [sent.buffer, received])
+        return Works("an all-gather", group, works, [sent.buffer, received])
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> Handle:
         group = self.groups.members[ranks].group
         with failing("an all-to-all", group):
-            work = dist.all_to_all_single(received, sent, list(sizes[1]), list(sizes[0]), group=group, async_op=True)
+            works = _traded(received, sent, sizes, group)
         self._count(kind, elements, received.numel())
-        return Works("an all-to-all", group, [work], [sent, received])
+        return Works("an all-to-all", group, works, [sent, received])
 
     def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
-        group, (outgoing, incoming) = self.groups.ulysses, sizes
+        group, incoming = self.groups.ulysses, sizes[1]
         result = sent.new_empty(sum(incoming))
         with failing("the Ulysses all-to-all", group):
-            dist.all_to_all_single(result, sent.flatten(), list(incoming), list(outgoing), group=group)
+            dist.all_to_all_single(result, sent.flatten(), list(incoming), list(sizes[0]), group=group)
         others = sum(incoming) - incoming[dist.get_rank(group)]
         self._count(kind, others, others * result.element_size())
         return result
