@@ -165,9 +165,8 @@ EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a pr
 
 
 def _told_first(coming: Sequence[Tensor], going: Sequence[Tensor], group: Group) -> list:
-    """An all-to-all over gloo, which sends a message once its receiver has said that it waits. In gloo's own, ranks
-    that are late say so behind what they send to the same peer by then, and a slow link carries that first: here all
-    is asked for before anything leaves. coming, going: from and to each rank of the group, this one too; what is empty
+    """An all-to-all over gloo that asks for everything before anything leaves, where gloo's own mixes both; measured
+    in docs/performance.md. coming, going: from and to each rank of the group, this one too; what is empty
     is not sent. The first to be sent to is the next rank, then the one after, so that no two begin with the same."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     others = [(rank + far) % size for far in range(1, size)]
