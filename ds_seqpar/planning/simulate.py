@@ -1,8 +1,9 @@
 """Programs + cost model -> time line. Pure: no process, no tensor.
 
-Model: a rank computes one product at a time; it has one link in and one link out, which run beside its products, each
-carrying one transfer at a time at a fixed rate. A transfer starts when both ends have posted it and both their links
-are free. What is packed, merged and posted takes no time.
+Model: a rank does one thing at a time. Transfers run beside it, each on the links that it takes, and a link carries one
+at a time. A transfer starts when both ends have posted it and all its links are free. What takes how long, and which
+links there are, is said by `Prices`: `Costs` has one link in and one out a rank, and only products and transfers take
+time; `planning.pricing` has a machine with nodes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,61 @@ import dataclasses
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from .actions import Collective, Key, Unit, name_of
 from .lower import lower
 from .plan import Plan
-from .program import GatherStart, Instruction, Post, Product, Program, ScatterStart, Transfer, Wait
+from .program import (
+    Assemble,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Instruction,
+    Merge,
+    Pack,
+    Post,
+    Product,
+    Program,
+    ScatterStart,
+    Transfer,
+    Wait,
+)
 from .timeline import Event, Timeline
+
+Link = Hashable
+Start = GatherStart | ScatterStart
+# what an instruction that takes its rank's time is called in a time line
+KINDS = {Product: "product", Pack: "copy", Assemble: "copy", Finish: "copy", Export: "merge", Merge: "merge",
+         Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post", Wait: "post"}  # fmt: skip
+
+
+class Carried(NamedTuple):
+    """taken: the links that a transfer takes, and for how many seconds each; seconds: from its start to its arrival."""
+
+    taken: tuple[tuple[Link, float], ...]
+    seconds: float
+
+
+class Traded(NamedTuple):
+    """The same of a collective; seconds: of each member, in their order."""
+
+    taken: tuple[tuple[Link, float], ...]
+    seconds: tuple[float, ...]
+
+
+class Prices(Protocol):
+    """Seconds of everything."""
+
+    def busy(self, rank: int, instruction: Instruction) -> float:
+        """That an instruction keeps its rank from the next one, waiting apart."""
+        ...
+
+    def carried(self, src: int, dst: int, unit: Unit) -> Carried: ...
+
+    def traded(self, start: Start) -> Traded: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +83,20 @@ class Costs:
 
     def move(self, kind: str, key: Key) -> float:
         return self.transfer[kind] * len(key)
+
+    def busy(self, rank: int, instruction: Instruction) -> float:
+        return self.compute(instruction.q, instruction.kv) if isinstance(instruction, Product) else 0.0
+
+    def carried(self, src: int, dst: int, unit: Unit) -> Carried:
+        seconds = self.move(*unit)
+        return Carried(((("out", src), seconds), (("in", dst), seconds)), seconds)
+
+    def traded(self, start: Start) -> Traded:
+        """It holds each member's links until the member has its part."""
+        collective, block = start.collective, self.transfer[start.collective.kind]
+        seconds = tuple(block * blocks(start, member) for member in collective.ranks)
+        both = itertools.product(("in", "out"), zip(collective.ranks, seconds, strict=True))
+        return Traded(tuple(((way, member), took) for way, (member, took) in both), seconds)
 
     def balanced(self, plan: Plan) -> Costs:
         """The same with products as slow as makes the busiest rank compute as long as the busiest link in carries."""
@@ -56,9 +119,10 @@ def programs_of(plan: Plan) -> list[Program]:
     return [lower(plan.name, plan.direction, rank, plan.size, steps, True) for rank, steps in enumerate(plan.ranks)]
 
 
-def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
-    """All ranks' time line, in order of time: whoever is earliest goes on, and what has been posted by both ends takes
-    its links before anything that is posted later; of what is posted at one time, first what stands first."""
+def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:
+    """All ranks' time line, in order of time; programs[r]: of rank r. Whoever is earliest goes on, and what has been
+    posted by both ends takes its links before anything that is posted later; of what is posted at one time, first what
+    stands first."""
     return _Simulation(programs, costs).run()
 
 
@@ -67,10 +131,10 @@ Place = tuple[int, int]  # which instruction of its program, and which of the in
 
 
 class _Simulation:
-    def __init__(self, programs: Sequence[Program], costs: Costs) -> None:
+    def __init__(self, programs: Sequence[Program], costs: Prices) -> None:
         self.programs, self.costs, size = programs, costs, len(programs)
         self.at, self.now = [0] * size, [0.0] * size
-        self.link_in, self.link_out = [0.0] * size, [0.0] * size
+        self.free: dict[Link, float] = defaultdict(float)  # when a link is
         self.going = [(0.0, 0, rank) for rank in range(size)]  # a heap: (now, at, rank) of those that wait for nobody
         self.asleep: set[int] = set()
         # ends of transfers that the other end has not come to yet
@@ -112,10 +176,13 @@ class _Simulation:
         return any(len(self.ended[name]) <= number for name, number, _ in self.due[rank, instruction.ticket])
 
     def execute(self, rank: int, instruction: Instruction) -> None:
-        if isinstance(instruction, Product):
-            label = f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
-            self.busy(rank, "product", self.costs.compute(instruction.q, instruction.kv), label)
-        elif isinstance(instruction, Post):
+        if isinstance(instruction, Wait):
+            for name, number, label in self.due.pop((rank, instruction.ticket)):
+                self.busy(rank, "wait", self.ended[name][number] - self.now[rank], label)
+        seconds = self.costs.busy(rank, instruction)
+        if seconds > 0:
+            self.busy(rank, KINDS[type(instruction)], seconds, _does(instruction))
+        if isinstance(instruction, Post):
             self.due[rank, instruction.ticket] = [
                 self.expected((t.peer, rank, t.tag), _label(t.unit, t.peer, rank)) for t in instruction.receives
             ]
@@ -125,9 +192,6 @@ class _Simulation:
                 self.post((transfer.peer, rank, transfer.tag), 1, transfer, (self.at[rank], index))
         elif isinstance(instruction, GatherStart | ScatterStart):
             self.join(rank, instruction)
-        elif isinstance(instruction, Wait):
-            for name, number, label in self.due.pop((rank, instruction.ticket)):
-                self.busy(rank, "wait", self.ended[name][number] - self.now[rank], label)
 
     def expected(self, name: Name, label: str) -> tuple[Name, int, str]:
         self.asked[name] += 1
@@ -151,11 +215,19 @@ class _Simulation:
 
     def carry(self, name: Name, transfer: Transfer, since: float) -> None:
         src, dst, _ = name
-        start, seconds = max(since, self.link_out[src], self.link_in[dst]), self.costs.move(*transfer.unit)
-        self.link_out[src] = self.arrive(dst, name, start, seconds, _label(transfer.unit, src, dst))
+        taken, seconds = self.costs.carried(src, dst, transfer.unit)
+        start = self.take(since, taken)
+        self.arrive(dst, name, start, seconds, _label(transfer.unit, src, dst))
 
-    def join(self, rank: int, instruction: GatherStart | ScatterStart) -> None:
-        """A collective starts when all members and their links are free, and holds each until it has its part."""
+    def take(self, since: float, taken: Sequence[tuple[Link, float]]) -> float:
+        """Takes links once all are free; returns when."""
+        start = max(since, *(self.free[link] for link, _ in taken)) if taken else since
+        for link, seconds in taken:
+            self.free[link] = start + seconds
+        return start
+
+    def join(self, rank: int, instruction: Start) -> None:
+        """A collective starts when all members have come and the links are free."""
         collective = instruction.collective
         name = collective.ranks, collective.kind, type(instruction).__name__
         self.due[rank, instruction.ticket] = [self.expected((*name, rank), str(collective))]
@@ -165,30 +237,36 @@ class _Simulation:
             order = since, (at, 0), (at, 0), collective.ranks, next(self.number)
             heapq.heappush(self.ready, (order, lambda: self.together(name, instruction, since)))
 
-    def together(self, name: Name, instruction: GatherStart | ScatterStart, since: float) -> None:
+    def together(self, name: Name, instruction: Start, since: float) -> None:
         collective = instruction.collective
-        start = max(since, *(max(self.link_in[r], self.link_out[r]) for r in collective.ranks))
-        for member in collective.ranks:
-            seconds = self.costs.transfer[collective.kind] * _blocks(instruction, collective, member)
-            self.link_out[member] = self.arrive(member, (*name, member), start, seconds, str(collective))
+        taken, times = self.costs.traded(instruction)
+        start = self.take(since, taken)
+        for member, seconds in zip(collective.ranks, times, strict=True):
+            self.arrive(member, (*name, member), start, seconds, str(collective))
 
-    def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str) -> float:
-        """A transfer takes a rank's link in; who waited for it goes on. Returns when it ends."""
-        end = self.link_in[rank] = start + seconds
+    def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str) -> None:
+        """Something does; who waited for it goes on."""
+        end = start + seconds
         self.ended[name].append(end)
         self.events.append(Event(rank, "move", start, end, label))
         if rank in self.asleep and not self.blocked(rank):
             self.asleep.remove(rank)
             heapq.heappush(self.going, (self.now[rank], self.at[rank], rank))
-        return end
+
+
+def _does(instruction: Instruction) -> str:
+    if isinstance(instruction, Product):
+        return f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
+    return type(instruction).__name__
 
 
 def _label(unit: Unit, src: int, dst: int) -> str:
     return f"{unit[0]}{name_of(unit[1])}:{src}>{dst}"
 
 
-def _blocks(instruction: GatherStart | ScatterStart, collective: Collective, rank: int) -> int:
+def blocks(start: Start, rank: int) -> int:
     """Those that a member receives."""
-    if isinstance(instruction, GatherStart):
+    collective: Collective = start.collective
+    if isinstance(start, GatherStart):
         return len(collective.whole) - len(collective.part(rank))
     return len(collective.part(rank)) * (len(collective.ranks) - 1)
