@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .planning.balance import balanced
-from .planning.layout import dealt
 from .planning.masks import Mask
 from .planning.shards import UnevenShards, members_positions
 
@@ -67,13 +64,3 @@ def windowed(mask: Mask, window: int) -> Mask:
 def held(shards: UnevenShards, ulysses: int, rank: int) -> Tensor:
     inner, member = divmod(rank, ulysses)
     return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")
-
-
-@functools.lru_cache(maxsize=64)
-def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
-    """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
-    return UnevenShards(balanced(lengths, ranks) if layout == "balanced" else _plain(layout, sum(lengths), ranks))
-
-
-def _plain(layout: str, tokens: int, ranks: int) -> Sequence:
-    return [dealt(layout, tokens, ranks, rank) for rank in range(ranks)]

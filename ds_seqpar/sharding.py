@@ -11,7 +11,8 @@ from torch import Tensor
 from .config import SequenceParallelConfig
 from .documents import starts_of
 from .errors import InputError
-from .placement import Placement, shards_of
+from .placement import Placement
+from .planning.balance import shards_of
 from .planning.layout import multiple
 from .planning.masks import Mask
 from .planning.shards import positions

@@ -10,14 +10,16 @@ zigzag does: the left half takes both of its ends, as much of either as gives th
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import InputError
-from .layout import Run, Runs
+from .layout import Run, Runs, dealt
 from .masks import Mask
+from .shards import UnevenShards
 
 ROUNDING = 256  # a half's products are what it should have but for a part in so many, and what a token brings
 
@@ -216,3 +218,11 @@ def _runs(pieces: list[_Piece]) -> Runs:
         else:
             runs.append((start, end))
     return tuple([Run(start, 1, end - start) for start, end in runs])
+
+
+@functools.lru_cache(maxsize=64)
+def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
+    """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
+    if layout == "balanced":
+        return UnevenShards(balanced(lengths, ranks))
+    return UnevenShards([dealt(layout, sum(lengths), ranks, rank) for rank in range(ranks)])

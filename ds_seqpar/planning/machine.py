@@ -98,8 +98,16 @@ class Machine:
         """Of one kernel call: what a mask hides in the tile costs nothing, but a masked or small tile is slower."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
         flops = PER_PRODUCT[direction] * tile.products * heads * head_dim * batch
-        size = math.sqrt(rows * columns)
-        return flops / interpolated(self.attention[self.needs(dtype)][direction][NEAREST[tile.kind]], size)
+        return flops / self.tile_rate(dtype, direction, NEAREST[tile.kind], math.sqrt(rows * columns))
+
+    def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
+        """Flops/s. A causal tile beyond its table is taken for two causal halves and a full square, and those again."""
+        tables = self.attention[self.needs(dtype)][direction]
+        rate, last = interpolated(tables[kind], tokens), tables[kind][-1][0]
+        if kind == "full" or tokens <= last:
+            return rate
+        full = interpolated(tables["full"], tokens)
+        return 1 / (1 / full + (1 / rate - 1 / full) * last / tokens)
 
     def best_rate(self, dtype: str, direction: str) -> float:
         """Flops/s of attention at most."""

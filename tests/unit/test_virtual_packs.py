@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.placement import shards_of
+from ds_seqpar.planning.balance import shards_of
 from ds_seqpar.planning.layout import Run
 from ds_seqpar.planning.masks import Mask
 from ds_seqpar.planning.schedules import SCHEDULES
