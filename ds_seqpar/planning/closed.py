@@ -15,6 +15,8 @@ from .pricing import INWARD, OUTWARD, Call, MachinePrices, Wires
 from .program import OWN, GatherStart, ScatterStart
 from .simulate import Start
 
+WIDE = 64  # members of a collective, beyond which a rank's own links are looked at only
+
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
@@ -157,14 +159,16 @@ class _Rank:
         """Adds the seconds of the rank's own links; returns those until it has its part."""
         ranks = start.collective.ranks
         self.messages += len(ranks) - 1
-        for src, dst, size in self.prices.edges(start):
+        own = 0.0
+        for src, dst, size in self.prices.edges(start, self.rank):
             if self.rank in (src, dst):
                 for link, seconds in list(self.prices.taken(src, dst, size))[int(dst == self.rank) :: 2]:
                     links[link] += seconds
                     self.taken[link] += seconds
+                    own = max(own, links[link])
             if dst == self.rank:
                 self.bytes[self.machine.node(src) == self.machine.node(dst)] += size
-        return self.prices.traded(start).seconds[ranks.index(self.rank)]
+        return self.prices.traded(start).seconds[ranks.index(self.rank)] if len(ranks) <= WIDE else own
 
 
 def _start(cls: type[GatherStart] | type[ScatterStart], collective: Collective) -> Start:

@@ -19,9 +19,17 @@ from .needs import PARTS, Footprint, Moment, Step
 from .shape import ITEMSIZE
 
 
-def footprint(step: Step) -> Footprint:
-    """Of the rank with the most."""
-    return _Step(step).found()
+def footprint(step: Step, attention: Figures | None = None) -> Footprint:
+    """Of the rank with the most. attention: what it takes, where that is known; default: what it does."""
+    found = _Step(step)
+    if attention is not None:
+        found.attention = attention
+    return found.found()
+
+
+def attention_figures(step: Step) -> Figures:
+    """What attention takes of the rank with the most."""
+    return _Step(step).attention
 
 
 def bytes_a_token(step: Step) -> float:

@@ -246,19 +246,21 @@ class MachinePrices:
             times.append(latency + max(x for (_, what, place), x in taken.items() if (place, what) in own))
         return Traded(tuple(taken.items()), tuple(times))
 
-    def edges(self, start: Start) -> Iterator[tuple[int, int, float]]:
-        """(from, to, bytes) of a collective."""
+    def edges(self, start: Start, rank: int | None = None) -> Iterator[tuple[int, int, float]]:
+        """(from, to, bytes) of a collective; of an exchange straight from each to each those of one rank, if given."""
         collective = start.collective
         ranks, kind = collective.ranks, collective.kind
         if isinstance(start, GatherStart):
-            for at, dst in enumerate(ranks):
-                src = ranks[at - 1]
-                units = [part for other, part in zip(ranks, collective.parts, strict=True) if other != dst]
-                yield src, dst, sum(self.bytes(self.place(src)[0], (kind, part)) for part in units)
+            sizes = [
+                self.bytes(self.place(src)[0], (kind, part)) for src, part in zip(ranks, collective.parts, strict=True)
+            ]
+            whole = sum(sizes)
+            for at, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
+                yield ranks[at - 1], dst, whole - own
             return
         for src in ranks:
             for dst in ranks:
-                if src != dst:
+                if src != dst and (rank is None or rank in (src, dst)):
                     yield src, dst, self.traded_bytes(kind, src, dst, collective.part(dst))
 
     def traded_bytes(self, kind: str, src: int, dst: int, part: Key) -> float:

@@ -1,0 +1,136 @@
+"""Every configuration that may be chosen for a job, by what the runtime takes. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..config import SequenceParallelConfig, legal_ulysses
+from ..errors import ConfigError
+from . import schedules
+from .layout import LAYOUTS, multiple
+from .schedules.base import Own, Schedule
+from .topology import Topology, divisors, place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Frame:
+    """A configuration but for what travels and the overlap. own: the schedule's own settings; topology: of the job."""
+
+    size: int
+    ulysses: int
+    schedule: Schedule
+    own: Own
+    layout: str
+    placement: str
+    topology: Topology
+
+    @property
+    def inner(self) -> int:
+        return self.size // self.ulysses
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        named = {"size": self.size, "ulysses": self.ulysses, "schedule": self.schedule.name, "layout": self.layout}
+        return {**named, "placement": self.placement, **self.own}
+
+    def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
+        """Resolved. settings: those that it leaves open. Raises ConfigError where they do not fit."""
+        return SequenceParallelConfig(**{**self.settings, **settings}).resolve(self.topology.world_size, heads)
+
+    def same(self, documents: bool) -> tuple:
+        """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and
+        layouts that give the same tokens, as far as one document goes."""
+        layout = self.layout if documents else LAYOUTS[self.layout]
+        order = tuple(axis for axis in self.topology.axes if axis[1] > 1)
+        inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
+        return self.schedule.build if self.inner > 1 else None, inner if self.inner > 1 else (), order, layout
+
+    def __str__(self) -> str:
+        own = "".join(f" {name} {_word(value)}" for name, value in self.own.items())
+        name = f"{self.schedule.name}{own}" if self.inner > 1 else ""
+        ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
+        kind = " x ".join(filter(None, (ulysses, name))) or "alone"
+        words = f"{self.size} ranks: {kind}"
+        if self.layout != self.schedule.default_layout:
+            words += f", {self.layout}"
+        return words + (f", {self.placement}" if self.placement != "auto" else "")
+
+
+def _word(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Frame]:
+    """All of them, in one order. given: settings that are no choice any more; a size, a schedule, a shape ..."""
+    sizes = [given["size"]] if _fixed(given, "size") else divisors(world)
+    for size in sizes:
+        degrees = [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0])
+        for ulysses, schedule in itertools.product(degrees, _schedules(given)):
+            for own in schedule.shapes(size // ulysses):
+                if all(own.get(name) == _listed(given[name]) for name in own if _fixed(given, name)):
+                    yield from _placed(world, size, ulysses, schedule, own, given)
+
+
+def _placed(
+    world: int, size: int, ulysses: int, schedule: Schedule, own: Own, given: Mapping[str, Any]
+) -> Iterator[Frame]:
+    axes = schedule.axes(size // ulysses, own)
+    placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)
+    layouts = (
+        [given["layout"]]
+        if _fixed(given, "layout")
+        else list(dict.fromkeys((schedule.default_layout, *schedule.layouts)))
+    )
+    for placement in placements:
+        order = place(axes, placement, schedule.placements)
+        topology = Topology.of(
+            axes, ulysses=ulysses, data=world // size, order=order, collective_axes=schedule.collective_axes
+        )
+        for layout in dict.fromkeys(layouts):
+            if layout in schedule.layouts:
+                yield Frame(
+                    size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, placement=placement,
+                    topology=topology,
+                )  # fmt: skip
+
+
+def _schedules(given: Mapping[str, Any]) -> list[Schedule]:
+    """What "auto" is comes first, so that it stands for others whose plan is the same."""
+    plain = schedules.schedule(given.get("schedule", "auto"))
+    return [plain] if _fixed(given, "schedule") else list(dict.fromkeys((plain, *schedules.SCHEDULES.values())))
+
+
+def _fixed(given: Mapping[str, Any], name: str) -> bool:
+    return given.get(name, "auto") != "auto"
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def travels(frame: Frame, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Direction -> what may go round, of that which makes a difference."""
+    found = {}
+    for way in ("forward", "backward"):
+        sides = frame.schedule.travellers if frame.inner > 1 else frame.schedule.travellers[:1]
+        found[way] = (given[way],) if _fixed(given, way) else sides
+    return found
+
+
+def refusal(frame: Frame, seq: int, documents: bool) -> str:
+    """Why the runtime would refuse a sequence of this length; "" where it would not. Packs may have any length."""
+    share = multiple(frame.layout, frame.size, frame.ulysses)
+    if documents or seq % share == 0:
+        return ""
+    return f"a length that is a multiple of {share} is needed"
+
+
+def checked(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
+    """Raises ConfigError for settings that the runtime would refuse whatever is chosen for the others."""
+    SequenceParallelConfig(**given).resolve(world, heads)
+    if isinstance(given.get("placement", "auto"), str):
+        return
+    raise ConfigError("the planner chooses among placements by name; got axes, leave placement out or name one")

@@ -1,0 +1,297 @@
+"""Which configuration is the fastest that fits: bounds for all that is legal, the closed form for those that they
+leave, the simulator for the best of these. Pure, and without a clock: the same on all ranks. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import ConfigError
+from .candidates import Frame, checked, frames, refusal
+from .footprint import footprint
+from .needs import Footprint
+from .search import (
+    Candidate,
+    Guess,
+    Guesser,
+    Question,
+    attention_of,
+    floor,
+    instructions,
+    ladder,
+    least_memory,
+    looked_at,
+    overlapped,
+    simulated,
+)
+
+FINALISTS = 6
+ORDERED = 3  # of which overlap is tried, too
+ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
+EACH = 3  # frames of every size, Ulysses degree and schedule that get as far as the closed form
+STEPS = 1000  # of the closed form, over all frames: seconds of the planner's own time
+OVERLAPPED = 16  # inner ranks up to which the order of overlap is found
+SIMULATED = 20_000  # instructions, of all finalists together
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """ranked: the fastest first, all that fit and were looked at to the end. rejected: what was not chosen, and why,
+    as sentences with how many they are about. simulated: whether `ranked` is by the simulator, else by the closed
+    form. legal: how many configurations there are; considered: of different plans."""
+
+    question: Question
+    ranked: tuple[Candidate, ...]
+    rejected: tuple[tuple[str, str], ...]
+    simulated: bool
+    legal: int
+    considered: int
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The "sequence_parallel" section of the best."""
+        return section_of(self.best)
+
+
+def section_of(candidate: Candidate) -> dict[str, Any]:
+    """What a JSON has to say for it: size, ulysses and schedule always, others where they are not the default."""
+    settings, plain = candidate.config.settings(), type(candidate.config)().settings()
+    found = {name: settings[name] for name in ("size", "ulysses", "schedule")}
+    for name, value in settings.items():
+        if name in found or value in ("auto", plain[name]):
+            continue
+        if name == "layout" and value == candidate.frame.schedule.default_layout:
+            continue
+        if candidate.frame.inner == 1 and name in candidate.frame.own:
+            continue
+        found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def plan(question: Question) -> Choice:
+    """Raises ConfigError where nothing fits, with the nearest that would."""
+    choice = chosen(question)
+    if not choice.ranked:
+        raise ConfigError(shortage(choice))
+    return choice
+
+
+def chosen(question: Question) -> Choice:
+    """The same; where nothing fits nothing is ranked."""
+    checked(question.given, question.world, question.heads)
+    search = _Search(question)
+    finalists = search.closed()
+    ranked, by_simulation = search.finals(finalists)
+    return Choice(
+        question=question,
+        ranked=tuple(ranked),
+        rejected=tuple(search.reasons(ranked)),
+        simulated=by_simulation,
+        legal=search.legal,
+        considered=search.considered,
+    )
+
+
+class _Search:
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.refused: Counter[tuple[str, str]] = Counter()  # (who, why) -> how many
+        self.lost: list[Candidate] = []
+        self.bounds: list[Candidate] = []  # finalists by their closed form
+        self.legal = self.considered = 0
+        self.dropped: Counter[int] = Counter()  # size -> frames of which others of its kind receive less
+
+    # ---- by bounds
+
+    def distinct(self) -> Iterator[Frame]:
+        """One frame of each plan that is legal."""
+        seen: set[tuple] = set()
+        question = self.question
+        for frame in frames(question.world, question.heads, question.given):
+            if reason := refusal(frame, question.seq, bool(question.documents)):
+                self.refused[f"{frame.size} ranks", reason] += 1
+                continue
+            self.legal += 1
+            key = frame.same(bool(question.documents))
+            if key not in seen:
+                seen.add(key)
+                self.considered += 1
+                yield frame
+
+    def sized(self) -> Iterator[Frame]:
+        """Those of sizes that memory leaves a chance."""
+        fits: dict[int, Footprint] = {}
+        for frame in self.distinct():
+            if frame.size not in fits:
+                fits[frame.size] = least_memory(self.question, frame.size)
+            needed = fits[frame.size].peak.total
+            if needed > self.question.limit:
+                reason = f"{needed / GIB:.1f} GiB a rank are needed at least, there are {self.question.limit / GIB:.1f}"
+                self.refused[f"{frame.size} ranks", reason] += 1
+            else:
+                yield frame
+
+    def guessed(self) -> list[Guess]:
+        """The most promising first, and few of a kind."""
+        guesser = Guesser(self.question)
+        found = [guesser(frame) for frame in self.sized()]
+        kinds: Counter[tuple] = Counter()
+        kept = []
+        for entry in sorted(found, key=_promise):
+            frame = entry.frame
+            kind = frame.size, frame.ulysses, frame.schedule.name
+            kinds[kind] += 1
+            if kinds[kind] <= EACH:
+                kept.append(entry)
+            else:
+                self.dropped[frame.size] += 1
+        return kept
+
+    # ---- by the closed form
+
+    def closed(self) -> list[Candidate]:
+        """Those that fit, the fastest first."""
+        found: list[Candidate] = []
+        same: dict[tuple, Candidate] = {}
+        steps = 0
+        for guess in self.guessed():
+            frame = guess.frame
+            best = sorted(one.seconds for one in found)[:FINALISTS]
+            if len(best) == FINALISTS and guess.least > best[-1]:
+                self.refuse(frame, "its products alone take longer than the whole of others")
+                continue
+            if len(best) == FINALISTS and steps + guess.work > STEPS:
+                self.refuse(frame, "by what it receives it is expected to be slower")
+                continue
+            steps += guess.work + 2
+            candidate = looked_at(self.question, frame, self.question.given.get("overlap", False))
+            if isinstance(candidate, str):
+                self.refused[str(frame), candidate] += 1
+            elif (key := _numbers(candidate)) in same:
+                self.refused[str(frame), f"in all that counts the same as {same[key].frame}"] += 1
+            else:
+                same[key] = candidate
+                found.append(candidate)
+        return sorted(found, key=lambda one: one.seconds)
+
+    def refuse(self, frame: Frame, why: str) -> None:
+        self.refused[f"{frame.size} ranks", why] += 1
+
+    # ---- by the simulator
+
+    def finals(self, found: list[Candidate]) -> tuple[list[Candidate], bool]:
+        """The best, and whether they are simulated."""
+        finalists = found[:FINALISTS]
+        self.lost, self.bounds = found[FINALISTS:], finalists
+        if not finalists or sum(instructions(one) for one in finalists) > SIMULATED:
+            return _plainest(finalists), False
+        over = [] if "overlap" in self.question.given else self.overlapping(found)
+        ranked = sorted((simulated(self.question, one) for one in (*finalists, *over)), key=lambda one: one.seconds)
+        return _plainest(ranked), True
+
+    def overlapping(self, found: list[Candidate]) -> list[Candidate]:
+        """Those with overlap that may be faster than the best without."""
+        least = [(overlapped(self.question, one), n) for n, one in enumerate(found) if _gathers(one.frame)]
+        chances = [found[n] for bound, n in sorted(least) if bound < found[0].seconds]
+        for one in chances:
+            if one.frame.inner > OVERLAPPED:
+                self.refused["overlap", f"its order is looked for on {OVERLAPPED} inner ranks at most"] += 1
+        chances = [one for one in chances if one.frame.inner <= OVERLAPPED][:ORDERED]
+        tried = [looked_at(self.question, one.frame, True) for one in chances]
+        return [one for one in tried if isinstance(one, Candidate)]
+
+    def reasons(self, ranked: list[Candidate]) -> Iterator[tuple[str, str]]:
+        fastest = min((one.seconds for one in self.bounds), default=1.0)
+        for one in self.lost[:FINALISTS]:
+            yield str(one.frame), f"{one.seconds / fastest:.3f} times the least that the best takes, at least"
+        if rest := len(self.lost[FINALISTS:]):
+            yield f"{rest} more", "slower than these, by their bounds"
+        for (who, why), count in self.refused.items():
+            yield (who if count == 1 else f"{who} ({count})"), why
+        for size, count in self.dropped.items():
+            yield f"{size} ranks ({count})", "others of their schedule and Ulysses degree receive less"
+
+
+def _promise(guess: Guess) -> tuple:
+    """In steps of 2 %, which a guess is not better than; then by what a sequence takes of links, and the plainest."""
+    return (
+        round(50 * math.log(guess.seconds)),
+        guess.moved * guess.frame.size,
+        len(guess.frame.own),
+        guess.frame.placement != "auto",
+    )
+
+
+def _numbers(one: Candidate) -> tuple:
+    return one.config.size, one.config.ulysses, one.forward, one.backward, one.memory.peak.total, one.config.overlap
+
+
+def _gathers(frame: Frame) -> bool:
+    return any(frame.topology.size(axis) > 1 for axis in frame.schedule.collective_axes)
+
+
+def _plainest(ranked: list[Candidate]) -> list[Candidate]:
+    """With the plainest of those that are as fast as the first in front."""
+    alike = [one for one in ranked if one.seconds <= ranked[0].seconds * ALIKE]
+    first = sorted(alike, key=lambda one: (len(section_of(one)), one.config.size))[:1]
+    return first + [one for one in ranked if one not in first]
+
+
+def shortage(choice: Choice) -> str:
+    """What would fit, where nothing does."""
+    question = choice.question
+    near = nearest_fits(question)
+    sizes = [why for who, why in choice.rejected if "GiB" in why]
+    said = sizes[-1] if sizes else (choice.rejected[0][1] if choice.rejected else "there is no candidate")
+    advice = "; or ".join(near) if near else "take a smaller model"
+    return f"no configuration fits {question.seq} tokens on {question.world} ranks: {said}; {advice}"
+
+
+def nearest_fits(question: Question) -> list[str]:
+    """What to change so that something fits, one thing at a time, with numbers."""
+    found = []
+    for times in (2, 4, 8, 16, 32):
+        more = dataclasses.replace(question, world=question.world * times, given={**question.given, "size": "auto"})
+        if _fits(more, more.world):
+            found.append(f"{more.world} ranks")
+            break
+    if not question.documents:
+        shorter = question.seq
+        while shorter > 1024:
+            shorter //= 2
+            if _fits(dataclasses.replace(question, seq=shorter), question.world):
+                found.append(f"{shorter} tokens")
+                break
+    return found
+
+
+def _fits(question: Question, size: int) -> bool:
+    """Whether the leanest of this size fits: Ulysses as far as heads go, with everything that spares."""
+    if least_memory(question, size).peak.total > question.limit:
+        return False
+    for frame in frames(question.world, question.heads, {**question.given, "size": size, "placement": "auto"}):
+        if refusal(frame, question.seq, bool(question.documents)) or (
+            frame.inner > 1 and frame.schedule.collective_axes
+        ):
+            continue
+        for sparing in reversed(ladder(question, frame.ulysses)):
+            config = frame.config(question.heads, **sparing)
+            figures = attention_of(question, frame, config)
+            if footprint(question.step(config), figures).peak.total <= question.limit:
+                return True
+    return False
+
+
+def over_floor(choice: Choice, candidate: Candidate) -> float | None:
+    """Bytes that the busiest rank receives in forward over the least that there is; None where that is none."""
+    least = floor(choice.question, candidate)
+    stages = candidate.config.head_stages
+    return stages * candidate.forward.received / least if least else None

@@ -1,0 +1,343 @@
+"""What the planner looks at, and what it finds of each candidate: numbers. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..config import SequenceParallelConfig
+from ..errors import ConfigError
+from . import heads as dealing
+from .calls import Figures
+from .candidates import Frame, travels
+from .closed import Closed, closed
+from .everyone import programs
+from .footprint import attention_figures, footprint
+from .layout import LAYOUTS, contiguous
+from .machine import PER_PRODUCT, Machine
+from .masks import Mask
+from .needs import Footprint, Model, Step, Zero
+from .recipes import shape_of
+from .shape import ITEMSIZE
+from .simulate import simulate
+from .steptime import StepTime, call_of, step_time
+
+# settings that spare memory, in the order in which they are tried; each with those before it
+SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
+LAST_SPARING: tuple[dict[str, Any], ...] = ({"offload_checkpoints": True}, {"keep_attention": False})
+DIRECTIONS = ("forward", "backward")
+GIB = 2**30
+TURNS = 8  # inner ranks from which on one more of a ring does not change what attention takes of memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
+    () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
+    settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
+    memory: bytes a rank, None for what the machine has for tensors."""
+
+    model: Model
+    machine: Machine
+    world: int
+    seq: int
+    documents: tuple[int, ...] = ()
+    window: int | None = None
+    batch: int = 1
+    dtype: str = "bfloat16"
+    zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
+    checkpointing: bool = True
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sequences: int | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.documents and sum(self.documents) != self.seq:
+            raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
+        self.machine.needs(self.dtype)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.model.heads, self.model.kv_heads
+
+    @functools.cached_property
+    def mask(self) -> Mask:
+        return Mask(window=self.window, documents=Mask.documents_of(self.documents))
+
+    @property
+    def limit(self) -> int:
+        return self.machine.usable if self.memory is None else self.memory
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs that are visible."""
+        lengths = self.documents or (self.seq,)
+        window = self.window or self.seq
+        return sum(n * (n + 1) // 2 - max(0, n - window) * (max(0, n - window) + 1) // 2 for n in lengths)
+
+    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> Step:
+        return Step(
+            model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,
+            zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
+        )  # fmt: skip
+
+    def objective(self, took: StepTime) -> float:
+        """Seconds for each sequence."""
+        if self.sequences is None:
+            return took.seconds / took.sequences
+        return math.ceil(self.sequences / took.sequences) * took.seconds / self.sequences
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """travels: forward and backward. sparing: settings of memory. figures: of attention's memory. forward, backward: of
+    one stage of heads of one layer. seconds: for each sequence. simulated: whether attention's time was simulated, else
+    it is the closed form's."""
+
+    frame: Frame
+    config: SequenceParallelConfig
+    travels: tuple[str, str]
+    sparing: Mapping[str, Any]
+    figures: Figures
+    forward: Closed
+    backward: Closed
+    time: StepTime
+    seconds: float
+    memory: Footprint
+    simulated: bool = False
+
+
+# ---- bounds without a plan
+
+
+class Guess(NamedTuple):
+    """seconds: an estimate for each sequence, with what is received; least: a bound, of the products alone. moved:
+    seconds of what is received, of one layer. work: about how many steps a rank has, or many more where blocks go one
+    by one."""
+
+    seconds: float
+    least: float
+    moved: float
+    work: int
+    frame: Frame
+
+
+class Guesser:
+    """By what frames are ordered. Bytes count as ones between nodes where an axis that brings them leaves the node."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.products: dict[tuple[int, int], tuple[float, ...]] = {}
+        self.leasts: dict[tuple[int, int], float] = {}
+
+    def product(self, frame: Frame) -> tuple[float, ...]:
+        """Seconds of a layer's products forward and backward, on the busiest member, if inner ranks share them."""
+        key, its = (frame.size, frame.ulysses), self.question
+        if key not in self.products:
+            wide, _ = dealing.most(*its.heads, frame.ulysses)
+            pairs = its.pairs * wide * its.model.head_dim * its.batch / frame.inner
+            self.products[key] = tuple(
+                PER_PRODUCT[way] * pairs / its.machine.best_rate(its.dtype, way) for way in DIRECTIONS
+            )
+            self.leasts[key] = self.seconds(frame, *self.products[key])
+        return self.products[key]
+
+    def seconds(self, frame: Frame, forward: float, backward: float) -> float:
+        step = self.question.step(_plain(frame.size))
+        return self.question.objective(step_time(step, self.question.machine, forward, backward))
+
+    def __call__(self, frame: Frame) -> Guess:
+        its, products = self.question, self.product(frame)
+        wide, narrow = dealing.most(*its.heads, frame.ulysses)
+        lopsided = self.lopsided(frame)
+        exchanged = _exchanged(its, frame, wide, narrow)
+        heads = wide, narrow, its.model.head_dim
+        shape = shape_of(its.given.get("travel_dtype", "fp32"), its.dtype, its.batch, heads)
+        took, moved = [], 2 * exchanged
+        for way, product in zip(DIRECTIONS, products, strict=True):
+            units = {kind: n * its.seq / frame.inner for kind, n in shape.bytes_per_token(way).items()}
+            carried = min(_seconds(its.machine, frame, way, side, units) for side in travels(frame, its.given)[way])
+            took.append(max(product * (2 if lopsided else 1), carried) + exchanged)
+            moved += carried
+        work = frame.inner + (frame.inner**2 // 50 if lopsided else 0)
+        return Guess(self.seconds(frame, *took), self.leasts[frame.size, frame.ulysses], moved, work, frame)
+
+    def lopsided(self, frame: Frame) -> bool:
+        """Whether the last rank has about twice its share: causal attention on blocks in the order of the text, unless
+        the schedule is made for that, and so takes nothing else."""
+        plain = self.question.mask.scale_free and LAYOUTS[frame.layout] is contiguous
+        return plain and frame.inner > 1 and frame.schedule.takes(0, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _plain(size: int) -> SequenceParallelConfig:
+    return SequenceParallelConfig(size=size, ulysses=1).resolve(size)
+
+
+def _near(machine: Machine, frame: Frame, axis: str) -> bool:
+    """Whether all ranks along an axis are in one node."""
+    stride = 1
+    for name, size in frame.topology.axes:
+        if name == axis:
+            return size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
+        stride *= size
+    return True
+
+
+def _seconds(machine: Machine, frame: Frame, way: str, side: str, units: Mapping[str, float]) -> float:
+    axes = [(name, frame.topology.size(name)) for name in frame.topology.inner_axes]
+    near = [(name, size if _near(machine, frame, name) else 1) for name, size in axes]
+    total = max(frame.schedule.received(tuple(axes), way, side, units))
+    inside = max(frame.schedule.received(tuple(near), way, side, units))
+    return max(inside / machine.inside.rate, (total - inside) / _between(machine))
+
+
+def _between(machine: Machine) -> float:
+    share = machine.uplink / machine.per_node if machine.uplink else machine.between.rate
+    return min(machine.between.rate, share)
+
+
+def _exchanged(question: Question, frame: Frame, wide: int, narrow: int) -> float:
+    machine, members = question.machine, frame.ulysses
+    rate = machine.inside.rate if _near(machine, frame, "ulysses") else _between(machine)
+    tokens = question.seq / frame.size * question.batch
+    elements = tokens * (members - 1) * (2 * wide + 2 * narrow) * question.model.head_dim
+    return elements * ITEMSIZE[question.dtype] / rate
+
+
+# ---- closed form, memory, simulation
+
+
+def looked_at(question: Question, frame: Frame, overlap: bool = False) -> Candidate | str:
+    """A candidate by its closed form, with as few settings that spare memory as it needs; or why it is none."""
+    known: dict[tuple, Figures] = {}  # attention's memory, by the settings that it depends on
+    least = math.inf
+    try:
+        for sparing in ladder(question, frame.ulysses):
+            config = configured(question, frame, sparing, overlap)
+            key = config.head_stages, config.keep_attention
+            if key not in known:
+                known[key] = attention_of(question, frame, config)
+            memory = footprint(question.step(config, Mask()), known[key])
+            least = min(least, memory.peak.total)
+            if memory.peak.total <= question.limit:
+                return _candidate(question, frame, config, sparing, known[key], memory)
+    except ConfigError as error:
+        return str(error)
+    return f"{least / GIB:.1f} GiB a rank are needed at least, there are {question.limit / GIB:.1f}"
+
+
+def configured(
+    question: Question, frame: Frame, sparing: Mapping[str, Any], overlap: bool = False
+) -> SequenceParallelConfig:
+    """Resolved. What goes round is given, or what brings the busiest rank fewer bytes."""
+    sides = {way: question.given.get(way, "auto") for way in DIRECTIONS}
+    return frame.config(question.heads, **{**_common(question.given), **sparing, **sides, "overlap": overlap})
+
+
+def _candidate(
+    question: Question, frame: Frame, config: SequenceParallelConfig, sparing: Mapping[str, Any], figures: Figures,
+    memory: Footprint,
+) -> Candidate:  # fmt: skip
+    stages = config.head_stages
+    call = call_of(question.step(config), stages)
+    ways = [closed(question.machine, call, way) for way in DIRECTIONS]
+    seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
+    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures)
+    return Candidate(
+        frame=frame,
+        config=config,
+        travels=(call.travels("forward"), call.travels("backward")),
+        sparing=dict(sparing),
+        figures=figures,
+        forward=ways[0],
+        backward=ways[1],
+        time=took,
+        seconds=question.objective(took),
+        memory=memory,
+    )
+
+
+def _common(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of settings that frames do not have."""
+    names = (
+        "travel_dtype",
+        "kernel",
+        "head_stages",
+        "keep_attention",
+        "offload_checkpoints",
+        "mlp_tiles",
+        "loss_tiles",
+    )
+    return {name: given[name] for name in names if name in given}
+
+
+def ladder(question: Question, ulysses: int) -> list[dict[str, Any]]:
+    """Settings that spare more and more memory; what is given is left as it is."""
+    given, (q_heads, kv_heads) = question.given, question.heads
+    stages = [{"head_stages": n} for n in dealing.free_stages(q_heads, kv_heads, ulysses) if n > 1]
+    rungs: list[dict[str, Any]] = [{}]
+    for settings in (*SPARING, *stages, *LAST_SPARING):
+        more = {name: value for name, value in settings.items() if name not in given}
+        if more and not (not question.checkpointing and set(more) & {"offload_checkpoints", "keep_attention"}):
+            rungs.append({**rungs[-1], **more})
+    return rungs
+
+
+def attention_of(question: Question, frame: Frame, config: SequenceParallelConfig) -> Figures:
+    """What attention takes of memory: on a ring of more than a few ranks what it takes on fewer, of as many tokens
+    each."""
+    for inner in (n for n in range(TURNS, frame.inner) if frame.inner % n == 0):
+        fixed = {name: frame.topology.size(name) for name in frame.schedule.collective_axes}
+        for own in frame.schedule.shapes(inner):
+            sizes = dict(frame.schedule.axes(inner, own))
+            if all(sizes[name] == size for name, size in fixed.items()):
+                small = dataclasses.replace(config, size=inner * frame.ulysses, own=tuple(own.items()))
+                seq = question.seq * small.size // config.size
+                return attention_figures(dataclasses.replace(question.step(small, Mask()), seq=seq))
+    return attention_figures(question.step(config, Mask()))
+
+
+def least_memory(question: Question, size: int) -> Footprint:
+    """Without attention, with everything that spares: no candidate of this size takes less."""
+    sparing = {name: value for rung in ladder(question, 1) for name, value in rung.items() if name != "head_stages"}
+    config = SequenceParallelConfig(size=size, ulysses=1, **{**_common(question.given), **sparing}).resolve(size)
+    return footprint(question.step(config, Mask()), Figures(forward=0, kept=0, backward=0, inputs=True))
+
+
+def instructions(candidate: Candidate) -> int:
+    """About how many are simulated: each rank has some for every other inner one at most."""
+    return 12 * candidate.config.size * candidate.frame.inner + 12 * candidate.config.size
+
+
+def overlapped(question: Question, candidate: Candidate) -> float:
+    """Seconds for each sequence that it takes at least with overlap."""
+    stages = candidate.config.head_stages
+    seconds = [stages * way.overlapped for way in (candidate.forward, candidate.backward)]
+    took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
+    return question.objective(took)
+
+
+def simulated(question: Question, candidate: Candidate) -> Candidate:
+    """With the time of attention that the simulator finds."""
+    stages = candidate.config.head_stages
+    call = call_of(question.step(candidate.config), stages)
+    seconds = [stages * simulate(*programs(question.machine, call, way)).seconds for way in DIRECTIONS]
+    took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
+    return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
+
+
+def floor(question: Question, candidate: Candidate) -> float:
+    """The least bytes that a rank can receive in forward, whatever the schedule, of full attention and for this degree
+    of Ulysses: 4 S D sqrt(Hq Hkv / (U P)), less what it owns of them. Under a causal mask it is lower by sqrt(2)."""
+    (q_heads, kv_heads), frame = question.heads, candidate.frame
+    token = question.model.head_dim * ITEMSIZE[question.dtype] * question.batch * question.seq
+    whole = 4 * token * math.sqrt(q_heads * kv_heads / (frame.ulysses * frame.size))
+    return max(0.0, whole - token * 2 * (q_heads + kv_heads) / (frame.size * frame.ulysses))
+
+
+def described(documents: tuple[int, ...], seq: int) -> str:
+    return f"{seq} tokens" + (f" in {len(documents)} documents" if documents else "")
