@@ -1,5 +1,6 @@
 """Command line: `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time;
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank;
+`deepspeed --module ds_seqpar calibrate` measures a machine, on the ranks that are to train;
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import cpu_op, memory_command
+from . import calibrate, cpu_op, memory_command
 from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import ConfigError, SeqParError
 from .planning.compile import Compiler, pattern_of, weight
@@ -27,6 +28,7 @@ from .running.inputs import check_length
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for settings that do not fit."""
     parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # which DeepSpeed's launcher gives to all
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser(
         "show",
@@ -57,9 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev; a byte is sent in a second")
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory_command.add_parser(commands)
+    calibrate.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        {"show": _show, "prepare": _prepare, "memory": memory_command.run}[args.command](args)
+        {"show": _show, "prepare": _prepare, "memory": memory_command.run, "calibrate": calibrate.run}[args.command](
+            args
+        )
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2

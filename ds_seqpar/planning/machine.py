@@ -34,7 +34,8 @@ class Wire:
 class Machine:
     """per_node: ranks of a node; rank r is in node r // per_node. inside: a rank's link to ranks of its node; between:
     its own to other nodes. uplink: bytes/s each way that all of a node's ranks share, None where they share none.
-    duplex: whether a link carries both ways at once.
+    duplex: whether a link carries both ways at once. stolen: seconds of a rank's work that a byte takes which it sends
+    or receives: where processors carry bytes, that is most of what a byte costs.
 
     attention: dtype, direction, kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of a tile's
     rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; offload_rate: of copies to
@@ -49,6 +50,7 @@ class Machine:
     between: Wire
     uplink: float | None
     duplex: bool
+    stolen: float
     attention: Mapping[str, Mapping[str, Mapping[str, Table]]]
     gemm: Mapping[str, float]
     memory_rate: float
@@ -135,8 +137,8 @@ def presets() -> dict[str, Any]:
 
 
 NUMBERS = ("memory_rate", "offload_rate", "memory")
-FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "attention", "gemm", *NUMBERS, "host", "spare",
-          "sources")  # fmt: skip
+FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
+          "spare", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object) -> Machine:
@@ -160,6 +162,7 @@ def machine_of(name: str, content: object) -> Machine:
         between=_wire(name, "between", given["between"]),
         uplink=None if given["uplink"] is None else _number(name, "uplink", given["uplink"]),
         duplex=_flag(name, "duplex", given["duplex"]),
+        stolen=_number(name, "stolen", given["stolen"], least=0),
         attention=_attention(name, given["attention"]),
         gemm={
             dtype: _number(name, f"gemm.{dtype}", rate) for dtype, rate in _object(name, "gemm", given["gemm"]).items()

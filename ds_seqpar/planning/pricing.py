@@ -25,7 +25,9 @@ from .program import (
     Instruction,
     Merge,
     Pack,
+    Post,
     Product,
+    ScatterStart,
     Wait,
 )
 from .recipes import recipe_of, shape_of
@@ -132,7 +134,18 @@ class MachinePrices:
             if (rank, instruction) in self.added:
                 seconds += sum(self.copied(3, member, unit, wide=True) for unit, _ in instruction.results)
             return seconds, calls
-        return self.copies(member, inner, instruction), 1
+        return self.copies(member, inner, instruction) + self.machine.stolen * self.carries(rank, instruction), 1
+
+    def carries(self, rank: int, one: Instruction) -> float:
+        """Bytes that the rank sends and receives because of an instruction, where they take something from its work."""
+        if not self.machine.stolen:
+            return 0.0
+        if isinstance(one, Post):
+            ends = [(rank, t.unit) for t in one.sends] + [(t.peer, t.unit) for t in one.receives]
+            return sum(self.bytes(self.place(src)[0], unit) for src, unit in ends)
+        if isinstance(one, GatherStart | ScatterStart):
+            return sum(size for src, dst, size in self.edges(one) if rank in (src, dst))
+        return 0.0
 
     def copies(self, member: int, inner: int, one: Instruction) -> float:
         """Bytes that are read and written, at the memory's rate."""

@@ -1,0 +1,46 @@
+"""A machine is measured on real ranks; what is found is a machine's file, the same on all of them."""
+
+import json
+import os
+
+import pytest
+
+from ds_seqpar import calibrate
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning.machine import Machine
+from tests.launch import RankFailure, on_ranks
+
+
+def small(per_node):
+    """Of tiny tensors, on ranks that are told how many share a node."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node[int(os.environ["RANK"])])
+    for sizes, size in ((calibrate.TILES, (32, 64)), (calibrate.HEADS, (1, 16)), (calibrate.MATRIX, 64),
+                        (calibrate.LONG, 2**16), (calibrate.MOVED, 2**16), (calibrate.FEW, 0.0)):  # fmt: skip
+        sizes["cpu"] = size
+    return calibrate.calibrate()
+
+
+@pytest.mark.parametrize("per_node", [4, 2, 1])
+def test_a_calibration_is_a_machine(tmp_path, per_node):
+    first, *others = on_ranks(4, small, [per_node] * 4)
+    assert all(other == first for other in others)
+    place = tmp_path / "machine.json"
+    place.write_text(json.dumps(first))
+    machine = Machine.load(str(place))
+    assert machine.per_node == per_node
+    assert set(machine.attention) == set(machine.gemm) == {"float32", "bfloat16"}
+    assert machine.sources["inside"].startswith("measured" if per_node > 1 else "not measured")
+    assert machine.sources["between"].startswith("measured" if per_node < 4 else "not measured")
+    assert not machine.ahead
+    assert "GB/s each way" in calibrate.table(first)
+
+
+def test_unequal_nodes_are_refused():
+    with pytest.raises(RankFailure, match=r"nodes of equally many ranks; got nodes of \[1, 3\]"):
+        on_ranks(4, small, [3, 3, 3, 1])
+
+
+def test_it_needs_ranks(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK is not set"):
+        calibrate.run(None)
