@@ -42,10 +42,9 @@ class Closed:
 def closed(machine: Machine, call: Call, direction: str) -> Closed:
     """Of the ranks at the ends of the first node and of the sequence, and one between; where a node's ranks share a
     link, of all the first node's."""
-    size, last = call.config.size, min(machine.per_node, call.config.size) - 1
-    ranks = {0, last, size // 2, size - 1} | (set(range(last + 1)) if machine.uplink else set())
+    ranks = sampled(machine, call.config.size)
     steps, prices = built(call, direction), MachinePrices(machine, call, direction)
-    found = [_Rank(prices, call, rank, steps) for rank in sorted(ranks)]
+    found = [_Rank(prices, call, rank, steps) for rank in ranks]
     shared: dict[Wires, float] = defaultdict(float)
     for one in found:
         for link, seconds in one.taken.items():
@@ -62,6 +61,12 @@ def closed(machine: Machine, call: Call, direction: str) -> Closed:
         between=max(one.bytes[False] for one in found),
         messages=max(one.messages for one in found),
     )
+
+
+def sampled(machine: Machine, size: int) -> list[int]:
+    last = min(machine.per_node, size) - 1
+    shared = range(last + 1) if machine.uplink and size > machine.per_node else ()
+    return sorted({0, last, size // 2, size - 1, *shared})
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,7 +173,7 @@ class _Rank:
                     own = max(own, links[link])
             if dst == self.rank:
                 self.bytes[self.machine.node(src) == self.machine.node(dst)] += size
-        return self.prices.traded(start).seconds[ranks.index(self.rank)] if len(ranks) <= WIDE else own
+        return self.prices.pace(start)[ranks.index(self.rank)] if len(ranks) <= WIDE else own
 
 
 def _start(cls: type[GatherStart] | type[ScatterStart], collective: Collective) -> Start:

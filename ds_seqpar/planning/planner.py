@@ -13,11 +13,11 @@ from ..errors import ConfigError
 from .candidates import Frame, checked, frames, refusal
 from .footprint import footprint
 from .needs import Footprint
+from .question import Question
 from .search import (
     Candidate,
     Guess,
     Guesser,
-    Question,
     attention_of,
     floor,
     instructions,
@@ -29,12 +29,13 @@ from .search import (
 )
 
 FINALISTS = 6
+FAR = 1.25  # times the best: what is guessed to take longer is not looked at
 ORDERED = 3  # of which overlap is tried, too
 ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
-EACH = 3  # frames of every size, Ulysses degree and schedule that get as far as the closed form
-STEPS = 1000  # of the closed form, over all frames: seconds of the planner's own time
+EACH = 2  # frames of every size, Ulysses degree and schedule that get as far as the closed form
+STEPS = 4000  # of ranks, that the closed form looks at: seconds of the planner's own time
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found
-SIMULATED = 20_000  # instructions, of all finalists together
+SIMULATED = 15_000  # instructions, of all finalists together
 GIB = 2**30
 
 
@@ -140,20 +141,22 @@ class _Search:
                 yield frame
 
     def guessed(self) -> list[Guess]:
-        """The most promising first, and few of a kind."""
+        """The best of each size and Ulysses degree and then others, the most promising first, and few of a kind."""
         guesser = Guesser(self.question)
         found = [guesser(frame) for frame in self.sized()]
         kinds: Counter[tuple] = Counter()
-        kept = []
+        first, then, last = list[Guess](), list[Guess](), list[Guess]()
         for entry in sorted(found, key=_promise):
             frame = entry.frame
-            kind = frame.size, frame.ulysses, frame.schedule.name
-            kinds[kind] += 1
-            if kinds[kind] <= EACH:
-                kept.append(entry)
+            kinds[frame.size, frame.ulysses] += 1
+            kinds[frame.size, frame.ulysses, frame.schedule.name, frame.plain] += 1
+            if kinds[frame.size, frame.ulysses] == 1:
+                first.append(entry)
+            elif kinds[frame.size, frame.ulysses, frame.schedule.name, frame.plain] <= (EACH if frame.plain else 1):
+                (then if frame.plain else last).append(entry)
             else:
                 self.dropped[frame.size] += 1
-        return kept
+        return first + then + last
 
     # ---- by the closed form
 
@@ -168,10 +171,10 @@ class _Search:
             if len(best) == FINALISTS and guess.least > best[-1]:
                 self.refuse(frame, "its products alone take longer than the whole of others")
                 continue
-            if len(best) == FINALISTS and steps + guess.work > STEPS:
+            if best and (steps + guess.work > STEPS or guess.seconds > FAR * best[0]):
                 self.refuse(frame, "by what it receives it is expected to be slower")
                 continue
-            steps += guess.work + 2
+            steps += guess.work
             candidate = looked_at(self.question, frame, self.question.given.get("overlap", False))
             if isinstance(candidate, str):
                 self.refused[str(frame), candidate] += 1
@@ -194,6 +197,9 @@ class _Search:
         if not finalists or sum(instructions(one) for one in finalists) > SIMULATED:
             return _plainest(finalists), False
         over = [] if "overlap" in self.question.given else self.overlapping(found)
+        if sum(instructions(one) for one in (*finalists, *over)) > SIMULATED:
+            self.refused["overlap", "it would take too long to find its order"] += len(over)
+            over = []
         ranked = sorted((simulated(self.question, one) for one in (*finalists, *over)), key=lambda one: one.seconds)
         return _plainest(ranked), True
 
@@ -222,12 +228,8 @@ class _Search:
 
 def _promise(guess: Guess) -> tuple:
     """In steps of 2 %, which a guess is not better than; then by what a sequence takes of links, and the plainest."""
-    return (
-        round(50 * math.log(guess.seconds)),
-        guess.moved * guess.frame.size,
-        len(guess.frame.own),
-        guess.frame.placement != "auto",
-    )
+    links = guess.moved * guess.frame.size
+    return round(50 * math.log(guess.seconds)), links, len(guess.frame.own), guess.frame.placement != "auto"
 
 
 def _numbers(one: Candidate) -> tuple:
