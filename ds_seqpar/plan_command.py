@@ -25,6 +25,7 @@ from .planning.timeline import Timeline
 
 GIB = 2**30
 DRAWN = 32  # ranks in a picture
+REASONS = 16  # that the table has
 
 
 def add_parser(commands: Any) -> None:
@@ -127,6 +128,7 @@ def _timeline(choice: Choice) -> Timeline:
 
 def table(choice: Choice) -> str:
     its, best = choice.question, choice.best
+    more = len(choice.rejected) - REASONS
     what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
     head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
     basis = "attention simulated" if choice.simulated else "attention by its closed form: it takes that at least"
@@ -149,7 +151,8 @@ def table(choice: Choice) -> str:
             *_parts(best),
             "",
             "why not others:",
-            *(f"  {who}: {why}" for who, why in choice.rejected),
+            *(f"  {who}: {why}" for who, why in choice.rejected[:REASONS]),
+            *[f"  and {more} reasons more, which --json has"][: more > 0],
         ]
     )
 

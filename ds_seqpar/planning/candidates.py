@@ -65,11 +65,12 @@ class Frame:
         return self.topology.size(*axes)
 
     def __str__(self) -> str:
-        own = "".join(f" {name} {_word(value)}" for name, value in self.own.items())
-        name = f"{self.schedule.name}{own}" if self.inner > 1 else ""
+        named = self.schedule.name
+        own = "".join(f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.own.items())
+        name = f"{named}{own}" if self.inner > 1 else ""
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         kind = " x ".join(filter(None, (ulysses, name))) or "alone"
-        words = f"{self.size} ranks: {kind}"
+        words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
         if not self.plain:
             words += f", {self.layout}"
         return words + (f", {self.placement}" if self.placement != "auto" else "")

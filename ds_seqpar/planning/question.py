@@ -54,6 +54,10 @@ class Question:
     def limit(self) -> int:
         return self.machine.usable if self.memory is None else self.memory
 
+    def hosted(self, size: int) -> bool:
+        """Whether a node's host has room for so many bytes of each of its ranks."""
+        return size * min(self.world, self.machine.per_node) <= self.machine.host_memory
+
     @functools.cached_property
     def pairs(self) -> int:
         """(query, key) pairs that are visible."""

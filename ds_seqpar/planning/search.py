@@ -173,7 +173,7 @@ def looked_at(question: Question, frame: Frame, overlap: bool = False) -> Candid
                 known[key] = attention_of(question, frame, config)
             memory = footprint(question.step(config, Mask()), known[key])
             least = min(least, memory.peak.total)
-            if memory.peak.total <= question.limit:
+            if memory.peak.total <= question.limit and question.hosted(memory.host):
                 return _candidate(question, frame, config, sparing, known[key], memory)
     except ConfigError as error:
         return str(error)
