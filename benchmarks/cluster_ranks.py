@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import cluster_net, cluster_peers
 from benchmarks.cluster_spec import Spec
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar import SequenceParallel, SequenceParallelConfig, calibrate
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -107,6 +108,11 @@ def turn(index: int, start: float) -> float:
     time.sleep(max(0.0, start - time.monotonic()))
     step(ROWS[index])
     return time.monotonic() - start
+
+
+def calibrated() -> dict[str, Any]:
+    """This machine, as the planner is told of it."""
+    return calibrate.calibrate()
 
 
 def errors(index: int, task: Task) -> list[float]:

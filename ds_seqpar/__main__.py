@@ -1,6 +1,7 @@
 """Command line: `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time;
 `python -m ds_seqpar memory` predicts what a training step of a model needs on each rank;
-`deepspeed --module ds_seqpar calibrate` measures a machine, on the ranks that are to train;
+`python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched;
+`deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train;
 `python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import calibrate, cpu_op, memory_command
+from . import calibrate, cpu_op, memory_command, plan_command
 from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import ConfigError, SeqParError
 from .planning.compile import Compiler, pattern_of, weight
@@ -59,12 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev; a byte is sent in a second")
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory_command.add_parser(commands)
+    plan_command.add_parser(commands)
     calibrate.add_parser(commands)
     args = parser.parse_args(argv)
+    runs = {"memory": memory_command.run, "plan": plan_command.run, "calibrate": calibrate.run}
     try:
-        {"show": _show, "prepare": _prepare, "memory": memory_command.run, "calibrate": calibrate.run}[args.command](
-            args
-        )
+        {"show": _show, "prepare": _prepare, **runs}[args.command](args)
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2

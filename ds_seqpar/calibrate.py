@@ -107,6 +107,7 @@ class _Calibration:
                 "memory_rate": self.memory_rate(),
                 "offload_rate": self.offload_rate(),
                 "host": {"instruction": self.instruction(), "ahead": self.kind != "cpu"},
+                "host_memory": float(_host_memory()),
                 "memory": self.memory(),
                 "spare": 0.1,
             }
@@ -220,7 +221,7 @@ class _Calibration:
         """Bytes that a rank may have: of its device, or its share of the node's."""
         if self.kind != "cpu":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.per_node
+        return _host_memory() / self.per_node
 
     # ---- links
 
@@ -283,6 +284,10 @@ class _Calibration:
 
         alone, together = (self.seconds(function, 5, peer is not None) for function in (products, beside))
         return max(0.0, together - alone) / (2 * size)
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _wire(link: dict[str, Any]) -> dict[str, float]:

@@ -47,12 +47,11 @@ def run(args: argparse.Namespace) -> None:
 
 def step_of(args: argparse.Namespace) -> Step:
     """Raises ConfigError for what does not fit."""
-    seq, ranks = _count("--seq-len", args.seq_len), _count("--ranks", args.ranks)
-    content = _content(args)
+    seq, ranks = count("--seq-len", args.seq_len), count("--ranks", args.ranks)
+    content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
     model = numbers_of(args.model)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
-    bf16, fp16 = (bool(content.get(name, {}).get("enabled")) for name in ("bf16", "fp16"))
     micro = content.get("train_micro_batch_size_per_gpu", 1)
     return Step(
         model=model,
@@ -60,19 +59,26 @@ def step_of(args: argparse.Namespace) -> Step:
         world=ranks,
         seq=seq,
         batch=micro if isinstance(micro, int) else 1,
-        dtype="bfloat16" if bf16 else "float16" if fp16 else "float32",
+        dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),
         checkpointing=not args.no_checkpointing,
     )
 
 
-def _count(name: str, text: str) -> int:
+def count(name: str, text: str) -> int:
+    """Raises ConfigError for what is no whole number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1; got {text!r}")
     return int(text)
 
 
-def _content(args: argparse.Namespace) -> dict[str, Any]:
+def dtype_of(content: dict[str, Any]) -> str:
+    """What a DeepSpeed JSON trains in."""
+    bf16, fp16 = (bool(content.get(name, {}).get("enabled")) for name in ("bf16", "fp16"))
+    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
+
+
+def content_of(args: argparse.Namespace) -> dict[str, Any]:
     """The DeepSpeed JSON with what --set says."""
     content = read_deepspeed(args.config) if args.config else {**DEFAULTS}
     content = {key: dict(value) if isinstance(value, dict) else value for key, value in content.items()}

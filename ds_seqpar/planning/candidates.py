@@ -42,19 +42,36 @@ class Frame:
 
     def same(self, documents: bool) -> tuple:
         """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and
-        layouts that give the same tokens, as far as one document goes."""
+        layouts that give the same tokens, as far as one document goes. One ring is one, whoever makes it."""
         layout = self.layout if documents else LAYOUTS[self.layout]
-        order = tuple(axis for axis in self.topology.axes if axis[1] > 1)
+        long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
+        if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
+            inner: tuple = (len(long), self.schedule.travellers, self.schedule.takes(0, 1)) if long else ()
+            places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
+            return inner, places, self.size, layout
         inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
-        return self.schedule.build if self.inner > 1 else None, inner if self.inner > 1 else (), order, layout
+        order = tuple(axis for axis in self.topology.axes if axis[1] > 1)
+        return self.schedule.build, inner, order, layout
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens lie as the schedule has them by itself."""
+        return self.layout == self.schedule.default_layout
+
+    @property
+    def turns(self) -> int:
+        """Ranks along axes that nothing is gathered over."""
+        axes = set(self.topology.inner_axes) - set(self.schedule.collective_axes)
+        return self.topology.size(*axes)
 
     def __str__(self) -> str:
-        own = "".join(f" {name} {_word(value)}" for name, value in self.own.items())
-        name = f"{self.schedule.name}{own}" if self.inner > 1 else ""
+        named = self.schedule.name
+        own = "".join(f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.own.items())
+        name = f"{named}{own}" if self.inner > 1 else ""
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         kind = " x ".join(filter(None, (ulysses, name))) or "alone"
-        words = f"{self.size} ranks: {kind}"
-        if self.layout != self.schedule.default_layout:
+        words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
+        if not self.plain:
             words += f", {self.layout}"
         return words + (f", {self.placement}" if self.placement != "auto" else "")
 

@@ -21,9 +21,9 @@ WIDE = 64  # members of a collective, beyond which a rank's own links are looked
 @dataclasses.dataclass(frozen=True)
 class Closed:
     """seconds: a lower bound of what `simulate` finds for the programs without overlap; overlapped: for those with it.
-    compute: of the busiest rank;
-    links: of the link that carries longest; collectives: gathers, reductions and Ulysses' exchanges, which nothing
-    hides. inside, between: bytes that the busiest rank receives from its node and from others; messages: of it."""
+    compute: of the busiest rank; links: of the link that carries longest; collectives: gathers, reductions and Ulysses'
+    exchanges, which nothing hides. inside, between: bytes that a rank receives at most from its node, and from others;
+    received: together; messages: of the rank with the most."""
 
     seconds: float
     overlapped: float
@@ -32,20 +32,16 @@ class Closed:
     collectives: float
     inside: float
     between: float
+    received: float
     messages: int
-
-    @property
-    def received(self) -> float:
-        return self.inside + self.between
 
 
 def closed(machine: Machine, call: Call, direction: str) -> Closed:
     """Of the ranks at the ends of the first node and of the sequence, and one between; where a node's ranks share a
     link, of all the first node's."""
-    size, last = call.config.size, min(machine.per_node, call.config.size) - 1
-    ranks = {0, last, size // 2, size - 1} | (set(range(last + 1)) if machine.uplink else set())
+    ranks = sampled(machine, call.config.size)
     steps, prices = built(call, direction), MachinePrices(machine, call, direction)
-    found = [_Rank(prices, call, rank, steps) for rank in sorted(ranks)]
+    found = [_Rank(prices, call, rank, steps) for rank in ranks]
     shared: dict[Wires, float] = defaultdict(float)
     for one in found:
         for link, seconds in one.taken.items():
@@ -60,8 +56,15 @@ def closed(machine: Machine, call: Call, direction: str) -> Closed:
         collectives=busiest.exchanges + busiest.before + busiest.after,
         inside=max(one.bytes[True] for one in found),
         between=max(one.bytes[False] for one in found),
+        received=max(sum(one.bytes.values()) for one in found),
         messages=max(one.messages for one in found),
     )
+
+
+def sampled(machine: Machine, size: int) -> list[int]:
+    last = min(machine.per_node, size) - 1
+    shared = range(last + 1) if machine.uplink and size > machine.per_node else ()
+    return sorted({0, last, size // 2, size - 1, *shared})
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,6 +101,9 @@ class _Rank:
 
     def step(self, step: Step) -> None:
         self.before += self.together(step.gathers, GatherStart)
+        host = self.machine.instruction
+        # posts; and a result is packed where it leaves and merged where it arrives
+        posting = host * (bool(step.moves) + bool(step.results) + len(step.results))
         work = sum(self.product(compute) for compute in step.computes)
         coming: dict[Wires, float] = defaultdict(float)
         latency = 0.0
@@ -109,7 +115,7 @@ class _Rank:
                 for link, seconds in self.ends(move, 1):
                     coming[link] += seconds
         self.compute += work
-        self.hidden += max(work, latency + max(coming.values(), default=0.0) if coming else 0.0)
+        self.hidden += max(posting + work, latency + max(coming.values(), default=0.0) if coming else 0.0)
         self.after += self.together(step.reduces, ScatterStart)
 
     def product(self, compute: Compute) -> float:
@@ -147,13 +153,15 @@ class _Rank:
             cls = Gather if start is GatherStart else ReduceScatter
             mapped: Collective = cls(ranks=ranks, kind=collective.kind, parts=collective.parts)
             slowest = max(slowest, self.trade(_start(start, mapped), links))
-        return max(slowest, max(links.values(), default=0.0))
+        # each is started, and what it brought is put in place: beside the transfers of others
+        host, count = 2 * self.machine.instruction, len(collectives)
+        return max(host * count, host + max(slowest, *links.values())) if links else 0.0
 
     def exchange(self, kind: str) -> None:
         group = tuple(self.call.ranks[m, self.inner] for m in range(self.call.members))
         part: Key = (self.inner,)
         trade = ReduceScatter(ranks=group, kind=kind, parts=(part,) * len(group))
-        self.exchanges += self.trade(_start(ScatterStart, trade), defaultdict(float))
+        self.exchanges += 2 * self.machine.instruction + self.trade(_start(ScatterStart, trade), defaultdict(float))
 
     def trade(self, start: Start, links: dict[Wires, float]) -> float:
         """Adds the seconds of the rank's own links; returns those until it has its part."""
@@ -168,7 +176,7 @@ class _Rank:
                     own = max(own, links[link])
             if dst == self.rank:
                 self.bytes[self.machine.node(src) == self.machine.node(dst)] += size
-        return self.prices.traded(start).seconds[ranks.index(self.rank)] if len(ranks) <= WIDE else own
+        return self.prices.pace(start)[ranks.index(self.rank)] if len(ranks) <= WIDE else own
 
 
 def _start(cls: type[GatherStart] | type[ScatterStart], collective: Collective) -> Start:

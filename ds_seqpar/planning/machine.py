@@ -40,7 +40,8 @@ class Machine:
     attention: dtype, direction, kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of a tile's
     rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; offload_rate: of copies to
     host memory. instruction: seconds of host time for each; ahead: whether the host goes on while the device works.
-    memory: bytes a rank; spare: the share of them that is not for tensors. sources: where each figure is from.
+    host_memory: bytes of a node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
+    sources: where each figure is from.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Machine:
     offload_rate: float
     instruction: float
     ahead: bool
+    host_memory: float
     memory: float
     spare: float
     sources: Mapping[str, str]
@@ -136,7 +138,7 @@ def presets() -> dict[str, Any]:
     return json.loads(PRESETS.read_text(encoding="utf-8"))
 
 
-NUMBERS = ("memory_rate", "offload_rate", "memory")
+NUMBERS = ("memory_rate", "offload_rate", "host_memory", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
           "spare", "sources")  # fmt: skip
 

@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError
+from .advice import shortage
 from .candidates import Frame, checked, frames, refusal
-from .footprint import footprint
 from .needs import Footprint
+from .question import Question
 from .search import (
     Candidate,
     Guess,
     Guesser,
-    Question,
-    attention_of,
     floor,
     instructions,
-    ladder,
     least_memory,
     looked_at,
     overlapped,
@@ -29,12 +27,14 @@ from .search import (
 )
 
 FINALISTS = 6
+FAR = 1.25  # times the best: what is guessed to take longer is not looked at
 ORDERED = 3  # of which overlap is tried, too
 ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
-EACH = 3  # frames of every size, Ulysses degree and schedule that get as far as the closed form
-STEPS = 1000  # of the closed form, over all frames: seconds of the planner's own time
+EACH = 2  # frames of every size, Ulysses degree and schedule that get as far as the closed form
+STEPS = 4000  # of ranks, that the closed form looks at: seconds of the planner's own time
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found
-SIMULATED = 20_000  # instructions, of all finalists together
+SIMULATED = 15_000  # instructions, of all finalists together
+SAME = "in all that counts the same as"
 GIB = 2**30
 
 
@@ -66,7 +66,7 @@ def section_of(candidate: Candidate) -> dict[str, Any]:
     settings, plain = candidate.config.settings(), type(candidate.config)().settings()
     found = {name: settings[name] for name in ("size", "ulysses", "schedule")}
     for name, value in settings.items():
-        if name in found or value in ("auto", plain[name]):
+        if name in found or value == plain[name]:
             continue
         if name == "layout" and value == candidate.frame.schedule.default_layout:
             continue
@@ -80,7 +80,7 @@ def plan(question: Question) -> Choice:
     """Raises ConfigError where nothing fits, with the nearest that would."""
     choice = chosen(question)
     if not choice.ranked:
-        raise ConfigError(shortage(choice))
+        raise ConfigError(shortage(question, choice.rejected))
     return choice
 
 
@@ -140,20 +140,22 @@ class _Search:
                 yield frame
 
     def guessed(self) -> list[Guess]:
-        """The most promising first, and few of a kind."""
+        """The best of each size and Ulysses degree and then others, the most promising first, and few of a kind."""
         guesser = Guesser(self.question)
         found = [guesser(frame) for frame in self.sized()]
         kinds: Counter[tuple] = Counter()
-        kept = []
+        first, then, last = list[Guess](), list[Guess](), list[Guess]()
         for entry in sorted(found, key=_promise):
             frame = entry.frame
-            kind = frame.size, frame.ulysses, frame.schedule.name
-            kinds[kind] += 1
-            if kinds[kind] <= EACH:
-                kept.append(entry)
+            kinds[frame.size, frame.ulysses] += 1
+            kinds[frame.size, frame.ulysses, frame.schedule.name, frame.plain] += 1
+            if kinds[frame.size, frame.ulysses] == 1:
+                first.append(entry)
+            elif kinds[frame.size, frame.ulysses, frame.schedule.name, frame.plain] <= (EACH if frame.plain else 1):
+                (then if frame.plain else last).append(entry)
             else:
                 self.dropped[frame.size] += 1
-        return kept
+        return first + then + last
 
     # ---- by the closed form
 
@@ -168,15 +170,15 @@ class _Search:
             if len(best) == FINALISTS and guess.least > best[-1]:
                 self.refuse(frame, "its products alone take longer than the whole of others")
                 continue
-            if len(best) == FINALISTS and steps + guess.work > STEPS:
+            if best and (steps + guess.work > STEPS or guess.seconds > FAR * best[0]):
                 self.refuse(frame, "by what it receives it is expected to be slower")
                 continue
-            steps += guess.work + 2
+            steps += guess.work
             candidate = looked_at(self.question, frame, self.question.given.get("overlap", False))
             if isinstance(candidate, str):
                 self.refused[str(frame), candidate] += 1
             elif (key := _numbers(candidate)) in same:
-                self.refused[str(frame), f"in all that counts the same as {same[key].frame}"] += 1
+                self.refused[str(frame), f"{SAME} {same[key].frame}"] += 1
             else:
                 same[key] = candidate
                 found.append(candidate)
@@ -194,6 +196,9 @@ class _Search:
         if not finalists or sum(instructions(one) for one in finalists) > SIMULATED:
             return _plainest(finalists), False
         over = [] if "overlap" in self.question.given else self.overlapping(found)
+        if sum(instructions(one) for one in (*finalists, *over)) > SIMULATED:
+            self.refused["overlap", "it would take too long to find its order"] += len(over)
+            over = []
         ranked = sorted((simulated(self.question, one) for one in (*finalists, *over)), key=lambda one: one.seconds)
         return _plainest(ranked), True
 
@@ -214,7 +219,8 @@ class _Search:
             yield str(one.frame), f"{one.seconds / fastest:.3f} times the least that the best takes, at least"
         if rest := len(self.lost[FINALISTS:]):
             yield f"{rest} more", "slower than these, by their bounds"
-        for (who, why), count in self.refused.items():
+        doubles = [item for item in self.refused.items() if SAME in item[0][1]]
+        for (who, why), count in [*(item for item in self.refused.items() if item not in doubles), *doubles]:
             yield (who if count == 1 else f"{who} ({count})"), why
         for size, count in self.dropped.items():
             yield f"{size} ranks ({count})", "others of their schedule and Ulysses degree receive less"
@@ -222,12 +228,8 @@ class _Search:
 
 def _promise(guess: Guess) -> tuple:
     """In steps of 2 %, which a guess is not better than; then by what a sequence takes of links, and the plainest."""
-    return (
-        round(50 * math.log(guess.seconds)),
-        guess.moved * guess.frame.size,
-        len(guess.frame.own),
-        guess.frame.placement != "auto",
-    )
+    links = guess.moved * guess.frame.size
+    return round(50 * math.log(guess.seconds)), links, len(guess.frame.own), guess.frame.placement != "auto"
 
 
 def _numbers(one: Candidate) -> tuple:
@@ -243,51 +245,6 @@ def _plainest(ranked: list[Candidate]) -> list[Candidate]:
     alike = [one for one in ranked if one.seconds <= ranked[0].seconds * ALIKE]
     first = sorted(alike, key=lambda one: (len(section_of(one)), one.config.size))[:1]
     return first + [one for one in ranked if one not in first]
-
-
-def shortage(choice: Choice) -> str:
-    """What would fit, where nothing does."""
-    question = choice.question
-    near = nearest_fits(question)
-    sizes = [why for who, why in choice.rejected if "GiB" in why]
-    said = sizes[-1] if sizes else (choice.rejected[0][1] if choice.rejected else "there is no candidate")
-    advice = "; or ".join(near) if near else "take a smaller model"
-    return f"no configuration fits {question.seq} tokens on {question.world} ranks: {said}; {advice}"
-
-
-def nearest_fits(question: Question) -> list[str]:
-    """What to change so that something fits, one thing at a time, with numbers."""
-    found = []
-    for times in (2, 4, 8, 16, 32):
-        more = dataclasses.replace(question, world=question.world * times, given={**question.given, "size": "auto"})
-        if _fits(more, more.world):
-            found.append(f"{more.world} ranks")
-            break
-    if not question.documents:
-        shorter = question.seq
-        while shorter > 1024:
-            shorter //= 2
-            if _fits(dataclasses.replace(question, seq=shorter), question.world):
-                found.append(f"{shorter} tokens")
-                break
-    return found
-
-
-def _fits(question: Question, size: int) -> bool:
-    """Whether the leanest of this size fits: Ulysses as far as heads go, with everything that spares."""
-    if least_memory(question, size).peak.total > question.limit:
-        return False
-    for frame in frames(question.world, question.heads, {**question.given, "size": size, "placement": "auto"}):
-        if refusal(frame, question.seq, bool(question.documents)) or (
-            frame.inner > 1 and frame.schedule.collective_axes
-        ):
-            continue
-        for sparing in reversed(ladder(question, frame.ulysses)):
-            config = frame.config(question.heads, **sparing)
-            figures = attention_of(question, frame, config)
-            if footprint(question.step(config), figures).peak.total <= question.limit:
-                return True
-    return False
 
 
 def over_floor(choice: Choice, candidate: Candidate) -> float | None:

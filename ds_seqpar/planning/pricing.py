@@ -115,6 +115,7 @@ class MachinePrices:
         self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
         self.seconds: dict[tuple, float] = {}
         self.moved: dict[tuple, Carried] = {}
+        self.paces: dict[tuple, tuple[float, ...]] = {}
         self.added: set[tuple[int, Product]] = set()  # (rank, product) whose result is added to what is there
 
     # ---- work of a rank
@@ -240,6 +241,19 @@ class MachinePrices:
         if not near and machine.uplink:
             for way, rank in zip(ways, (src, dst), strict=True):
                 yield (way, "uplink", machine.node(rank)), size / machine.uplink
+
+    def pace(self, start: Start) -> tuple[float, ...]:
+        """Seconds of each member of a collective. Those of groups that lie alike on nodes are the same, where blocks
+        have one length."""
+        ranks, parts = start.collective.ranks, start.collective.parts
+        if not self.call.shards.even:
+            return self.traded(start).seconds
+        nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
+        members = tuple(self.place(rank)[0] for rank in ranks)
+        key = type(start), start.collective.kind, nodes, members, len(parts[0])
+        if key not in self.paces:
+            self.paces[key] = self.traded(start).seconds
+        return self.paces[key]
 
     def traded(self, start: Start) -> Traded:
         ranks = start.collective.ranks

@@ -13,17 +13,19 @@ from ..errors import ConfigError
 from . import heads as dealing
 from .calls import Figures
 from .candidates import Frame, travels
-from .closed import Closed, closed
+from .closed import Closed, closed, sampled
 from .everyone import programs
 from .footprint import attention_figures, footprint
 from .layout import LAYOUTS, contiguous
 from .machine import PER_PRODUCT, Machine
 from .masks import Mask
-from .needs import Footprint, Model, Step, Zero
+from .needs import Footprint
+from .question import Question
 from .recipes import shape_of
 from .shape import ITEMSIZE
 from .simulate import simulate
 from .steptime import StepTime, call_of, step_time
+from .timeline import Timeline
 
 # settings that spare memory, in the order in which they are tried; each with those before it
 SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
@@ -31,64 +33,6 @@ LAST_SPARING: tuple[dict[str, Any], ...] = ({"offload_checkpoints": True}, {"kee
 DIRECTIONS = ("forward", "backward")
 GIB = 2**30
 TURNS = 8  # inner ranks from which on one more of a ring does not change what attention takes of memory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
-    """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
-    () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
-    settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
-    memory: bytes a rank, None for what the machine has for tensors."""
-
-    model: Model
-    machine: Machine
-    world: int
-    seq: int
-    documents: tuple[int, ...] = ()
-    window: int | None = None
-    batch: int = 1
-    dtype: str = "bfloat16"
-    zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
-    checkpointing: bool = True
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sequences: int | None = None
-    memory: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.documents and sum(self.documents) != self.seq:
-            raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
-        self.machine.needs(self.dtype)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        return self.model.heads, self.model.kv_heads
-
-    @functools.cached_property
-    def mask(self) -> Mask:
-        return Mask(window=self.window, documents=Mask.documents_of(self.documents))
-
-    @property
-    def limit(self) -> int:
-        return self.machine.usable if self.memory is None else self.memory
-
-    @functools.cached_property
-    def pairs(self) -> int:
-        """(query, key) pairs that are visible."""
-        lengths = self.documents or (self.seq,)
-        window = self.window or self.seq
-        return sum(n * (n + 1) // 2 - max(0, n - window) * (max(0, n - window) + 1) // 2 for n in lengths)
-
-    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> Step:
-        return Step(
-            model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,
-            zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
-        )  # fmt: skip
-
-    def objective(self, took: StepTime) -> float:
-        """Seconds for each sequence."""
-        if self.sequences is None:
-            return took.seconds / took.sequences
-        return math.ceil(self.sequences / took.sequences) * took.seconds / self.sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,8 +59,7 @@ class Candidate:
 
 class Guess(NamedTuple):
     """seconds: an estimate for each sequence, with what is received; least: a bound, of the products alone. moved:
-    seconds of what is received, of one layer. work: about how many steps a rank has, or many more where blocks go one
-    by one."""
+    seconds of what is received, of one layer. work: about how many steps the closed form looks at."""
 
     seconds: float
     least: float
@@ -162,7 +105,8 @@ class Guesser:
             carried = min(_seconds(its.machine, frame, way, side, units) for side in travels(frame, its.given)[way])
             took.append(max(product * (2 if lopsided else 1), carried) + exchanged)
             moved += carried
-        work = frame.inner + (frame.inner**2 // 50 if lopsided else 0)
+        steps = frame.turns + frame.inner // 8 + (frame.inner**2 // 50 if lopsided else 0)  # blocks may go one by one
+        work = len(sampled(its.machine, frame.size)) * (steps + 2)
         return Guess(self.seconds(frame, *took), self.leasts[frame.size, frame.ulysses], moved, work, frame)
 
     def lopsided(self, frame: Frame) -> bool:
@@ -177,32 +121,38 @@ def _plain(size: int) -> SequenceParallelConfig:
     return SequenceParallelConfig(size=size, ulysses=1).resolve(size)
 
 
-def _near(machine: Machine, frame: Frame, axis: str) -> bool:
-    """Whether all ranks along an axis are in one node."""
+def _crossing(machine: Machine, frame: Frame, axis: str) -> float:
+    """Of a rank's neighbours along an axis the share that is in other nodes, if ranks go round it; 0 where all its
+    ranks are in one node."""
     stride = 1
     for name, size in frame.topology.axes:
         if name == axis:
-            return size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
+            near = size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
+            return 0.0 if near else min(1.0, stride / machine.per_node)
         stride *= size
-    return True
+    return 0.0
 
 
 def _seconds(machine: Machine, frame: Frame, way: str, side: str, units: Mapping[str, float]) -> float:
     axes = [(name, frame.topology.size(name)) for name in frame.topology.inner_axes]
-    near = [(name, size if _near(machine, frame, name) else 1) for name, size in axes]
+    crossing = {name: _crossing(machine, frame, name) for name, _ in axes}
+    near = [(name, 1 if crossing[name] else size) for name, size in axes]
     total = max(frame.schedule.received(tuple(axes), way, side, units))
     inside = max(frame.schedule.received(tuple(near), way, side, units))
-    return max(inside / machine.inside.rate, (total - inside) / _between(machine))
+    return max(inside / machine.inside.rate, (total - inside) / _between(machine, max(crossing.values())))
 
 
-def _between(machine: Machine) -> float:
-    share = machine.uplink / machine.per_node if machine.uplink else machine.between.rate
-    return min(machine.between.rate, share)
+def _between(machine: Machine, crossing: float) -> float:
+    """Bytes/s of a rank to other nodes where so large a share of a node's ranks sends there."""
+    if not (machine.uplink and crossing):
+        return machine.between.rate
+    return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
 
 
 def _exchanged(question: Question, frame: Frame, wide: int, narrow: int) -> float:
     machine, members = question.machine, frame.ulysses
-    rate = machine.inside.rate if _near(machine, frame, "ulysses") else _between(machine)
+    near = not _crossing(machine, frame, "ulysses")
+    rate = machine.inside.rate if near else _between(machine, 1.0)  # straight to all of them
     tokens = question.seq / frame.size * question.batch
     elements = tokens * (members - 1) * (2 * wide + 2 * narrow) * question.model.head_dim
     return elements * ITEMSIZE[question.dtype] / rate
@@ -223,7 +173,7 @@ def looked_at(question: Question, frame: Frame, overlap: bool = False) -> Candid
                 known[key] = attention_of(question, frame, config)
             memory = footprint(question.step(config, Mask()), known[key])
             least = min(least, memory.peak.total)
-            if memory.peak.total <= question.limit:
+            if memory.peak.total <= question.limit and question.hosted(memory.host):
                 return _candidate(question, frame, config, sparing, known[key], memory)
     except ConfigError as error:
         return str(error)
@@ -323,11 +273,15 @@ def overlapped(question: Question, candidate: Candidate) -> float:
 
 def simulated(question: Question, candidate: Candidate) -> Candidate:
     """With the time of attention that the simulator finds."""
-    stages = candidate.config.head_stages
-    call = call_of(question.step(candidate.config), stages)
-    seconds = [stages * simulate(*programs(question.machine, call, way)).seconds for way in DIRECTIONS]
+    seconds = [candidate.config.head_stages * line.seconds for line in timelines(question, candidate).values()]
     took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
     return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
+
+
+def timelines(question: Question, candidate: Candidate) -> dict[str, Timeline]:
+    """Direction -> what all ranks do in attention of one layer, for one stage of heads."""
+    call = call_of(question.step(candidate.config), candidate.config.head_stages)
+    return {way: simulate(*programs(question.machine, call, way)) for way in DIRECTIONS}
 
 
 def floor(question: Question, candidate: Candidate) -> float:

@@ -1,0 +1,227 @@
+"""`python -m ds_seqpar plan`: which configuration is the fastest that fits, what it takes, and why others lost."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from .deepspeed_json import SECTION, section_of
+from .errors import ConfigError
+from .memory_command import content_of, count, dtype_of
+from .models import numbers_of
+from .planning.draw import draw_timelines
+from .planning.machine import DEFAULT, Machine, presets
+from .planning.needs import PARTS, Zero
+from .planning.plan import columns
+from .planning.planner import SIMULATED, Choice, over_floor, plan
+from .planning.planner import section_of as section
+from .planning.question import Question
+from .planning.search import Candidate, instructions, timelines
+from .planning.steptime import TIMES
+from .planning.timeline import Timeline
+
+GIB = 2**30
+DRAWN = 32  # ranks in a picture
+REASONS = 16  # that the table has
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="find the fastest configuration that fits a machine; nothing is run")
+    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
+    parser.add_argument("--seq-len", metavar="N", help="tokens of the whole sequence")
+    parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
+    parser.add_argument("--nodes", default="1", metavar="N", help="nodes of the job")
+    parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
+    parser.add_argument(
+        "--machine", default=DEFAULT, metavar="NAME",
+        help=f"one of {', '.join(presets())}, or a JSON file of that form; {DEFAULT} where nobody says which",
+    )  # fmt: skip
+    parser.add_argument("--memory", metavar="GIB", help="a rank's, for tensors; default: what the machine has for them")
+    parser.add_argument("--sequences", metavar="N", help="of a step; default: as many as there are ranks for")
+    parser.add_argument("--window", metavar="N", help="of the attention, in tokens")
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f'a setting of "{SECTION}" that is no choice; with a dot one of the DeepSpeed JSON',
+    )  # fmt: skip
+    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
+    parser.add_argument("--json", action="store_true", help="print numbers for a program to read")
+    parser.add_argument("--png", metavar="FILE", help="also draw attention of a layer of the best over time, simulated")
+    parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
+
+
+def run(args: argparse.Namespace) -> None:
+    choice = plan(question_of(args))
+    print(json.dumps(as_json(choice)) if args.json else table(choice))
+    for name, file in (("png", args.png), ("perfetto", args.perfetto)):
+        if file:
+            line = _timeline(choice)
+            ranks = line.ranks[:DRAWN]
+            if name == "png":
+                draw_timelines({str(choice.best.frame): line}, file, ranks)
+            else:
+                line.save(file)
+            if not args.json:
+                print(f"wrote {file}")
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """Raises ConfigError for what does not fit."""
+    machine = Machine.load(args.machine)
+    if args.gpus_per_node:
+        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node))
+    content = content_of(args)
+    documents = _documents(args.documents) if args.documents else ()
+    if not (args.seq_len or documents):
+        raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
+    micro = content.get("train_micro_batch_size_per_gpu", 1)
+    return Question(
+        model=numbers_of(args.model),
+        machine=machine,
+        world=count("--nodes", args.nodes) * machine.per_node,
+        seq=count("--seq-len", args.seq_len) if args.seq_len else sum(documents),
+        documents=documents,
+        window=count("--window", args.window) if args.window else None,
+        batch=micro if isinstance(micro, int) else 1,
+        dtype=dtype_of(content),
+        zero=Zero.of(content.get("zero_optimization", {})),
+        checkpointing=not args.no_checkpointing,
+        given=section_of(content),
+        sequences=count("--sequences", args.sequences) if args.sequences else None,
+        memory=int(_number("--memory", args.memory) * GIB) if args.memory else None,
+    )
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ConfigError(f"{name} must be a number above 0; got {text!r}")
+    return found
+
+
+def _documents(file: str) -> tuple[int, ...]:
+    """Whole numbers with blanks or ends of lines between them."""
+    try:
+        words = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--documents must be a readable file; got {file}: {error}") from None
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"--documents must be a file of lengths, whole numbers from 1; got {' '.join(words)!r:.60}")
+    return tuple(map(int, words))
+
+
+def _timeline(choice: Choice) -> Timeline:
+    if instructions(choice.best) > SIMULATED:
+        raise ConfigError(
+            f"a time line is simulated for small jobs only; got {choice.best.config.size} ranks a sequence, take fewer "
+            "or draw a schedule by python -m ds_seqpar show"
+        )
+    found = timelines(choice.question, choice.best)
+    return found["backward"].after(found["forward"])
+
+
+def table(choice: Choice) -> str:
+    its, best = choice.question, choice.best
+    more = len(choice.rejected) - REASONS
+    what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
+    head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
+    basis = "attention simulated" if choice.simulated else "attention by its closed form: it takes that at least"
+    rows = [["s a sequence", "forward ms", "backward ms", "GiB", "bytes/floor", "configuration"]]
+    rows += [_row(choice, one) for one in choice.ranked]
+    return "\n".join(
+        [
+            head,
+            f"{choice.legal} configurations are legal, {choice.considered} of them different; {basis}",
+            "",
+            *columns(rows),
+            "",
+            "forward, backward: attention of a layer. bytes/floor: received in forward by the busiest rank, over the",
+            "least of any schedule with that degree of Ulysses, of full attention.",
+            "",
+            f'"{SECTION}": {json.dumps(section(best))}',
+            "",
+            *_links(best, its.model.layers),
+            "",
+            *_parts(best),
+            "",
+            "why not others:",
+            *(f"  {who}: {why}" for who, why in choice.rejected[:REASONS]),
+            *[f"  and {more} reasons more, which --json has"][: more > 0],
+        ]
+    )
+
+
+def _row(choice: Choice, one: Candidate) -> list[str]:
+    layers = choice.question.model.layers
+    over = over_floor(choice, one)
+    words = f"{one.frame}{_extras(one)}"
+    attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
+    return [
+        f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
+        f"{over:.2f}" if over is not None else "-", words,
+    ]  # fmt: skip
+
+
+def _extras(one: Candidate) -> str:
+    words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
+    words += ["overlap"] * one.config.overlap
+    words += [name if value is True else f"{name} {value}" for name, value in one.sparing.items()]
+    return f" ({', '.join(words).replace('keep_attention False', 'attention runs twice')})" if words else ""
+
+
+def _links(best: Candidate, layers: int) -> list[str]:
+    stages = best.config.head_stages
+    lines = [
+        "of the busiest rank, a layer: received from its node, from others; messages; products, of attention's time"
+    ]
+    for name, its in (("forward", best.forward), ("backward", best.backward)):
+        took = best.time.parts[f"attention {name}"]
+        share = its.compute * stages * layers / took if took else 1.0
+        lines.append(
+            f"  {name:<9} {stages * its.inside / GIB:.3f} GiB, {stages * its.between / GIB:.3f} GiB; "
+            f"{stages * its.messages}; {min(1.0, share):.0%}"
+        )
+    return lines
+
+
+def _parts(best: Candidate) -> list[str]:
+    took, peak = best.time, best.memory.peak
+    lines = [f"a step of {took.sequences} sequences: {took.seconds:.3f} s"]
+    lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
+    lines += ["", f"memory: {peak.total / GIB:.2f} GiB a rank, {peak.name}"]
+    sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
+    lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]
+    if best.memory.host:
+        lines.append(f"  and {best.memory.host / GIB:.1f} GiB of host memory")
+    return lines
+
+
+def as_json(choice: Choice) -> dict[str, Any]:
+    """Seconds and bytes."""
+    return {
+        "section": choice.section,
+        "simulated": choice.simulated,
+        "legal": choice.legal,
+        "ranked": [_numbers(choice, one) for one in choice.ranked],
+        "rejected": [{"who": who, "why": why} for who, why in choice.rejected],
+    }
+
+
+def _numbers(choice: Choice, one: Candidate) -> dict[str, Any]:
+    ways = {"forward": one.forward, "backward": one.backward}
+    return {
+        "section": section(one),
+        "seconds_a_sequence": one.seconds,
+        "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.parts)},
+        "simulated": one.simulated,
+        "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host},
+        "travels": one.travels,
+        "bytes_over_floor": over_floor(choice, one),
+        "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},
+    }

@@ -1,0 +1,107 @@
+"""Machines: the presets and their sources, rates between the figures of a table, and wrong files."""
+
+import copy
+import json
+
+import pytest
+
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning.machine import DEFAULT, FIELDS, Machine, interpolated, machine_of, presets
+from ds_seqpar.planning.tiles import Tile
+
+H100 = presets()["h100-ib"]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_figure_of_a_preset_has_a_source(name):
+    machine = Machine.load(name)
+    assert set(machine.sources) == set(FIELDS) - {"about", "sources"}
+    for field, source in machine.sources.items():
+        assert len(source) > 10, field
+    assert machine.inside.rate >= machine.between.rate
+    assert machine.usable < machine.memory
+
+
+def test_where_nobody_says_which_everything_is_supposed():
+    assert all("supposed" in source for source in Machine.load(DEFAULT).sources.values())
+
+
+def test_rates_lie_between_neighbours_and_fall_in_proportion_below():
+    table = ((512.0, 100.0), (2048.0, 200.0))
+    found = [interpolated(table, tokens) for tokens in (256, 512, 1024, 2048, 1 << 20)]
+    assert found == pytest.approx([50, 100, 150, 200, 200])
+
+
+def test_a_tile_takes_the_seconds_of_what_is_visible_in_it():
+    machine = Machine.load("h100-ib")
+    full = machine.tile_seconds("bfloat16", "forward", Tile(0, 1024, 0, 1024, "full"), 32, 128)
+    assert full == pytest.approx(4 * 1024**2 * 32 * 128 / 350e12)
+    causal = machine.tile_seconds("bfloat16", "forward", Tile(0, 1024, 0, 1024, "causal"), 32, 128)
+    assert causal == pytest.approx(4 * (1024 * 1025 // 2) * 32 * 128 / 260e12)
+    band = machine.tile_seconds("bfloat16", "backward", Tile(0, 1024, 0, 1151, "band", 128), 32, 128, batch=2)
+    assert band > 2 * 10 * 1024 * 128 * 32 * 128 / machine.best_rate("bfloat16", "backward")
+
+
+def test_a_causal_tile_beyond_its_table_is_two_halves_and_a_square():
+    machine = Machine.load("h100-ib")
+
+    def seconds(kind, tokens):
+        return machine.tile_seconds("bfloat16", "forward", Tile(0, tokens, 0, tokens, kind), 1, 128)
+
+    for tokens in (32768, 1 << 20):
+        parts = 2 * seconds("causal", tokens // 2) + seconds("full", tokens // 2)
+        assert seconds("causal", tokens) == pytest.approx(parts, rel=1e-4)  # but for the diagonal
+
+
+def test_a_file_of_ones_own_has_the_form_of_a_preset(tmp_path):
+    file = tmp_path / "ours.json"
+    file.write_text(json.dumps(H100), encoding="utf-8")
+    machine, preset = Machine.load(str(file)), Machine.load("h100-ib")
+    assert machine.name == "ours"
+    assert machine.attention == preset.attention
+    assert machine.between == preset.between
+
+
+WRONG = [
+    (("per_node",), 0, "per_node must be a whole number from 1; got 0"),
+    (("inside", "rate"), 0, "inside.rate must be a number above 0; got 0"),
+    (("between", "latency"), -1, "between.latency must be a number from 0; got -1"),
+    (("between",), 3, "between must be an object; got 3"),
+    (("uplink",), "fast", "uplink must be a number above 0; got 'fast'"),
+    (("duplex",), 1, "duplex must be true or false; got 1"),
+    (("spare",), 1, "spare must be a share from 0 to below 1; got 1"),
+    (("attention", "bfloat16", "forward", "full"), [], "bfloat16.forward.full must be a list of [tokens, flops/s]"),
+    (("attention", "bfloat16", "forward", "full"), [[2, 1], [1, 1]], "tokens ascending; got [[2, 1], [1, 1]]"),
+    (("attention", "bfloat16", "forward"), {"full": [[1, 1]]}, "needs full, causal; it has no causal"),
+    (("gemm", "bfloat16"), None, "gemm.bfloat16 must be a number above 0; got None"),
+    (("host",), {"instruction": 0, "ahead": True, "ahed": 1}, "takes instruction, ahead; got 'ahed' (did you mean"),
+    (("sources",), {"memory": 3}, "sources must be an object of texts"),
+    (("memory",), float("nan"), "memory must be a number above 0; got nan"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "sentence"), WRONG, ids=lambda value: str(value)[:30])
+def test_a_wrong_file_is_refused_in_one_sentence(path, value, sentence):
+    content = copy.deepcopy(H100)
+    place = content
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(ConfigError) as caught:
+        machine_of("ours", content)
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("machine ours: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_missing_or_no_machine_at_all_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="it has no memory"):
+        machine_of("ours", {name: value for name, value in H100.items() if name != "memory"})
+    with pytest.raises(ConfigError, match="must be an object; got 3"):
+        machine_of("ours", 3)
+    with pytest.raises(ConfigError, match="did you mean 'h100-ib'"):
+        Machine.load("h100")
+    with pytest.raises(ConfigError, match="must be a readable JSON file"):
+        Machine.load(str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="has rates for bfloat16; got a model in float64"):
+        Machine.load("h100-ib").needs("float64")
