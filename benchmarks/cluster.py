@@ -36,7 +36,7 @@ DEFAULT = ["ring", "mesh=4,1,4", "attention2d=4,4", "u4/attention2d=2,2", "u8/ri
 
 
 def main() -> None:
-    args = arguments()
+    args = arguments(parser_of(__doc__))
     problem = begun(args)
     found = measure(args, problem)
     head = {**dataclasses.asdict(problem), "link": args.link, "latency_s": args.latency, "rounds": args.rounds,
@@ -50,9 +50,13 @@ def main() -> None:
         chart(found, title(args), cluster_net.rate_of(args.link), args.png)
 
 
-def arguments(description: str | None = __doc__, default: Sequence[str] = DEFAULT) -> argparse.Namespace:
-    """Of the command line. default: configurations, where none is given."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """One that shows the description as it is written."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def arguments(parser: argparse.ArgumentParser, default: Sequence[str] = DEFAULT) -> argparse.Namespace:
+    """Of the command line, with what the parser has already. default: configurations, where none is given."""
     parser.add_argument("configurations", nargs="*", metavar="CONFIG", type=_spec, help=f"default: {' '.join(default)}")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--ranks-per-node", type=int, default=1)

@@ -5,8 +5,9 @@
 The cluster, its configurations and most options are those of `benchmarks.cluster`. Ranks share a machine's few cores,
 so products are sleeps: first each configuration is compared with dense attention as it is, then its products take, for
 each visible pair of tokens and each head, as long as makes the rank with the most sleep for as long as the bytes of the
-busiest node take at the link's rate; in backward 2.5 times as long as in forward. All else is real: messages, copies,
-merging, comparing inputs. *critical path* is what the simulator says of the same plans, products and rate.
+busiest node take at the link's rate (`--compute 0.5`: half as long; 0: no time); in backward 2.5 times as long as in
+forward. All else is real: messages, copies, merging, comparing inputs. *critical path* is what the simulator says of the
+same plans, products and rate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ COLUMNS = ["configuration", "s", "spread", "links, s", "compute, s", "measured /
 
 
 def main() -> None:
-    args = cluster.arguments(__doc__, DEFAULT)
+    parser = cluster.parser_of(__doc__)
+    parser.add_argument(
+        "--compute", type=float, default=1.0, help="seconds of products to those of links; 0: no products"
+    )
+    args = cluster.arguments(parser, DEFAULT)
     rows = measure(args, cluster.begun(args))
     print(f"\n{title(args)}; products are sleeps\n\n{table(rows)}", flush=True)
     if args.json:
@@ -53,8 +58,9 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dic
             cluster.call(ranks, cluster_ranks.build, sleeping, task)
             most = max(done for _, done in turn(ranks, 2 * len(rows) + 1, 0.0))
             links = max(*row["out"], *row["in"]) / rate
-            path = cluster_plan.critical_path(spec, problem, rate, links / most, cluster_ranks.Sleeping.BACKWARD)
-            rows.append({**row, "links": links, "compute": links, "unit": links / most, "critical_path": path})
+            unit = args.compute * links / most
+            path = cluster_plan.critical_path(spec, problem, rate, unit, cluster_ranks.Sleeping.BACKWARD)
+            rows.append({**row, "links": links, "compute": unit * most, "unit": unit, "critical_path": path})
             cluster.say(f"{spec.name}: as dense attention")
         for number in range(args.rounds):
             for index in cluster.order(len(rows), number):

@@ -39,8 +39,9 @@ def test_bytes_on_links_are_the_plans(latency, names):
 @needs_network
 def test_a_call_whose_products_sleep_as_long_as_links_carry():
     args = argparse.Namespace(
-        nodes=2, ranks_per_node=1, link="20mbit", latency=0.0, configurations=[parse("ring")], rounds=1, patience=60.0
-    )
+        nodes=2, ranks_per_node=1, link="20mbit", latency=0.0, configurations=[parse("ring")], rounds=1, patience=60.0,
+        compute=1.0,
+    )  # fmt: skip
     (row,) = cluster_balance.measure(args, dataclasses.replace(PROBLEM, per_node=1))
     assert row["error"] < 1e-4
     assert min(row["seconds"]) >= row["compute"]  # it slept
