@@ -6,8 +6,8 @@ The cluster, its configurations and most options are those of `benchmarks.cluste
 so products are sleeps: first each configuration is compared with dense attention as it is, then its products take, for
 each visible pair of tokens and each head, as long as makes the rank with the most sleep for as long as the bytes of the
 busiest node take at the link's rate (`--compute 0.5`: half as long; 0: no time); in backward 2.5 times as long as in
-forward. All else is real: messages, copies, merging, comparing inputs. *critical path* is what the simulator says of the
-same plans, products and rate.
+forward. All else is real: messages, copies, merging, comparing inputs. *critical path* is what the simulator says of
+the same plans, products and rate.
 """
 
 from __future__ import annotations
