@@ -11,11 +11,13 @@ Configurations are spelled as in `cluster_spec`. Needs root and iproute2; takes 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,16 +36,8 @@ DEFAULT = ["ring", "mesh=4,1,4", "attention2d=4,4", "u4/attention2d=2,2", "u8/ri
 
 
 def main() -> None:
-    args = arguments()
-    if reason := cluster_net.refusal():
-        print(reason, file=sys.stderr)
-        sys.exit(2)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _ended)
-    problem = cluster_plan.Problem(
-        nodes=args.nodes, per_node=args.ranks_per_node, seq=args.seq, heads=args.heads, kv_heads=args.kv_heads,
-        head_dim=args.head_dim, dtype=args.dtype, causal=args.causal,
-    )  # fmt: skip
+    args = arguments(parser_of(__doc__))
+    problem = begun(args)
     found = measure(args, problem)
     head = {**dataclasses.asdict(problem), "link": args.link, "latency_s": args.latency, "rounds": args.rounds,
             "lower_bound": cluster_plan.floor(problem)}  # fmt: skip
@@ -56,9 +50,14 @@ def main() -> None:
         chart(found, title(args), cluster_net.rate_of(args.link), args.png)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configurations", nargs="*", metavar="CONFIG", type=_spec, help=f"default: {' '.join(DEFAULT)}")
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """One that shows the description as it is written."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def arguments(parser: argparse.ArgumentParser, default: Sequence[str] = DEFAULT) -> argparse.Namespace:
+    """Of the command line, with what the parser has already. default: configurations, where none is given."""
+    parser.add_argument("configurations", nargs="*", metavar="CONFIG", type=_spec, help=f"default: {' '.join(default)}")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--link", default="50mbit", help="of every node, out and in, in kbit, mbit or gbit")
@@ -74,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     args = parser.parse_args()
-    args.configurations = args.configurations or [parse(text) for text in DEFAULT]
+    args.configurations = args.configurations or [parse(text) for text in default]
     try:
         cluster_net.rate_of(args.link)
     except ValueError as reason:
@@ -82,6 +81,19 @@ def arguments() -> argparse.Namespace:
     if args.seq % (2 * args.nodes * args.ranks_per_node):
         parser.error(f"--seq must be a multiple of twice the ranks, {2 * args.nodes * args.ranks_per_node}")
     return args
+
+
+def begun(args: argparse.Namespace) -> cluster_plan.Problem:
+    """What is to be measured; ends the process where this machine cannot make a cluster, and tidies up at signals."""
+    if reason := cluster_net.refusal():
+        print(reason, file=sys.stderr)
+        sys.exit(2)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ended)
+    return cluster_plan.Problem(
+        nodes=args.nodes, per_node=args.ranks_per_node, seq=args.seq, heads=args.heads, kv_heads=args.kv_heads,
+        head_dim=args.head_dim, dtype=args.dtype, causal=args.causal,
+    )  # fmt: skip
 
 
 def _spec(text: str) -> Spec:
@@ -98,6 +110,26 @@ def _ended(number: int, _: object) -> NoReturn:
 def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dict[str, Any]]:
     """A row for each configuration, in the order given, with every figure of the table; only `name` and `cannot` where
     it cannot run. Raises RankFailure where a rank failed."""
+    with set_up(args, problem) as (ranks, task):
+        rows, running = [], []
+        for spec in args.configurations:
+            row = prepared(ranks, spec, task, problem, len(running), args.ranks_per_node)
+            rows.append(row)
+            if "cannot" not in row:
+                running.append(row)
+            say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
+        for turn in range(args.rounds):
+            for index in order(len(running), turn):
+                seconds, worked = timed(ranks, index)
+                running[index]["seconds"].append(seconds)
+                running[index]["worked"].append(worked)
+            say(f"round {turn + 1} of {args.rounds}")
+    return rows
+
+
+@contextlib.contextmanager
+def set_up(args: argparse.Namespace, problem: cluster_plan.Problem) -> Iterator[tuple[Ranks, cluster_ranks.Task]]:
+    """Ranks, each in its node, and the tensors that they work on; all of it is taken down at the end."""
     with (
         cluster_net.Network(args.nodes, args.link, args.latency) as network,
         Ranks(problem.world, None, PRELOAD) as ranks,
@@ -109,18 +141,7 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dic
         )  # fmt: skip
         torch.save(tensors(task), file)
         call(ranks, cluster_ranks.enter, network.names, args.ranks_per_node, ranks.folder.name, args.patience)
-        rows, running = [], []
-        for spec in args.configurations:
-            row = prepared(ranks, spec, task, problem, len(running), args.ranks_per_node)
-            rows.append(row)
-            if "cannot" not in row:
-                running.append(row)
-            _say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
-        for turn in range(args.rounds):
-            for index in _order(len(running), turn):
-                running[index]["seconds"].append(timed(ranks, index))
-            _say(f"round {turn + 1} of {args.rounds}")
-    return rows
+        yield ranks, task
 
 
 def prepared(
@@ -148,7 +169,7 @@ def prepared(
     out, into = ([b - a for a, b in zip(*both, strict=True)] for both in zip(
         *(zip(*found, strict=True) for found in (before, after)), strict=True))  # fmt: skip
     return {"name": spec.name, "error": max(errors), "out": out, "in": into, "seconds": [],
-            "plan": planned and dataclasses.asdict(planned)}  # fmt: skip
+            "worked": [], "plan": planned and dataclasses.asdict(planned)}  # fmt: skip
 
 
 def settled(ranks: Ranks, per_node: int) -> list[tuple[int, int]]:
@@ -162,9 +183,11 @@ def settled(ranks: Ranks, per_node: int) -> list[tuple[int, int]]:
         time.sleep(0.2)
 
 
-def timed(ranks: Ranks, index: int) -> float:
-    """Seconds of one call, from the moment at which all ranks begin to the end of the last one."""
-    return max(call(ranks, cluster_ranks.turn, index, time.monotonic() + 0.05))
+def timed(ranks: Ranks, index: int) -> tuple[float, float]:
+    """Seconds of one call, from the moment at which all ranks begin to the end of the last one, and those that
+    processors worked for all ranks together."""
+    seconds, worked = zip(*call(ranks, cluster_ranks.turn, index, time.monotonic() + 0.05), strict=True)
+    return max(seconds), sum(worked)
 
 
 def call(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
@@ -175,7 +198,7 @@ def call(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _order(count: int, turn: int) -> list[int]:
+def order(count: int, turn: int) -> list[int]:
     """All rows, another one first in every round, and every other round backwards."""
     order = [(i + turn) % count for i in range(count)]
     return order[::-1] if turn % 2 else order
@@ -205,7 +228,7 @@ def tensors(task: cluster_ranks.Task) -> dict[str, Tensor]:
     return {**whole, **{name: torch.cat(found, 1)[None].float() for name, found in parts.items()}}
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from benchmarks.cluster_spec import Spec
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning import heads as dealing
-from ds_seqpar.planning.compile import pattern_of
+from ds_seqpar.planning.compile import pattern_of, weight
 from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.plan import Plan
 from ds_seqpar.planning.program import GatherStart, Post, Program, ScatterStart, Wait
 from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import programs_of
+from ds_seqpar.planning.simulate import Costs, programs_of, simulate
 from ds_seqpar.running.comm import distances
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -110,6 +110,27 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
             _apart(problem, ranks[0, i], ranks[m, i]) for m in range(members) for i in range(recipe.size)
         )
     return Figures(**_by_node(edges, problem), messages=max(count), rounds=rounds)
+
+
+def critical_path(spec: Spec, problem: Problem, rate: float, unit: float, backward: float) -> float:
+    """Seconds of one call by the simulator, a rank a node: `rate` bytes a second of a link each way, `unit` seconds of
+    products for a visible (query, key) pair of a head, in backward `backward` times as many. Ulysses' exchanges stand
+    before and after; agreement on the inputs takes no time."""
+    config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
+    config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
+    recipe, mask = recipe_of(config, config.topology(problem.world)), CAUSAL if problem.causal else FULL
+    shards = EvenShards(config.layout, problem.seq, recipe.size)
+    tokens, share = problem.seq // recipe.size, weight(mask, shards)
+    wide = dealing.most(problem.heads, problem.kv_heads, config.ulysses)
+    shape = shape_of(config.travel_dtype, DTYPES[problem.dtype], 1, (*wide, problem.head_dim))
+    rows = tokens // config.ulysses * (config.ulysses - 1) * 4 * sum(wide)  # in: q, k, v, do and out, dq, dk, dv
+    seconds = rows * problem.head_dim * problem.itemsize / rate
+    for direction, times in (("forward", 1.0), ("backward", backward)):
+        transfer = {kind: size * tokens / rate for kind, size in shape.bytes_per_token(direction).items()}
+        costs = Costs(transfer=transfer, product=tokens**2 * wide[0] * unit * times, weight=share)
+        plan = recipe.plan(direction, pattern_of(mask, shards), shape)
+        seconds += simulate(programs_of(plan), costs).seconds
+    return seconds
 
 
 def _deepspeed(problem: Problem) -> Figures:

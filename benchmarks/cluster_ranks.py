@@ -22,6 +22,9 @@ from torch import Tensor
 from benchmarks import cluster_net, cluster_peers
 from benchmarks.cluster_spec import Spec
 from ds_seqpar import SequenceParallel, SequenceParallelConfig, calibrate
+from ds_seqpar.planning.tiles import Tile
+from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.running.kernels.reference import Reference
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -103,11 +106,13 @@ def step(row: Contender) -> list[Tensor]:
     return [out.detach(), *grads]  # type: ignore[list-item]
 
 
-def turn(index: int, start: float) -> float:
-    """One call of a row, begun by all ranks at `start` of the machine's clock: seconds from then to its end here."""
+def turn(index: int, start: float) -> tuple[float, float]:
+    """One call of a row, begun by all ranks at `start` of the machine's clock: seconds from then to its end here, and
+    those that processors worked for this rank, all its threads and what the kernel did for them."""
     time.sleep(max(0.0, start - time.monotonic()))
+    worked = time.process_time()
     step(ROWS[index])
-    return time.monotonic() - start
+    return time.monotonic() - start, time.process_time() - worked
 
 
 def calibrated() -> dict[str, Any]:
@@ -123,6 +128,42 @@ def errors(index: int, task: Task) -> list[float]:
         dense = whole[name]
         found.append(((value.double() - dense[:, row.positions]).abs().max() / dense.abs().max()).item())
     return found
+
+
+class Sleeping(Reference):
+    """Products that compute nothing, and take `unit` seconds for each (query, key) pair of a head that is visible, in
+    backward `BACKWARD` times as many. done: such pairs so far."""
+
+    BACKWARD = 2.5
+    unit = done = 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        self.sleep(q, k, causal, 1.0)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.sleep(q, k, causal, self.BACKWARD)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    def sleep(self, q: Tensor, k: Tensor, causal: bool, weight: float) -> None:
+        pairs = Tile(0, q.shape[1], 0, k.shape[1], "causal" if causal else "full").products
+        self.done += (amount := q.shape[0] * q.shape[2] * pairs * weight)
+        time.sleep(amount * self.unit)
+
+
+def fall_asleep() -> None:
+    """From now on kernel "reference" is one that sleeps."""
+    KERNELS["reference"] = Sleeping()
+
+
+def asleep(index: int, unit: float, start: float) -> tuple[float, float]:
+    """`turn` of a row whose kernel sleeps: seconds, and the pairs of heads that this rank slept for."""
+    kernel = KERNELS["reference"]
+    assert isinstance(kernel, Sleeping)
+    kernel.unit, kernel.done = unit, 0.0
+    return turn(index, start)[0], kernel.done
 
 
 def drop() -> None:

@@ -2,7 +2,8 @@
 
 MB out, in: what the interface of the busiest node carried in one call, headers and acknowledgements included. plan MB:
 of its busiest direction, by the plan. measured / plan: of the node where they differ most, out and in together. lower
-bound: `cluster_plan.floor`. share of link: those bytes at the link's rate, of the time. messages: that leave a node by
+bound: `cluster_plan.floor`. share of link: those bytes at the link's rate, of the time. busy: cores that ranks kept
+busy, on the average of a call, of those that there are. messages: that leave a node by
 its busiest rank; rounds: the longest chain of messages of which each waits for the one before.
 """
 
@@ -16,7 +17,7 @@ from benchmarks import cluster_net, cluster_plan
 
 COLUMNS = [
     "configuration", "s", "spread", "against first", "MB out", "MB in", "plan MB", "measured / plan", "/ lower bound",
-    "share of link", "messages", "rounds",
+    "share of link", "busy", "messages", "rounds",
 ]  # fmt: skip
 
 
@@ -38,6 +39,7 @@ def table(rows: list[dict[str, Any]], problem: cluster_plan.Problem, link: str) 
         median, most = statistics.median(row["seconds"]), max(*row["out"], *row["in"])
         plan, first = row["plan"], statistics.median(able[0]["seconds"])
         row.update(median=median, ratio=first / median, share=most / cluster_net.rate_of(link) / median)
+        row["busy"] = statistics.median(row["worked"]) / median
         row["lower_bound_ratio"] = most / least if least else None
         row["plan_ratio"] = plan_ratio(row)
         cells = [
@@ -46,7 +48,8 @@ def table(rows: list[dict[str, Any]], problem: cluster_plan.Problem, link: str) 
             f"{max(row['out']) / 1e6:.2f}", f"{max(row['in']) / 1e6:.2f}",
             f"{max(*plan['out'], *plan['into']) / 1e6:.2f}" if plan else "-",
             f"{row['plan_ratio']:.3f}" if row["plan_ratio"] else "-", f"{most / least:.2f}" if least else "-",
-            f"{row['share']:.2f}", *([str(plan["messages"]), str(plan["rounds"])] if plan else "--"),
+            f"{row['share']:.2f}", f"{row['busy']:.2f}",
+            *([str(plan["messages"]), str(plan["rounds"])] if plan else "--"),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *(f"\n{row['name']}: {row['cannot']}" for row in rows if "cannot" in row)])

@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+import torch
 
 from ds_seqpar import cpu_op
 
@@ -23,6 +24,12 @@ def pytest_collection():
     gc.freeze()
     gc.enable()
     return collected
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """A worker: there are as many as cores, and threads that wait for one another beyond that keep cores busy."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

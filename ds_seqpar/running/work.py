@@ -14,7 +14,7 @@ from .buffers import Tensors
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
 
-PIECE = 1024  # tokens
+PIECE = 1024  # rows of a head
 
 
 class Work(Protocol):
@@ -122,11 +122,12 @@ def project(do: Tensor, delta: Tensor) -> Tensor:
     return found
 
 
-def _pieces(x: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Of (B, n, H, ...): some tokens of a head at a time."""
+def _pieces(x: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Of (B, n, H, ...): some tokens of a head at a time, or of several heads where tokens are few."""
+    together = max(1, PIECE // max(1, x.shape[1]))
     for start in range(0, x.shape[1], PIECE):
-        for head in range(x.shape[2]):
-            yield slice(None), slice(start, start + PIECE), head
+        for head in range(0, x.shape[2], together):
+            yield slice(None), slice(start, start + PIECE), slice(head, head + together)
 
 
 def _project(do: Tensor, delta: Tensor) -> Tensor:

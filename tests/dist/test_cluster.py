@@ -1,14 +1,16 @@
 """A cluster in a box, for real: what `benchmarks.cluster` says of bytes, and that it leaves nothing behind."""
 
 import argparse
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import cluster, cluster_net, cluster_plan, cluster_table
+from benchmarks import cluster, cluster_balance, cluster_net, cluster_plan, cluster_table
 from benchmarks.cluster_spec import parse
+from ds_seqpar.errors import ConfigError
 
 needs_network = pytest.mark.skipif(cluster_net.refusal() is not None, reason=str(cluster_net.refusal()))
 PROBLEM = cluster_plan.Problem(
@@ -32,6 +34,23 @@ def test_bytes_on_links_are_the_plans(latency, names):
         assert row["error"] < 1e-4
         assert cluster_table.plan_ratio(row) == pytest.approx(1, rel=0.05), row
     assert all(str(os.getpid()) not in path.name for path in cluster_net.FOLDER.glob(f"{cluster_net.PREFIX}-*"))
+
+
+@needs_network
+def test_a_call_whose_products_sleep_as_long_as_links_carry():
+    args = argparse.Namespace(
+        nodes=2, ranks_per_node=1, link="20mbit", latency=0.0, configurations=[parse("ring")], rounds=1, patience=60.0,
+        compute=1.0,
+    )  # fmt: skip
+    (row,) = cluster_balance.measure(args, dataclasses.replace(PROBLEM, per_node=1))
+    assert row["error"] < 1e-4
+    assert min(row["seconds"]) >= row["compute"]  # it slept
+    assert row["critical_path"] >= row["links"] * 0.95  # which count headers
+    with pytest.raises(ConfigError, match="only ours can sleep"):
+        args.configurations = [parse("deepspeed")]
+        cluster_balance.measure(args, dataclasses.replace(PROBLEM, per_node=1))
+    with pytest.raises(ConfigError, match="a link for each rank; got 2"):
+        cluster_balance.measure(args, PROBLEM)
 
 
 @needs_network

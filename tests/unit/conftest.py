@@ -1,9 +1,8 @@
-"""Process-free tests: one thread each, and hypothesis without clocks or stored examples, the same on every run."""
+"""Process-free tests: hypothesis without clocks or stored examples, the same on every run."""
 
 import dataclasses
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from ds_seqpar.planning import schedules
@@ -12,11 +11,6 @@ settings.register_profile(
     "unit", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("unit")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

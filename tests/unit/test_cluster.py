@@ -4,7 +4,7 @@ table."""
 import pytest
 
 from benchmarks import cluster_net, cluster_table
-from benchmarks.cluster_plan import Problem, figures, floor
+from benchmarks.cluster_plan import Problem, critical_path, figures, floor
 from benchmarks.cluster_spec import parse
 
 MHA = {"seq": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "dtype": "fp32"}
@@ -103,14 +103,26 @@ def test_rounds_are_a_chain_of_messages():
     assert wide.rounds < ring.rounds
 
 
+@pytest.mark.parametrize("name", ["ring", "u2/ring", "u4", "attention2d=2,2"])
+def test_the_critical_path_without_links_and_without_products(name):
+    """Zigzag shares products about equally; no schedule is faster than its share of them, nor than its bytes."""
+    given, spec, rate = problem(4, 1), parse(name), 1e6
+    share = 16 * 1024 * 1025 / 2 / 4 * (1 + 2.5)
+    assert critical_path(spec, given, float("inf"), 1e-6, 2.5) == pytest.approx(share * 1e-6, rel=1e-2)
+    alone = critical_path(spec, given, rate, 0.0, 2.5)
+    assert alone >= max(figures(spec, given).into) / rate * (1 - 1e-9)
+    both = critical_path(spec, given, rate, alone / share, 2.5)
+    assert alone <= both <= 2 * alone * (1 + 1e-9)
+
+
 def test_table():
-    row = {"name": "ring", "out": [2e6, 2e6], "in": [2e6, 2.1e6], "seconds": [0.5, 0.4, 0.6],
+    row = {"name": "ring", "out": [2e6, 2e6], "in": [2e6, 2.1e6], "seconds": [0.5, 0.4, 0.6], "worked": [0.6, 0.5, 0.7],
            "plan": {"out": (2e6, 2e6), "into": (2e6, 2e6), "messages": 3, "rounds": 2}}  # fmt: skip
     other = {**row, "name": "peer", "seconds": [0.25], "plan": None}
     text = cluster_table.table([row, other, {"name": "more", "cannot": "needs a GPU"}], problem(2, 1), "40mbit")
     _, _, first, second, *rest = text.splitlines()
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     assert cells[:8] == ["ring", "0.500", "0.400-0.600", "1.00", "2.00", "2.10", "2.00", "1.025"]
-    assert cells[9:] == ["0.84", "3", "2"]
+    assert cells[9:] == ["0.84", "1.20", "3", "2"]
     assert [cell.strip() for cell in second.strip("|").split("|")][:4] == ["peer", "0.250", "0.250-0.250", "2.00"]
     assert rest[-1] == "more: needs a GPU"
