@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import cluster, cluster_net, cluster_plan, cluster_table
+from benchmarks import cluster, cluster_net, cluster_plan, cluster_table, train
 from benchmarks.cluster_spec import parse
 
 needs_network = pytest.mark.skipif(cluster_net.refusal() is not None, reason=str(cluster_net.refusal()))
@@ -32,6 +32,23 @@ def test_bytes_on_links_are_the_plans(latency, names):
         assert row["error"] < 1e-4
         assert cluster_table.plan_ratio(row) == pytest.approx(1, rel=0.05), row
     assert all(str(os.getpid()) not in path.name for path in cluster_net.FOLDER.glob(f"{cluster_net.PREFIX}-*"))
+
+
+@needs_network
+def test_training_steps_over_links():
+    """Losses are compared by the benchmark itself, which ends where they differ."""
+    words = "--nodes 2 --ranks-per-node 2 --seq 512 --layers 1 --hidden 64 --intermediate 64 --heads 4 --kv-heads 4"
+    more = "--vocab 64 --rounds 1 --steps 1 --link 200mbit 1gbit -- u2/ring deepspeed"
+    args = train.arguments([*words.split(), *more.split()])
+    rows = train.measure(args)
+    assert [row["name"] for row in rows] == ["u2/ring", "deepspeed"]
+    for row in rows:
+        assert [len(row["seconds"][rate]) for rate in args.link] == [1, 1]
+        assert max(row["zero"]["out"]) > 0
+    assert train.attention(rows[0]) == pytest.approx(rows[0]["plan"], rel=0.1)
+    # a checkpoint of DeepSpeed's sends twice in forward what ours sends once
+    assert train.attention(rows[1]) == pytest.approx(1.5 * rows[1]["plan"], rel=0.1)
+    assert "| u2/ring |" in train.table(rows, args, "1gbit")
 
 
 @needs_network
