@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ COLUMNS = ["configuration", "tokens/s", "spread", "against first", "MB out", "MB
 def main() -> None:
     args = arguments()
     cluster_turns.ready()
+    os.environ["PYTHONWARNINGS"] = "ignore"  # DeepSpeed's and transformers' of their own calls, of every rank
     rows = measure(args)
     for rate in args.link:
         print(f"\n{title(args, rate)}\n\n{table(rows, args, rate)}", flush=True)
@@ -60,6 +62,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=4096, help="tokens of the whole sequence")
     model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=8)
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of all")
+    parser.add_argument("--tiled-mlp", action=argparse.BooleanOptionalAction, default=True,
+                        help="DeepSpeed's, as its recipe has it; its parameters are then fetched for every tile")  # fmt: skip
     parser.add_argument("--steps", type=int, default=2, help="at every rate, of one turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=900, help="seconds for the whole model's losses")
@@ -78,14 +82,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def contender(spec: Spec, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Kind and options, as `memory_peers.made` takes them."""
-    options = {"tiled_mlp": True} if spec.peer else spec.section
+    options = {"tiled_mlp": args.tiled_mlp} if spec.peer else spec.section
     return "alst" if spec.peer else "ours", {"checkpointing": args.checkpointing, **options}
 
 
 def alone(kind: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The same, of what ZeRO does by itself in this kind: every rank attends to its own tokens."""
     options = {"checkpointing": args.checkpointing}
-    return ("plain", options) if kind == "alst" else ("ours", {**options, "size": 1})
+    return ("plain", {**options, "tiled_mlp": args.tiled_mlp}) if kind == "alst" else ("ours", {**options, "size": 1})
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
