@@ -4,7 +4,8 @@
     python -m benchmarks.critical_path --dtype bfloat16 --rounds 3
 
 All ranks in one process on one core (`running/virtual.py`): walks, kernels, merges and copies are the real ones, and a
-message is a copy. Dense: the same kernel, called once for the whole sequence. All rows take turns.
+message is a copy. Dense: the same kernel, called once for the whole sequence. All rows take turns. Seconds are of
+processor time, which other work on the machine changes least.
 
 Together: everything that all ranks do, forward and backward, over the dense call of the same turn; products: of that,
 kernel calls and the merging of what they give. Critical path: of every step the slowest rank's product, summed, as a
@@ -61,9 +62,9 @@ def main() -> None:
                 size=args.ranks, ulysses=1, schedule="ring", layout=layout, kernel=args.kernel
             )
             with watched() as (steps, pairs[layout]):
-                began = time.perf_counter()
+                began = time.process_time()
                 virtual.attention(config, *tensors)
-                took = time.perf_counter() - began
+                took = time.process_time() - began
             if turn:
                 whole[layout].append(took)
                 products[layout].append(steps)
@@ -91,10 +92,10 @@ def main() -> None:
 def seconds_of_dense(name: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> float:
     """Of one call of a kernel, forward and backward, for the whole sequence."""
     kernel, scale = KERNELS[name], q.shape[-1] ** -0.5
-    began = time.perf_counter()
+    began = time.process_time()
     out, lse = kernel.forward(q, k, v, True, scale)
     kernel.backward(do, q, k, v, out, lse, True, scale)
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 @contextlib.contextmanager
@@ -105,9 +106,9 @@ def watched() -> Iterator[tuple[Steps, Steps]]:
 
     def product(walk: Walk, one: Product) -> None:
         place = walk.program.direction, one.step, walk.program.rank
-        began = time.perf_counter()
+        began = time.process_time()
         Walk.product(walk, one)
-        seconds[place] += time.perf_counter() - began
+        seconds[place] += time.process_time() - began
         pairs[place] += sum(tile.products for tile in walk.bound.tiles(one.q, one.kv))
 
     EXECUTE[Product] = product

@@ -190,9 +190,21 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
     llama = checkpointed(model.make(), own, reentrant=True)
+    share = (seq - 1) / world
+    tiles = math.ceil(seq // world * model.vocab * 4 / own["tile_bytes"])
+
+    def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = head.lm_head(hidden).float()
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / share
+
+    def forward(**inputs: Tensor) -> Tensor:
+        hidden = llama.model(**inputs, use_cache=False).last_hidden_state
+        return TiledFusedLogitsLoss.apply(tile, llama, hidden, labels, None, tiles, [llama.lm_head.weight], "sum")
+
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
+    llama.forward = forward  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
     config = model.settings() | {"sequence_parallel_size": world}
     engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0])
     group = deepspeed.utils.groups._get_sequence_parallel_group()
@@ -201,17 +213,9 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
     batch = {"input_ids": ids[:, here].contiguous(), "position_ids": torch.arange(seq)[None, here]}
     labels = shifted[:, here].contiguous()
-    share = (seq - 1) / world
-    tiles = math.ceil(labels.numel() * model.vocab * 4 / own["tile_bytes"])
-
-    def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = head.lm_head(hidden).float()
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / share
 
     def step(mark: Mark) -> float:
-        hidden = llama.model(**batch, use_cache=False).last_hidden_state
-        part = TiledFusedLogitsLoss.apply(tile, llama, hidden, labels, None, tiles, [llama.lm_head.weight], "sum")
-        del hidden
+        part = engine(**batch)
         loss = torch.stack(torch.distributed.nn.functional.all_gather(part, group=group)).mean()
         return finish(engine, loss, mark)
 

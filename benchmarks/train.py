@@ -63,7 +63,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=8)
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of all")
     parser.add_argument("--tiled-mlp", action=argparse.BooleanOptionalAction, default=True,
-                        help="DeepSpeed's, as its recipe has it; its parameters are then fetched for every tile")  # fmt: skip
+                        help="DeepSpeed's, of its recipe; parameters are fetched for each tile")  # fmt: skip
     parser.add_argument("--steps", type=int, default=2, help="at every rate, of one turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=900, help="seconds for the whole model's losses")
