@@ -14,21 +14,19 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import signal
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import cluster_net, cluster_plan, cluster_ranks
+from benchmarks import cluster_net, cluster_plan, cluster_ranks, cluster_turns
 from benchmarks.cluster_spec import Spec, parse
 from benchmarks.cluster_table import table, title
+from benchmarks.cluster_turns import call, say, settled
 from ds_seqpar.errors import SeqParError
-from tests.launch import RankFailure, Ranks
+from tests.launch import Ranks
 
 PRELOAD = ["tests.preloading", "torch.distributed", "deepspeed", "benchmarks.cluster_ranks"]
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -37,7 +35,8 @@ DEFAULT = ["ring", "mesh=4,1,4", "attention2d=4,4", "u4/attention2d=2,2", "u8/ri
 
 def main() -> None:
     args = arguments(parser_of(__doc__))
-    problem = begun(args)
+    cluster_turns.ready()
+    problem = problem_of(args)
     found = measure(args, problem)
     head = {**dataclasses.asdict(problem), "link": args.link, "latency_s": args.latency, "rounds": args.rounds,
             "lower_bound": cluster_plan.floor(problem)}  # fmt: skip
@@ -57,11 +56,11 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def arguments(parser: argparse.ArgumentParser, default: Sequence[str] = DEFAULT) -> argparse.Namespace:
     """Of the command line, with what the parser has already. default: configurations, where none is given."""
-    parser.add_argument("configurations", nargs="*", metavar="CONFIG", type=_spec, help=f"default: {' '.join(default)}")
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--link", default="50mbit", help="of every node, out and in, in kbit, mbit or gbit")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds on the way from node to node")
+    parser.add_argument("configurations", nargs="*", metavar="CONFIG", type=cluster_turns.spec,
+                        help=f"default: {' '.join(default)}")  # fmt: skip
+    cluster_turns.network_options(parser, nodes=16, per_node=1)
+    parser.add_argument("--link", type=cluster_turns.link, default="50mbit",
+                        help="of every node, out and in, in kbit, mbit or gbit")  # fmt: skip
     parser.add_argument("--seq", type=int, default=1024, help="tokens of the whole sequence")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=16)
@@ -69,42 +68,21 @@ def arguments(parser: argparse.ArgumentParser, default: Sequence[str] = DEFAULT)
     parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="fp32")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds that a transfer may take")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
     args = parser.parse_args()
     args.configurations = args.configurations or [parse(text) for text in default]
-    try:
-        cluster_net.rate_of(args.link)
-    except ValueError as reason:
-        parser.error(str(reason))
     if args.seq % (2 * args.nodes * args.ranks_per_node):
         parser.error(f"--seq must be a multiple of twice the ranks, {2 * args.nodes * args.ranks_per_node}")
     return args
 
 
-def begun(args: argparse.Namespace) -> cluster_plan.Problem:
-    """What is to be measured; ends the process where this machine cannot make a cluster, and tidies up at signals."""
-    if reason := cluster_net.refusal():
-        print(reason, file=sys.stderr)
-        sys.exit(2)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _ended)
+def problem_of(args: argparse.Namespace) -> cluster_plan.Problem:
+    """What the command line asks to be measured."""
     return cluster_plan.Problem(
         nodes=args.nodes, per_node=args.ranks_per_node, seq=args.seq, heads=args.heads, kv_heads=args.kv_heads,
         head_dim=args.head_dim, dtype=args.dtype, causal=args.causal,
     )  # fmt: skip
-
-
-def _spec(text: str) -> Spec:
-    try:
-        return parse(text)
-    except ValueError as reason:
-        raise argparse.ArgumentTypeError(str(reason)) from None
-
-
-def _ended(number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dict[str, Any]]:
@@ -119,7 +97,7 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dic
                 running.append(row)
             say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
         for turn in range(args.rounds):
-            for index in order(len(running), turn):
+            for index in cluster_turns.order(len(running), turn):
                 seconds, worked = timed(ranks, index)
                 running[index]["seconds"].append(seconds)
                 running[index]["worked"].append(worked)
@@ -165,43 +143,16 @@ def prepared(
         return {"name": spec.name, "cannot": reason}
     before = settled(ranks, per_node)
     timed(ranks, index)
-    after = settled(ranks, per_node)
-    out, into = ([b - a for a, b in zip(*both, strict=True)] for both in zip(
-        *(zip(*found, strict=True) for found in (before, after)), strict=True))  # fmt: skip
+    out, into = cluster_turns.between(before, settled(ranks, per_node))
     return {"name": spec.name, "error": max(errors), "out": out, "in": into, "seconds": [],
             "worked": [], "plan": planned and dataclasses.asdict(planned)}  # fmt: skip
-
-
-def settled(ranks: Ranks, per_node: int) -> list[tuple[int, int]]:
-    """Every node's (bytes out, bytes in), once nothing is on its way any more."""
-    last = None
-    while True:
-        found = call(ranks, cluster_ranks.counters)[::per_node]
-        if found == last:
-            return found
-        last = found
-        time.sleep(0.2)
 
 
 def timed(ranks: Ranks, index: int) -> tuple[float, float]:
     """Seconds of one call, from the moment at which all ranks begin to the end of the last one, and those that
     processors worked for all ranks together."""
-    seconds, worked = zip(*call(ranks, cluster_ranks.turn, index, time.monotonic() + 0.05), strict=True)
+    seconds, worked = zip(*call(ranks, cluster_ranks.turn, index, cluster_turns.soon()), strict=True)
     return max(seconds), sum(worked)
-
-
-def call(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
-    """What the function returns, by rank."""
-    results, errors = ranks.call(function, *arguments, timeout=3600)
-    if errors:
-        raise RankFailure(errors)
-    return [results[rank] for rank in sorted(results)]
-
-
-def order(count: int, turn: int) -> list[int]:
-    """All rows, another one first in every round, and every other round backwards."""
-    order = [(i + turn) % count for i in range(count)]
-    return order[::-1] if turn % 2 else order
 
 
 def tensors(task: cluster_ranks.Task) -> dict[str, Tensor]:
@@ -226,10 +177,6 @@ def tensors(task: cluster_ranks.Task) -> dict[str, Tensor]:
         for name, x in zip(parts, (out.detach(), *torch.autograd.grad(out, leaves, do)), strict=True):
             parts[name].append(x.transpose(0, 1))
     return {**whole, **{name: torch.cat(found, 1)[None].float() for name, found in parts.items()}}
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import argparse
 import dataclasses
 import json
 import statistics
-import time
 from typing import Any
 
-from benchmarks import cluster, cluster_net, cluster_plan, cluster_ranks
+from benchmarks import cluster, cluster_net, cluster_plan, cluster_ranks, cluster_turns
 from benchmarks.cluster_table import title
 from ds_seqpar.errors import ConfigError
 
@@ -33,7 +32,8 @@ def main() -> None:
         "--compute", type=float, default=1.0, help="seconds of products to those of links; 0: no products"
     )
     args = cluster.arguments(parser, DEFAULT)
-    rows = measure(args, cluster.begun(args))
+    cluster_turns.ready()
+    rows = measure(args, cluster.problem_of(args))
     print(f"\n{title(args)}; products are sleeps\n\n{table(rows)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
@@ -49,30 +49,30 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dic
         if spec.peer or "kernel" in spec.section:
             raise ConfigError(f"only ours can sleep, whatever its kernel; got {spec.name}, leave it out")
     with cluster.set_up(args, problem) as (ranks, task):
-        cluster.call(ranks, cluster_ranks.fall_asleep)
+        cluster_turns.call(ranks, cluster_ranks.fall_asleep)
         for spec in args.configurations:
             row = cluster.prepared(ranks, spec, task, problem, 2 * len(rows), 1)
             if "cannot" in row:
                 raise ConfigError(f"a configuration must fit; got {spec.name}: {row['cannot']}")
             sleeping = dataclasses.replace(spec, settings=(*spec.settings, ("kernel", "reference")))
-            cluster.call(ranks, cluster_ranks.build, sleeping, task)
+            cluster_turns.call(ranks, cluster_ranks.build, sleeping, task)
             most = max(done for _, done in turn(ranks, 2 * len(rows) + 1, 0.0))
             links = max(*row["out"], *row["in"]) / rate
             unit = args.compute * links / most
             path = cluster_plan.critical_path(spec, problem, rate, unit, cluster_ranks.Sleeping.BACKWARD)
             rows.append({**row, "links": links, "compute": unit * most, "unit": unit, "critical_path": path})
-            cluster.say(f"{spec.name}: as dense attention")
+            cluster_turns.say(f"{spec.name}: as dense attention")
         for number in range(args.rounds):
-            for index in cluster.order(len(rows), number):
+            for index in cluster_turns.order(len(rows), number):
                 seconds = max(seconds for seconds, _ in turn(ranks, 2 * index + 1, rows[index]["unit"]))
                 rows[index]["seconds"].append(seconds)
-            cluster.say(f"round {number + 1} of {args.rounds}")
+            cluster_turns.say(f"round {number + 1} of {args.rounds}")
     return rows
 
 
 def turn(ranks: Any, index: int, unit: float) -> list[tuple[float, float]]:
     """By rank the seconds of one call, and the pairs that it slept for."""
-    return cluster.call(ranks, cluster_ranks.asleep, index, unit, time.monotonic() + 0.05)
+    return cluster_turns.call(ranks, cluster_ranks.asleep, index, unit, cluster_turns.soon())
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -111,9 +111,8 @@ class Network:
                 f"route replace 10.77.0.0/16 dev {PORT} rto_min 5s",
                 *(f"neighbour add {address(o)} lladdr {mac(o)} nud permanent dev {PORT}" for o in others),
             ])  # fmt: skip
-            run("tc", "-n", name, "-batch", "-", lines=[self._bucket(PORT)])
         run("ip", "-n", self.switch, "-batch", "-", lines=[f"link set {port} up" for port in ports])
-        run("tc", "-n", self.switch, "-batch", "-", lines=[self._bucket(port) for port in ports])
+        self.limit(self.link)
         if self.latency:
             script = str(Path(__file__).with_name("cluster_delay.py"))
             words = ["ip", "netns", "exec", self.switch, sys.executable, script, str(self.latency), *ports]
@@ -122,10 +121,17 @@ class Network:
             if not self.forwarder.stdout.readline():
                 raise NetworkError(f"frames need a forwarder to be late; it ended with {self.forwarder.wait()}")
 
+    def limit(self, link: str) -> None:
+        """Gives every link this rate from now on."""
+        self.link = link
+        for name in self.names:
+            run("tc", "-n", name, "-batch", "-", lines=[self._bucket(PORT)])
+        run("tc", "-n", self.switch, "-batch", "-", lines=[self._bucket(f"n{node}") for node in range(self.nodes)])
+
     def _bucket(self, device: str) -> str:
         """A bucket of a frame or 1 ms, which is all that an idle link gives for nothing; its queue loses nothing."""
         burst = max(MTU + 1000, int(rate_of(self.link) * 0.001))
-        return f"qdisc add dev {device} root tbf rate {self.link} burst {burst} limit 256000000"
+        return f"qdisc replace dev {device} root tbf rate {self.link} burst {burst} limit 256000000"
 
 
 def address(node: int) -> str:

@@ -34,9 +34,7 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> Measured:
     from benchmarks import memory_peers as peers
     from benchmarks.memory_live import Sites
 
-    own = peers.own_of(options)
-    section = {name: value for name, value in options.items() if name not in peers.OWN}
-    step = peers.STEPS["ours"](model, own, section, seq)
+    step = peers.made(model, "ours", options, seq)
     for _ in range(2):
         step(lambda _: None)
     gc.collect()

@@ -82,11 +82,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=int, default=900, help="seconds of a measurement")
     parser.add_argument("--rows", type=int, default=20, help="of `peak`")
     parser.add_argument("--png", type=Path, help="a chart")
-    for name, default in (("vocab", 131072), ("hidden", 256), ("intermediate", 1024), ("layers", 2), ("heads", 8),
-                          ("kv-heads", 4)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--bf16", action="store_true")
+    model_options(parser, vocab=131072, hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4)
     return parser.parse_args()
+
+
+def model_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Options for every field of `memory_peers.Model`, of which the numbers are given."""
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--zero", action="append", type=setting, default=[], metavar="KEY=VALUE",
+                        help="for DeepSpeed's zero_optimization section, of all")  # fmt: skip
 
 
 def size(text: str) -> int:

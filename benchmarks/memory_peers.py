@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -46,6 +46,8 @@ OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
 
 @dataclasses.dataclass(frozen=True)
 class Model:
+    """zero: settings beside or in place of those of ZERO."""
+
     vocab: int = 131072
     hidden: int = 256
     intermediate: int = 1024
@@ -53,6 +55,7 @@ class Model:
     heads: int = 8
     kv_heads: int = 4
     bf16: bool = False
+    zero: Sequence[tuple[str, Any]] = ()
 
     def make(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
@@ -72,7 +75,7 @@ class Model:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": ZERO,
+            "zero_optimization": ZERO | dict(self.zero),
             "bf16": {"enabled": self.bf16},
             "steps_per_print": 10**9,
         }
@@ -100,11 +103,7 @@ def measure(
     """One step to warm up, `timed` ones with a clock and the RSS reset before, and with `follow` one whose tensors are
     followed. limit: bytes of RSS at which this process ends, before the machine has no more."""
     watch(limit)
-    own = own_of(options)
-    if own["tiled_mlp"]:
-        modeling_llama.LlamaMLP.forward = tiled_mlp
-    section = {name: value for name, value in options.items() if name not in OWN}
-    step = STEPS[kind](model, own, section, seq)
+    step = made(model, kind, options, seq)
     rest, losses, norms, seconds = memory("VmRSS"), [], [], []
     highest = 0
     for turn in range(1 + timed):
@@ -129,6 +128,15 @@ def measure(
             step(mark)
         entries, moments = live.at_peak, dict(live.moments.most_common(64))
     return Figures(rest, highest, seconds, losses, norms, allocated, entries, moments)
+
+
+def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
+    """How to make a step of a contender, once in a process."""
+    own = own_of(options)
+    if own["tiled_mlp"]:
+        modeling_llama.LlamaMLP.forward = tiled_mlp
+    section = {name: value for name, value in options.items() if name not in OWN}
+    return STEPS[kind](model, own, section, seq)
 
 
 def own_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +190,21 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
     llama = checkpointed(model.make(), own, reentrant=True)
+    share = (seq - 1) / world
+    tiles = math.ceil(seq // world * model.vocab * 4 / own["tile_bytes"])
+
+    def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = head.lm_head(hidden).float()
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / share
+
+    def forward(**inputs: Tensor) -> Tensor:
+        hidden = llama.model(**inputs, use_cache=False).last_hidden_state
+        return TiledFusedLogitsLoss.apply(tile, llama, hidden, labels, None, tiles, [llama.lm_head.weight], "sum")
+
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
+    llama.forward = forward  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
     config = model.settings() | {"sequence_parallel_size": world}
     engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0])
     group = deepspeed.utils.groups._get_sequence_parallel_group()
@@ -193,17 +213,9 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
     batch = {"input_ids": ids[:, here].contiguous(), "position_ids": torch.arange(seq)[None, here]}
     labels = shifted[:, here].contiguous()
-    share = (seq - 1) / world
-    tiles = math.ceil(labels.numel() * model.vocab * 4 / own["tile_bytes"])
-
-    def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = head.lm_head(hidden).float()
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / share
 
     def step(mark: Mark) -> float:
-        hidden = llama.model(**batch, use_cache=False).last_hidden_state
-        part = TiledFusedLogitsLoss.apply(tile, llama, hidden, labels, None, tiles, [llama.lm_head.weight], "sum")
-        del hidden
+        part = engine(**batch)
         loss = torch.stack(torch.distributed.nn.functional.all_gather(part, group=group)).mean()
         return finish(engine, loss, mark)
 

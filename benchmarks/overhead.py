@@ -1,12 +1,15 @@
 """Prints what a call costs beside its kernel: ratios within one run, of medians of calls that take turns.
 
     python -m benchmarks.overhead
+    python -m benchmarks.overhead --parts Call --tokens 8192 --heads 2 --calls 20 --dtypes float32 bfloat16
 
-Call: forward and backward of few tokens on one rank, beside the bare kernel behind an op of the same arguments.
+Call: forward and backward of few tokens on one rank, beside the bare kernel behind an op of the same arguments; of
+processor time, since it waits for nobody.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
 Step: one step of a ring of 16, kernels and transfers empty (torch's fake backend carries nothing), beside bare irecv
 and isend of the same messages. Program: what is looked up, or derived, before a rank's walk: for what it has seen, for
 a length that it has not, and for a pack of 64 documents that it has not; its kernel calls too.
+A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
 Needs no launcher: ranks are forked, over gloo, or are one of many on the fake backend.
 """
 
@@ -18,6 +21,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,26 +44,51 @@ Step = Callable[[], object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=HEADS, help="of Call")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"], help="of Call")
     parser.add_argument("--calls", type=int, default=300, help="of each kind, of which the median is taken")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     args = parser.parse_args()
     for title in args.parts:
-        print(f"\n{title}\n\n| | us | ratio |\n|---|---|---|")
-        for name, (seconds, ratio) in PARTS[title](args).items():
-            print(f"| {name} | {seconds * 1e6:.0f} | {'-' if ratio is None else f'{ratio:.2f}'} |", flush=True)
+        print(f"\n{title}\n\n| | us | spread | ratio | spread |\n|---|---|---|---|---|")
+        for name, row in PARTS[title](args).items():
+            print(f"| {name} | {middle(row.seconds, 1e6, '.0f')} | {middle(row.ratios, 1, '.3f')} |", flush=True)
 
 
-Rows = dict[str, tuple[float, float | None]]  # median seconds, ratio to the row that it is compared with
+class Row(NamedTuple):
+    """Of every call. ratios: to the call of the row that it is compared with, in the same turn; empty for none."""
+
+    seconds: list[float]
+    ratios: list[float]
+
+
+Rows = dict[str, Row]
+
+
+def compared(found: Mapping[str, list[float]], base: str) -> Rows:
+    pairs = {name: zip(seconds, found[base], strict=True) for name, seconds in found.items()}
+    return {name: Row(found[name], [a / b for a, b in both]) for name, both in pairs.items()}
+
+
+def middle(values: list[float], unit: float, digits: str) -> str:
+    """The median and the quartiles around it, as cells."""
+    if not values:
+        return "- | -"
+    low, median, high = (value * unit for value in statistics.quantiles(values, n=4, method="inclusive"))
+    return f"{median:{digits}} | {low:{digits}}-{high:{digits}}"
 
 
 def call(args: argparse.Namespace) -> Rows:
-    (seconds,) = on_ranks(1, one_rank, args.tokens, args.calls, timeout=600)
-    return {name: (value, value / seconds["bare kernel"]) for name, value in seconds.items()}
+    rows: Rows = {}
+    for dtype in args.dtypes:
+        (found,) = on_ranks(1, one_rank, args.tokens, args.heads, dtype, args.calls, timeout=3600)
+        rows |= {f"{name}, {dtype}": row for name, row in compared(found, "bare kernel").items()}
+    return rows
 
 
-def one_rank(tokens: int, calls: int) -> dict[str, float]:
+def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[float]]:
     sp = SequenceParallel(SequenceParallelConfig(size=1))
-    q, k, v, do = blocks(tokens)
+    q, k, v, do = (x.to(getattr(torch, dtype)) for x in blocks(tokens, heads))
     scale = HEAD_DIM**-0.5
     rows = {
         "bare kernel": lambda q, k, v: bare(q, k, v, sp.runtime.handle, CAUSAL.handle, -1, scale, None)[0],
@@ -73,19 +102,18 @@ def one_rank(tokens: int, calls: int) -> dict[str, float]:
 
         return run
 
-    return medians({name: both(attend) for name, attend in rows.items()}, calls)
+    return in_turns({name: both(attend) for name, attend in rows.items()}, calls, time.process_time)
 
 
 def agreement(args: argparse.Namespace) -> Rows:
     rows: Rows = {}
     for ranks in (2, 4, 16):
         both = on_ranks(ranks, agreeing, args.tokens, args.calls // 3, timeout=600)[0]
-        for name, seconds in both.items():
-            rows[f"{name}, {ranks} ranks"] = seconds, seconds / both["all-reduce of one number"]
+        rows |= {f"{name}, {ranks} ranks": row for name, row in compared(both, "all-reduce of one number").items()}
     return rows
 
 
-def agreeing(tokens: int, calls: int) -> dict[str, float]:
+def agreeing(tokens: int, calls: int) -> dict[str, list[float]]:
     size = dist.get_world_size()
     sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=1))
     q, k, v, _ = blocks(tokens)
@@ -94,7 +122,7 @@ def agreeing(tokens: int, calls: int) -> dict[str, float]:
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
         "agreement": lambda: agree_on_inputs(sp.runtime, q, k, v, Asked(CAUSAL, None, None, True, False)),
     }
-    return medians(rows, calls)
+    return in_turns(rows, calls)
 
 
 class Empty:
@@ -131,8 +159,9 @@ def step(args: argparse.Namespace) -> Rows:
             "bare irecv and isend": transfer,
             "a step of a ring": lambda: Walk(bound, Forward(Empty(), 1.0, q, k, v), runtime.comm).run(),
         }
-        found = medians(rows, args.calls)
-    return {name: (value / len(posts), value / found["bare irecv and isend"]) for name, value in found.items()}
+        found = in_turns(rows, args.calls)
+    whole = compared(found, "bare irecv and isend")
+    return {name: row._replace(seconds=[all_ / len(posts) for all_ in row.seconds]) for name, row in whole.items()}
 
 
 def program(args: argparse.Namespace) -> Rows:
@@ -140,16 +169,13 @@ def program(args: argparse.Namespace) -> Rows:
     for ranks in (8, 64, 256):
         with fake_ranks(ranks) as runtime:
             derive(runtime, 128, CAUSAL)
-            rows[f"known, {ranks} ranks"] = typical([lambda: bound_of(runtime, 128, CAUSAL)] * args.calls), None
+            rows[f"known, {ranks} ranks"] = timed([lambda: bound_of(runtime, 128, CAUSAL)] * args.calls)
             lengths = [128 + 2 * number for number in range(1, 10)]
-            rows[f"new length, {ranks} ranks"] = (
-                typical([lambda n=n: derive(runtime, n, CAUSAL) for n in lengths]),
-                None,
-            )
+            rows[f"new length, {ranks} ranks"] = timed([lambda n=n: derive(runtime, n, CAUSAL) for n in lengths])
     for ranks in (16, 64):
         with fake_ranks(ranks) as runtime:
             packs = [pack(ranks * 1024, seed) for seed in range(9)]
-            rows[f"new pack, {ranks} ranks"] = typical([lambda m=m: derive(runtime, 1024, m) for m in packs]), None
+            rows[f"new pack, {ranks} ranks"] = timed([lambda m=m: derive(runtime, 1024, m) for m in packs])
     return rows
 
 
@@ -172,14 +198,14 @@ def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
                 bound.tiles(one.q, one.kv)
 
 
-def typical(calls: list[Step]) -> float:
-    """Median seconds of the calls, of which each is of two programs: of one."""
+def timed(calls: list[Step]) -> Row:
+    """Of the calls, of which each is of two programs: of one."""
     found = []
     for run in calls:
         began = time.perf_counter()
         run()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found) / 2
+        found.append((time.perf_counter() - began) / 2)
+    return Row(found, [])
 
 
 @contextlib.contextmanager
@@ -196,20 +222,23 @@ def fake_ranks(world: int) -> Iterator[Runtime]:
 PARTS = {"Call": call, "Agreement": agreement, "Step": step, "Program": program}
 
 
-def blocks(tokens: int) -> list[Tensor]:
-    return [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(4)]
+def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:
+    return [torch.randn(1, tokens, heads, HEAD_DIM) for _ in range(4)]
 
 
-def medians(rows: Mapping[str, Step], calls: int) -> dict[str, float]:
-    """Seconds of a call; rows take turns, after a tenth of the calls as warm-up."""
+def in_turns(
+    rows: Mapping[str, Step], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each call; rows take turns, every other turn in reverse order, after a tenth of the calls (1 at least)
+    as warm-up."""
     found: dict[str, list[float]] = {name: [] for name in rows}
-    for turn in range(-(calls // 10), calls):
-        for name, step in rows.items():
-            began = time.perf_counter()
+    for turn in range(-max(1, calls // 10), calls):
+        for name, step in list(rows.items())[:: 1 if turn % 2 else -1]:
+            began = clock()
             step()
             if turn >= 0:
-                found[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+                found[name].append(clock() - began)
+    return found
 
 
 @torch.library.custom_op("ds_seqpar_benchmarks::attention", mutates_args=())

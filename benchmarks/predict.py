@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cluster, cluster_plan, cluster_ranks
+from benchmarks import cluster, cluster_plan, cluster_ranks, cluster_turns
 from benchmarks.cluster_spec import Spec
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning.everyone import programs
@@ -45,7 +45,8 @@ def main() -> None:
     if args.show:
         runs = [json.loads(path.read_text()) for path in args.show]
     else:
-        runs = [measure(args, cluster.begun(args))]
+        cluster_turns.ready()
+        runs = [measure(args, cluster.problem_of(args))]
         if args.json:
             args.json.write_text(json.dumps(runs[0], indent=1))
     for run in runs:
@@ -59,7 +60,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> dict[str, Any]:
     """Raises RankFailure where a rank failed."""
     with cluster.set_up(args, problem) as (ranks, task):
-        machine = machine_of("calibrated", found := cluster.call(ranks, cluster_ranks.calibrated)[0])
+        machine = machine_of("calibrated", found := cluster_turns.call(ranks, cluster_ranks.calibrated)[0])
         rows, running = [], []
         for number, spec in enumerate(args.configurations):
             row = cluster.prepared(ranks, spec, task, problem, len(running), args.ranks_per_node)
@@ -67,11 +68,11 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> dict[str
             if "cannot" not in row:
                 row.update(predicted=predicted(spec, problem, machine), held_out=number % 2 == 1)
                 running.append(row)
-            cluster.say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
+            cluster_turns.say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
         for turn in range(args.rounds):
-            for index in cluster.order(len(running), turn):
+            for index in cluster_turns.order(len(running), turn):
                 running[index]["seconds"].append(cluster.timed(ranks, index)[0])
-            cluster.say(f"round {turn + 1} of {args.rounds}")
+            cluster_turns.say(f"round {turn + 1} of {args.rounds}")
     where = f"{args.link} a link each way, " if args.nodes > 1 else ""
     title = (
         f"{args.nodes} nodes x {args.ranks_per_node}, {where}{args.seq} tokens, {args.heads}/{args.kv_heads} heads of "
