@@ -8,14 +8,15 @@ import pytest
 from ds_seqpar import calibrate
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.machine import Machine
+from ds_seqpar.running import calibration
 from tests.launch import RankFailure, on_ranks
 
 
 def small(per_node):
     """Of tiny tensors, on ranks that are told how many share a node."""
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node[int(os.environ["RANK"])])
-    for sizes, size in ((calibrate.TILES, (32, 64)), (calibrate.HEADS, (1, 16)), (calibrate.MATRIX, 64),
-                        (calibrate.LONG, 2**16), (calibrate.MOVED, 2**16), (calibrate.FEW, 0.0)):  # fmt: skip
+    for sizes, size in ((calibration.TILES, (32, 64)), (calibration.HEADS, (1, 16)), (calibration.MATRIX, 64),
+                        (calibration.LONG, 2**16), (calibration.MOVED, 2**16), (calibration.FEW, 0.0)):  # fmt: skip
         sizes["cpu"] = size
     return calibrate.calibrate()
 
