@@ -81,7 +81,7 @@ def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     return footprint(
         Step(
             model=numbers, config=config, world=ranks, seq=seq, dtype="bfloat16" if model.bf16 else "float32",
-            zero=Zero.of(peers.ZERO), checkpointing=own["checkpointing"],
+            zero=Zero.of(model.settings()["zero_optimization"]), checkpointing=own["checkpointing"],
         )
     )  # fmt: skip
 
@@ -95,10 +95,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--peak", action="store_true", help="also what was alive at the peak")
     parser.add_argument("--set", action="append", default=[])
-    for name, default in (("vocab", 16384), ("hidden", 256), ("intermediate", 1024), ("layers", 3), ("heads", 8),
-                          ("kv-heads", 4)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--bf16", action="store_true")
+    memory.model_options(parser, vocab=16384, hidden=256, intermediate=1024, layers=3, heads=8, kv_heads=4)
     args = parser.parse_args()
     os.environ.update(memory.MALLOC, PYTHONWARNINGS="ignore")
     from benchmarks import memory_peers as peers

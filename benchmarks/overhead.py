@@ -4,7 +4,7 @@
     python -m benchmarks.overhead --parts Call --tokens 8192 --heads 2 --calls 20 --dtypes float32 bfloat16
 
 Call: forward and backward of few tokens on one rank, beside the bare kernel behind an op of the same arguments; of
-processor time, since it waits for nobody.
+processor time, since it waits for nobody; and what a call takes outside of its kernel, of the bare one.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
 Step: one step of a ring of 16, kernels and transfers empty (torch's fake backend carries nothing), beside bare irecv
 and isend of the same messages. Program: what is looked up, or derived, before a rank's walk: for what it has seen, for
@@ -32,6 +32,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
 from ds_seqpar.planning.program import Post, Product
 from ds_seqpar.running.inputs import Asked, agree_on_inputs
+from ds_seqpar.running.kernels import KERNELS, Kernel
 from ds_seqpar.running.runtime import Runtime
 from ds_seqpar.running.walk import Walk
 from ds_seqpar.running.work import Forward
@@ -102,7 +103,30 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[
 
         return run
 
-    return in_turns({name: both(attend) for name, attend in rows.items()}, calls, time.process_time)
+    found = in_turns({name: both(attend) for name, attend in rows.items()}, calls, time.process_time)
+    clock = Beside(KERNELS["cpu_flash"])
+    return found | in_turns({"attention, but for its kernel": both(sp.attention)}, calls, clock)
+
+
+class Beside:
+    """A clock of processor time that stands still inside of a kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.inside = 0.0
+        for name in ("forward", "backward"):
+            setattr(kernel, name, self.stopping(getattr(kernel, name)))
+
+    def __call__(self) -> float:
+        return time.process_time() - self.inside
+
+    def stopping(self, function: Callable) -> Callable:
+        def run(*args: object) -> object:
+            began = time.process_time()
+            result = function(*args)
+            self.inside += time.process_time() - began
+            return result
+
+        return run
 
 
 def agreement(args: argparse.Namespace) -> Rows:
