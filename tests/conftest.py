@@ -1,5 +1,6 @@
 """What DeepSpeed compiles when it first starts lies with this environment and is compiled before any test needs it."""
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -40,6 +41,19 @@ def compiled():
     with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
         cpu_op.prepare()
+
+
+@pytest.fixture(scope="session")
+def compiled_adam(compiled):
+    """The same for DeepSpeed's optimiser in host memory, which takes minutes."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    folder = os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam")
+    with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, "lock"))
+        CPUAdamBuilder().load(verbose=False)
 
 
 def pytest_terminal_summary(terminalreporter):

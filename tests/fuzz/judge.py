@@ -10,6 +10,7 @@ from tests import oracle
 from tests.fuzz.tables import AT_ONE_PLACE, DTYPES, SCALES, STRIDES
 
 NAMES = ("out", "dq", "dk", "dv", "lse")
+GRADIENTS = NAMES[1:4]
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -44,7 +45,9 @@ class Truth:
     """By name, over the whole sequence. exact: in fp64. single: one kernel call in the dtype. natural: the size of what
     is added up, where the sum may be 0. limit: of the error relative to the greater of both. touched: what a value that
     is not finite reaches; a kernel's masked products (0 times such a value) may reach further, and need not: reached,
-    of sums over rows. parts: how many rows such a sum is of."""
+    of sums over rows. parts: how many rows such a sum is of. blind: how far a score may lie from the same one computed
+    again, by rounding alone: backward takes exp(score - lse), which chance decides where that is large (torch's own CPU
+    kernel, bf16: not finite with one thread and finite with two, or the other way round)."""
 
     exact: dict
     single: dict
@@ -53,6 +56,7 @@ class Truth:
     reached: dict
     parts: int
     limit: float
+    blind: float
     dtypes: tuple  # that it is computed in, and travels in
 
     @classmethod
@@ -87,6 +91,7 @@ class Truth:
             reached={"dk": heads, "dv": heads},
             parts=q.shape[1] * q.shape[2] // k.shape[2],
             limit=limit,
+            blind=64 * torch.finfo(lse.dtype).eps * scores,
             dtypes=(dtype, *[torch.bfloat16] * (config.travel_dtype == "bf16")),
         )
 
@@ -104,6 +109,8 @@ class Truth:
         if bool(found[lost].isfinite().any()):
             return f"finite where attention is not, {int(found[lost].isfinite().sum())} times"
         if self.natural[name] > torch.finfo(found.dtype).max:  # what is added up is beyond the dtype: chance decides
+            return None
+        if name in GRADIENTS and self.blind > math.log(torch.finfo(torch.float32).max):
             return None
         good &= exact.abs() < 0.9 * torch.finfo(found.dtype).max  # or the sum nearly is
         if name in self.reached:
