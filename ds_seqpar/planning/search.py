@@ -29,7 +29,11 @@ from .timeline import Timeline
 
 # settings that spare memory, in the order in which they are tried; each with those before it
 SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
-LAST_SPARING: tuple[dict[str, Any], ...] = ({"offload_checkpoints": True}, {"keep_attention": False})
+LAST_SPARING: tuple[dict[str, Any], ...] = (
+    {"offload_checkpoints": True},
+    {"keep_attention": False},
+    {"offload_checkpoints": True, "keep_attention": False},
+)
 DIRECTIONS = ("forward", "backward")
 GIB = 2**30
 TURNS = 8  # inner ranks from which on one more of a ring does not change what attention takes of memory
@@ -230,11 +234,18 @@ def ladder(question: Question, ulysses: int) -> list[dict[str, Any]]:
     given, (q_heads, kv_heads) = question.given, question.heads
     stages = [{"head_stages": n} for n in dealing.free_stages(q_heads, kv_heads, ulysses) if n > 1]
     rungs: list[dict[str, Any]] = [{}]
-    for settings in (*SPARING, *stages, *LAST_SPARING):
-        more = {name: value for name, value in settings.items() if name not in given}
-        if more and not (not question.checkpointing and set(more) & {"offload_checkpoints", "keep_attention"}):
+    for settings in (*SPARING, *stages):
+        if more := {name: value for name, value in settings.items() if name not in _common(given)}:
             rungs.append({**rungs[-1], **more})
+    for settings in LAST_SPARING if question.checkpointing else ():
+        if not set(settings) & set(_common(given)):
+            rungs.append({**rungs[_lean(rungs)], **settings})
     return rungs
+
+
+def _lean(rungs: list[dict[str, Any]]) -> int:
+    """The last that keeps everything on the device, and attention runs once."""
+    return max(n for n, rung in enumerate(rungs) if not set(rung) & {"offload_checkpoints", "keep_attention"})
 
 
 def attention_of(question: Question, frame: Frame, config: SequenceParallelConfig) -> Figures:
@@ -253,7 +264,7 @@ def attention_of(question: Question, frame: Frame, config: SequenceParallelConfi
 
 def least_memory(question: Question, size: int) -> Footprint:
     """Without attention, with everything that spares: no candidate of this size takes less."""
-    sparing = {name: value for rung in ladder(question, 1) for name, value in rung.items() if name != "head_stages"}
+    sparing = {name: value for name, value in ladder(question, 1)[-1].items() if name != "head_stages"}
     config = SequenceParallelConfig(size=size, ulysses=1, **{**_common(question.given), **sparing}).resolve(size)
     return footprint(question.step(config, Mask()), Figures(forward=0, kept=0, backward=0, inputs=True))
 

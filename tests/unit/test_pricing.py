@@ -142,7 +142,7 @@ def test_the_closed_form_is_a_lower_bound_and_near(settings):
             found = closed(machine, call, way)
             least = found.overlapped if call.config.overlap else found.seconds
             took = _simulated(machine, call, way).seconds
-            near = 0.4 if seq > 4096 else 0.1  # short ones are latency, which is not added up
+            near = (0.4 if machine.duplex else 0.3) if seq > 4096 else 0.1  # short ones are latency, not added up
             assert near * took < least <= took * (1 + 1e-9), (machine.name, per_node, seq, heads, way)
 
 
