@@ -11,7 +11,8 @@ from .candidates import frames, refusal
 from .footprint import footprint
 from .masks import Mask
 from .question import Question
-from .search import attention_of, configured, ladder, least_memory
+from .search import configured
+from .sparing import attention_of, ladder, least_memory
 
 
 def shortage(question: Question, rejected: Sequence[tuple[str, str]]) -> str:

