@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning.closed import closed
-from ds_seqpar.planning.everyone import programs
+from ds_seqpar.planning.everyone import call_seconds
 from ds_seqpar.planning.machine import Machine, Wire
 from ds_seqpar.planning.needs import Model, Step, Zero
 from ds_seqpar.planning.plan import columns
 from ds_seqpar.planning.planner import plan
 from ds_seqpar.planning.question import Question
-from ds_seqpar.planning.simulate import simulate
 from ds_seqpar.planning.steptime import call_of, step_time
 
 A100, H100 = Machine.load("a100-ib"), Machine.load("h100-ib")
@@ -58,7 +57,7 @@ def step_of(its: Model, ranks: int, seq: int, checkpointing: bool = True, **sett
 def attention(machine: Machine, step: Step) -> tuple[float, float]:
     """Seconds of a layer forward and backward, simulated."""
     call = call_of(step)
-    forward, backward = (simulate(*programs(machine, call, way)).seconds for way in ("forward", "backward"))
+    forward, backward = (call_seconds(machine, call, way) for way in ("forward", "backward"))
     return forward, backward
 
 
@@ -161,7 +160,7 @@ def papers() -> None:
 
 def scaling(seq: int) -> None:
     """All ranks share one sequence; seconds of a layer's attention by the closed form."""
-    rows = [["ranks", "ring ms", "Ulysses 8 x ring ms", "planned ms", "of perfect", "planned"]]
+    rows = [["ranks", "ring ms", "Ulysses 8 x ring ms", "planned ms", "by", "of perfect", "planned"]]
     for ranks in (8, 16, 32, 64, 128, 256, 512, 1024):
         given = {"size": ranks, "travel_dtype": "bf16"}
         question = Question(
@@ -175,11 +174,17 @@ def scaling(seq: int) -> None:
         perfect = sum(n * question.pairs * 32 * 128 / rate for n, rate in rates.items()) / ranks
         own = took / LLAMA3_8B.layers
         times = [f"{1e3 * x:.1f}" for x in (*plain, own)]
-        rows.append([str(ranks), *times, f"{perfect / own:.0%}", str(best.frame)])
+        rows.append(
+            [
+                str(ranks),
+                *times,
+                "simulated" if best.simulated else "closed form",
+                f"{perfect / own:.0%}",
+                str(best.frame),
+            ]
+        )
     print(f"{seq} tokens, LLaMA-3-8B, h100-ib; a layer's attention, both directions")
-    print(
-        "of perfect: of the time of its products at the best rate; simulated up to some ranks, else by the closed form"
-    )
+    print("of perfect: its products at the best rate, over the planned time; ring, Ulysses x ring: closed form")
     print("\n".join(columns(rows)))
 
 

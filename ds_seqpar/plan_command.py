@@ -19,7 +19,7 @@ from .planning.plan import columns
 from .planning.planner import SIMULATED, Choice, over_floor, plan
 from .planning.planner import section_of as section
 from .planning.question import Question
-from .planning.search import Candidate, instructions, timelines
+from .planning.search import Candidate, timelines
 from .planning.steptime import TIMES
 from .planning.timeline import Timeline
 
@@ -117,9 +117,10 @@ def _documents(file: str) -> tuple[int, ...]:
 
 
 def _timeline(choice: Choice) -> Timeline:
-    if instructions(choice.best) > SIMULATED:
+    ranks, frame = choice.best.config.size, choice.best.frame
+    if 12 * ranks * frame.inner > SIMULATED:
         raise ConfigError(
-            f"a time line is simulated for small jobs only; got {choice.best.config.size} ranks a sequence, take fewer "
+            f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
             "or draw a schedule by python -m ds_seqpar show"
         )
     found = timelines(choice.question, choice.best)

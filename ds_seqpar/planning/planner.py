@@ -193,10 +193,10 @@ class _Search:
         """The best, and whether they are simulated."""
         finalists = found[:FINALISTS]
         self.lost, self.bounds = found[FINALISTS:], finalists
-        if not finalists or sum(instructions(one) for one in finalists) > SIMULATED:
+        if not finalists or sum(instructions(self.question, one) for one in finalists) > SIMULATED:
             return _plainest(finalists), False
         over = [] if "overlap" in self.question.given else self.overlapping(found)
-        if sum(instructions(one) for one in (*finalists, *over)) > SIMULATED:
+        if sum(instructions(self.question, one) for one in (*finalists, *over)) > SIMULATED:
             self.refused["overlap", "it would take too long to find its order"] += len(over)
             over = []
         ranked = sorted((simulated(self.question, one) for one in (*finalists, *over)), key=lambda one: one.seconds)

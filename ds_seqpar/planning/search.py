@@ -14,7 +14,7 @@ from . import heads as dealing
 from .calls import Figures
 from .candidates import Frame, travels
 from .closed import Closed, closed, sampled
-from .everyone import programs
+from .everyone import call_seconds, followed_ranks, programs
 from .footprint import footprint
 from .layout import LAYOUTS, contiguous
 from .machine import PER_PRODUCT, Machine
@@ -208,9 +208,10 @@ def _candidate(
     )
 
 
-def instructions(candidate: Candidate) -> int:
-    """About how many are simulated: each rank has some for every other inner one at most."""
-    return 12 * candidate.config.size * candidate.frame.inner + 12 * candidate.config.size
+def instructions(question: Question, candidate: Candidate) -> int:
+    """About how many are simulated: each rank that is followed has some for every other inner one at most."""
+    call = call_of(question.step(candidate.config), candidate.config.head_stages)
+    return 12 * followed_ranks(question.machine, call) * (candidate.frame.inner + 1)
 
 
 def overlapped(question: Question, candidate: Candidate) -> float:
@@ -223,7 +224,9 @@ def overlapped(question: Question, candidate: Candidate) -> float:
 
 def simulated(question: Question, candidate: Candidate) -> Candidate:
     """With the time of attention that the simulator finds."""
-    seconds = [candidate.config.head_stages * line.seconds for line in timelines(question, candidate).values()]
+    stages = candidate.config.head_stages
+    call = call_of(question.step(candidate.config), stages)
+    seconds = [stages * call_seconds(question.machine, call, way) for way in DIRECTIONS]
     took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
     return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
 
