@@ -132,18 +132,17 @@ def table(choice: Choice) -> str:
     more = len(choice.rejected) - REASONS
     what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
     head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
-    basis = "attention simulated" if choice.simulated else "attention by its closed form: it takes that at least"
     rows = [["s a sequence", "forward ms", "backward ms", "GiB", "bytes/floor", "configuration"]]
     rows += [_row(choice, one) for one in choice.ranked]
     return "\n".join(
         [
             head,
-            f"{choice.legal} configurations are legal, {choice.considered} of them different; {basis}",
+            f"{choice.legal} configurations are legal, {choice.considered} of them different",
             "",
             *columns(rows),
             "",
-            "forward, backward: attention of a layer. bytes/floor: received in forward by the busiest rank, over the",
-            "least of any schedule with that degree of Ulysses, of full attention.",
+            "forward, backward: attention of a layer, simulated. bytes/floor: received in forward by the busiest rank,",
+            "over the least of any schedule with that degree of Ulysses, of full attention.",
             "",
             f'"{SECTION}": {json.dumps(section(best))}',
             "",
@@ -161,7 +160,7 @@ def table(choice: Choice) -> str:
 def _row(choice: Choice, one: Candidate) -> list[str]:
     layers = choice.question.model.layers
     over = over_floor(choice, one)
-    words = f"{one.frame}{_extras(one)}"
+    words = f"{one.frame}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
         f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
