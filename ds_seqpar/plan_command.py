@@ -19,7 +19,7 @@ from .planning.plan import columns
 from .planning.planner import SIMULATED, Choice, over_floor, plan
 from .planning.planner import section_of as section
 from .planning.question import Question
-from .planning.search import Candidate, instructions, timelines
+from .planning.search import Candidate, timelines
 from .planning.steptime import TIMES
 from .planning.timeline import Timeline
 
@@ -117,9 +117,10 @@ def _documents(file: str) -> tuple[int, ...]:
 
 
 def _timeline(choice: Choice) -> Timeline:
-    if instructions(choice.best) > SIMULATED:
+    ranks, frame = choice.best.config.size, choice.best.frame
+    if 12 * ranks * frame.inner > SIMULATED:
         raise ConfigError(
-            f"a time line is simulated for small jobs only; got {choice.best.config.size} ranks a sequence, take fewer "
+            f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
             "or draw a schedule by python -m ds_seqpar show"
         )
     found = timelines(choice.question, choice.best)
@@ -131,18 +132,17 @@ def table(choice: Choice) -> str:
     more = len(choice.rejected) - REASONS
     what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
     head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
-    basis = "attention simulated" if choice.simulated else "attention by its closed form: it takes that at least"
     rows = [["s a sequence", "forward ms", "backward ms", "GiB", "bytes/floor", "configuration"]]
     rows += [_row(choice, one) for one in choice.ranked]
     return "\n".join(
         [
             head,
-            f"{choice.legal} configurations are legal, {choice.considered} of them different; {basis}",
+            f"{choice.legal} configurations are legal, {choice.considered} of them different",
             "",
             *columns(rows),
             "",
-            "forward, backward: attention of a layer. bytes/floor: received in forward by the busiest rank, over the",
-            "least of any schedule with that degree of Ulysses, of full attention.",
+            "forward, backward: attention of a layer, simulated. bytes/floor: received in forward by the busiest rank,",
+            "over the least of any schedule with that degree of Ulysses, of full attention.",
             "",
             f'"{SECTION}": {json.dumps(section(best))}',
             "",
@@ -160,7 +160,7 @@ def table(choice: Choice) -> str:
 def _row(choice: Choice, one: Candidate) -> list[str]:
     layers = choice.question.model.layers
     over = over_floor(choice, one)
-    words = f"{one.frame}{_extras(one)}"
+    words = f"{one.frame}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
         f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ..config import even_ulysses
+from . import schedules
 from .candidates import frames, refusal
 from .footprint import footprint
+from .masks import Mask
 from .question import Question
-from .search import attention_of, ladder, least_memory
+from .search import configured
+from .sparing import attention_of, ladder, least_memory
 
 
 def shortage(question: Question, rejected: Sequence[tuple[str, str]]) -> str:
@@ -40,17 +44,17 @@ def nearest_fits(question: Question) -> list[str]:
 
 
 def _fits(question: Question, size: int) -> bool:
-    """Whether the leanest of this size fits: Ulysses as far as heads go, with everything that spares."""
+    """Whether the leanest of this size fit: a ring, alone and inside Ulysses as far as it divides heads equally."""
     if least_memory(question, size).peak.total > question.limit:
         return False
-    for frame in frames(question.world, question.heads, {**question.given, "size": size, "placement": "auto"}):
-        gathers = frame.inner > 1 and frame.schedule.collective_axes
-        if gathers or refusal(frame, question.seq, bool(question.documents)):
+    for ulysses in {1, max(even_ulysses(size, *question.heads))}:
+        plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
+        frame = next(frames(question.world, question.heads, plain))
+        if refusal(frame, question.seq, bool(question.documents)):
             continue
-        for sparing in reversed(ladder(question, frame.ulysses)):
-            config = frame.config(question.heads, **sparing)
-            figures = attention_of(question, frame, config)
-            found = footprint(question.step(config), figures)
+        for sparing in ladder(question, ulysses)[-3:]:
+            config = configured(question, frame, sparing)
+            found = footprint(question.step(config, Mask()), attention_of(question, frame, config))
             if found.peak.total <= question.limit and question.hosted(found.host):
                 return True
     return False

@@ -22,6 +22,7 @@ from .program import (
     ScatterStart,
     Wait,
 )
+from .simulate import Carried, Start, Traded, simulate
 
 LAST = 1 << 30  # the first ticket of an exchange: beyond those of a program
 
@@ -112,3 +113,63 @@ def _added(program: Program) -> Iterator[Product]:
             if units & seen:
                 yield one
             seen |= units
+
+
+# ---- one member for all
+
+
+def call_seconds(machine: Machine, call: Call, direction: str) -> float:
+    """Of a call, simulated: of one Ulysses member's ranks, where all members do the same at the same time."""
+    if not alike(machine, call):
+        return simulate(*programs(machine, call, direction)).seconds
+    prices, ranks = MachinePrices(machine, call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]
+    inner = [_lowered(call, direction, steps, rank) for rank, steps in enumerate(_steps(call, direction))]
+    prices.added |= {(ranks[i], product) for i, program in enumerate(inner) for product in _added(program)}
+    return _around(prices, call, inner[0]) + simulate(inner, _Some(prices, ranks)).seconds
+
+
+def followed_ranks(machine: Machine, call: Call) -> int:
+    """How many ranks `call_seconds` simulates."""
+    return call.recipe.size if alike(machine, call) else followed(machine, call) * call.config.size
+
+
+def alike(machine: Machine, call: Call) -> bool:
+    """Whether members have as many heads as one another, share no links, and lie alike on nodes."""
+    if machine.uplink is not None or len(set(call.shapes)) > 1 or not call.shards.even:
+        return False
+    along = [[call.ranks[member, i] for i in range(call.recipe.size)] for member in range(call.members)]
+    across = zip(*along, strict=True)
+    return all(len({_pattern(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
+
+
+def _pattern(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Which of them are in one node."""
+    nodes = [machine.node(rank) for rank in ranks]
+    return tuple(map(nodes.index, nodes))
+
+
+def _around(prices: MachinePrices, call: Call, program: Program) -> float:
+    """Seconds of both exchanges of the first rank of each member, with what is packed for them."""
+    if call.members == 1:
+        return 0.0
+    group = tuple(call.ranks[member, 0] for member in range(call.members))
+    around = _exchanging(dataclasses.replace(program, code=()), group, 0).code
+    waited = sum(prices.pace(one)[0] for one in around if isinstance(one, ScatterStart))
+    return waited + sum(prices.busy(group[0], one) for one in around)
+
+
+class _Some:
+    """Prices of some ranks, by their numbers among themselves."""
+
+    def __init__(self, prices: MachinePrices, ranks: Sequence[int]) -> None:
+        self.prices, self.ranks = prices, ranks
+
+    def busy(self, rank: int, instruction: Instruction) -> float:
+        return self.prices.busy(self.ranks[rank], instruction)
+
+    def carried(self, src: int, dst: int, unit: Unit) -> Carried:
+        return self.prices.carried(self.ranks[src], self.ranks[dst], unit)
+
+    def traded(self, start: Start) -> Traded:
+        ranks = tuple(self.ranks[rank] for rank in start.collective.ranks)
+        return self.prices.traded(start._replace(collective=dataclasses.replace(start.collective, ranks=ranks)))

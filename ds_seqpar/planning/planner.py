@@ -20,11 +20,11 @@ from .search import (
     Guesser,
     floor,
     instructions,
-    least_memory,
     looked_at,
     overlapped,
     simulated,
 )
+from .sparing import least_memory
 
 FINALISTS = 6
 FAR = 1.25  # times the best: what is guessed to take longer is not looked at
@@ -41,8 +41,8 @@ GIB = 2**30
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
     """ranked: the fastest first, all that fit and were looked at to the end. rejected: what was not chosen, and why,
-    as sentences with how many they are about. simulated: whether `ranked` is by the simulator, else by the closed
-    form. legal: how many configurations there are; considered: of different plans."""
+    as sentences with how many they are about. simulated: whether the best is; else its time is its closed form's.
+    legal: how many configurations there are; considered: of different plans."""
 
     question: Question
     ranked: tuple[Candidate, ...]
@@ -89,12 +89,12 @@ def chosen(question: Question) -> Choice:
     checked(question.given, question.world, question.heads)
     search = _Search(question)
     finalists = search.closed()
-    ranked, by_simulation = search.finals(finalists)
+    ranked = search.finals(finalists)
     return Choice(
         question=question,
         ranked=tuple(ranked),
         rejected=tuple(search.reasons(ranked)),
-        simulated=by_simulation,
+        simulated=bool(ranked) and ranked[0].simulated,
         legal=search.legal,
         considered=search.considered,
     )
@@ -189,18 +189,28 @@ class _Search:
 
     # ---- by the simulator
 
-    def finals(self, found: list[Candidate]) -> tuple[list[Candidate], bool]:
-        """The best, and whether they are simulated."""
-        finalists = found[:FINALISTS]
+    def finals(self, found: list[Candidate]) -> list[Candidate]:
+        """The best, the fastest first. Those that are too many to simulate stay at their closed form; they are taken
+        to be slower than it by as much as any of the others is."""
+        finalists, room = found[:FINALISTS], SIMULATED
         self.lost, self.bounds = found[FINALISTS:], finalists
-        if not finalists or sum(instructions(one) for one in finalists) > SIMULATED:
-            return _plainest(finalists), False
-        over = [] if "overlap" in self.question.given else self.overlapping(found)
-        if sum(instructions(one) for one in (*finalists, *over)) > SIMULATED:
-            self.refused["overlap", "it would take too long to find its order"] += len(over)
-            over = []
-        ranked = sorted((simulated(self.question, one) for one in (*finalists, *over)), key=lambda one: one.seconds)
-        return _plainest(ranked), True
+        ranked: list[Candidate] = []
+        slower = 1.0
+        for one in finalists:
+            if (cost := instructions(self.question, one)) <= room:
+                room -= cost
+                ranked.append(simulated(self.question, one))
+                slower = max(slower, ranked[-1].seconds / one.seconds)
+            else:
+                ranked.append(one)
+        for one in [] if "overlap" in self.question.given else self.overlapping(found):
+            if (cost := instructions(self.question, one)) <= room:
+                room -= cost
+                ranked.append(simulated(self.question, one))
+            else:
+                self.refused["overlap", "it would take too long to find its order"] += 1
+        ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
+        return _plainest(ranked)
 
     def overlapping(self, found: list[Candidate]) -> list[Candidate]:
         """Those with overlap that may be faster than the best without."""
@@ -242,7 +252,8 @@ def _gathers(frame: Frame) -> bool:
 
 def _plainest(ranked: list[Candidate]) -> list[Candidate]:
     """With the plainest of those that are as fast as the first in front."""
-    alike = [one for one in ranked if one.seconds <= ranked[0].seconds * ALIKE]
+    alike = [one for one in ranked if one.simulated == ranked[0].simulated]
+    alike = [one for one in alike if one.seconds <= ranked[0].seconds * ALIKE]
     first = sorted(alike, key=lambda one: (len(section_of(one)), one.config.size))[:1]
     return first + [one for one in ranked if one not in first]
 

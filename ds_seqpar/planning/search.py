@@ -14,8 +14,8 @@ from . import heads as dealing
 from .calls import Figures
 from .candidates import Frame, travels
 from .closed import Closed, closed, sampled
-from .everyone import programs
-from .footprint import attention_figures, footprint
+from .everyone import call_seconds, followed_ranks, programs
+from .footprint import footprint
 from .layout import LAYOUTS, contiguous
 from .machine import PER_PRODUCT, Machine
 from .masks import Mask
@@ -24,15 +24,12 @@ from .question import Question
 from .recipes import shape_of
 from .shape import ITEMSIZE
 from .simulate import simulate
+from .sparing import attention_of, common, ladder
 from .steptime import StepTime, call_of, step_time
 from .timeline import Timeline
 
-# settings that spare memory, in the order in which they are tried; each with those before it
-SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
-LAST_SPARING: tuple[dict[str, Any], ...] = ({"offload_checkpoints": True}, {"keep_attention": False})
 DIRECTIONS = ("forward", "backward")
 GIB = 2**30
-TURNS = 8  # inner ranks from which on one more of a ring does not change what attention takes of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,7 +182,7 @@ def configured(
 ) -> SequenceParallelConfig:
     """Resolved. What goes round is given, or what brings the busiest rank fewer bytes."""
     sides = {way: question.given.get(way, "auto") for way in DIRECTIONS}
-    return frame.config(question.heads, **{**_common(question.given), **sparing, **sides, "overlap": overlap})
+    return frame.config(question.heads, **{**common(question.given), **sparing, **sides, "overlap": overlap})
 
 
 def _candidate(
@@ -211,56 +208,10 @@ def _candidate(
     )
 
 
-def _common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of settings that frames do not have."""
-    names = (
-        "travel_dtype",
-        "kernel",
-        "head_stages",
-        "keep_attention",
-        "offload_checkpoints",
-        "mlp_tiles",
-        "loss_tiles",
-    )
-    return {name: given[name] for name in names if name in given}
-
-
-def ladder(question: Question, ulysses: int) -> list[dict[str, Any]]:
-    """Settings that spare more and more memory; what is given is left as it is."""
-    given, (q_heads, kv_heads) = question.given, question.heads
-    stages = [{"head_stages": n} for n in dealing.free_stages(q_heads, kv_heads, ulysses) if n > 1]
-    rungs: list[dict[str, Any]] = [{}]
-    for settings in (*SPARING, *stages, *LAST_SPARING):
-        more = {name: value for name, value in settings.items() if name not in given}
-        if more and not (not question.checkpointing and set(more) & {"offload_checkpoints", "keep_attention"}):
-            rungs.append({**rungs[-1], **more})
-    return rungs
-
-
-def attention_of(question: Question, frame: Frame, config: SequenceParallelConfig) -> Figures:
-    """What attention takes of memory: on a ring of more than a few ranks what it takes on fewer, of as many tokens
-    each."""
-    for inner in (n for n in range(TURNS, frame.inner) if frame.inner % n == 0):
-        fixed = {name: frame.topology.size(name) for name in frame.schedule.collective_axes}
-        for own in frame.schedule.shapes(inner):
-            sizes = dict(frame.schedule.axes(inner, own))
-            if all(sizes[name] == size for name, size in fixed.items()):
-                small = dataclasses.replace(config, size=inner * frame.ulysses, own=tuple(own.items()))
-                seq = question.seq * small.size // config.size
-                return attention_figures(dataclasses.replace(question.step(small, Mask()), seq=seq))
-    return attention_figures(question.step(config, Mask()))
-
-
-def least_memory(question: Question, size: int) -> Footprint:
-    """Without attention, with everything that spares: no candidate of this size takes less."""
-    sparing = {name: value for rung in ladder(question, 1) for name, value in rung.items() if name != "head_stages"}
-    config = SequenceParallelConfig(size=size, ulysses=1, **{**_common(question.given), **sparing}).resolve(size)
-    return footprint(question.step(config, Mask()), Figures(forward=0, kept=0, backward=0, inputs=True))
-
-
-def instructions(candidate: Candidate) -> int:
-    """About how many are simulated: each rank has some for every other inner one at most."""
-    return 12 * candidate.config.size * candidate.frame.inner + 12 * candidate.config.size
+def instructions(question: Question, candidate: Candidate) -> int:
+    """About how many are simulated: each rank that is followed has some for every other inner one at most."""
+    call = call_of(question.step(candidate.config), candidate.config.head_stages)
+    return 12 * followed_ranks(question.machine, call) * (candidate.frame.inner + 1)
 
 
 def overlapped(question: Question, candidate: Candidate) -> float:
@@ -273,7 +224,9 @@ def overlapped(question: Question, candidate: Candidate) -> float:
 
 def simulated(question: Question, candidate: Candidate) -> Candidate:
     """With the time of attention that the simulator finds."""
-    seconds = [candidate.config.head_stages * line.seconds for line in timelines(question, candidate).values()]
+    stages = candidate.config.head_stages
+    call = call_of(question.step(candidate.config), stages)
+    seconds = [stages * call_seconds(question.machine, call, way) for way in DIRECTIONS]
     took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
     return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
 
@@ -291,7 +244,3 @@ def floor(question: Question, candidate: Candidate) -> float:
     token = question.model.head_dim * ITEMSIZE[question.dtype] * question.batch * question.seq
     whole = 4 * token * math.sqrt(q_heads * kv_heads / (frame.ulysses * frame.size))
     return max(0.0, whole - token * 2 * (q_heads + kv_heads) / (frame.size * frame.ulysses))
-
-
-def described(documents: tuple[int, ...], seq: int) -> str:
-    return f"{seq} tokens" + (f" in {len(documents)} documents" if documents else "")

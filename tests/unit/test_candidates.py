@@ -1,0 +1,114 @@
+"""What the planner looks at is what the runtime takes: no more, and no less."""
+
+import itertools
+import random
+
+import pytest
+
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.errors import SeqParError
+from ds_seqpar.planning.candidates import checked, frames, refusal, travels
+from ds_seqpar.planning.compile import pattern_of
+from ds_seqpar.planning.layout import LAYOUTS
+from ds_seqpar.planning.masks import CAUSAL
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.schedules.base import PLACEMENTS, TRAVELLERS
+from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.running.inputs import check_length
+
+HEADS = (6, 2)
+ALL = list(range(1, 17))
+
+
+def _spelled(settings):
+    return tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items()))
+
+
+def _proposed(world, heads, seq):
+    return {
+        _spelled({**frame.settings, "forward": forward, "backward": backward})
+        for frame in frames(world, heads, {})
+        if not refusal(frame, seq, documents=False)
+        for forward, backward in itertools.product(*(frame.schedule.travellers,) * 2)
+    }
+
+
+def _takes(world, heads, seq, settings):
+    """Whether the runtime does."""
+    try:
+        check_length(SequenceParallelConfig(**settings).resolve(world, heads), seq)
+    except SeqParError:
+        return False
+    return True
+
+
+def _everything(world, sizes):
+    """Settings of all kinds, legal and not: each shape of each schedule on up to `world` ranks."""
+    shapes = [(name, own) for name, its in SCHEDULES.items() for ranks in ALL[:world] for own in its.shapes(ranks)]
+    shapes = [pair for number, pair in enumerate(shapes) if pair not in shapes[:number]]
+    words = itertools.product(sizes, ALL[:world], shapes, LAYOUTS, PLACEMENTS, TRAVELLERS, TRAVELLERS)
+    for size, ulysses, (schedule, own), layout, placement, forward, backward in words:
+        yield {"size": size, "ulysses": ulysses, "schedule": schedule, "layout": layout, "placement": placement,
+               "forward": forward, "backward": backward, **own}  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "heads"), [(1, (4, 4)), (2, (1, 1)), (3, (4, 2)), (4, HEADS)])
+def test_all_that_is_legal_is_looked_at_and_nothing_else(world, heads):
+    legal = {_spelled(one) for one in _everything(world, ALL[:world]) if _takes(world, heads, 48, one)}
+    assert _proposed(world, heads, 48) == legal
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "seq"), [(16, (33, 33), 64), (16, (8, 1), 512), (12, HEADS, 60), (8, HEADS, 40)]
+)
+def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
+    generator, proposed = random.Random(world), _proposed(world, heads, seq)
+    shapes = [
+        (name, ranks, own) for name, its in SCHEDULES.items() for ranks in ALL[:world] for own in its.shapes(ranks)
+    ]
+    agreed = 0
+    for _ in range(1200):
+        schedule, ranks, own = generator.choice(shapes)
+        ulysses = generator.choice([1, 1, 2, 3, 4, 8])
+        size = generator.choice([ranks * ulysses, generator.choice(ALL)])
+        words = [generator.choice(list(choice)) for choice in (LAYOUTS, PLACEMENTS, TRAVELLERS, TRAVELLERS)]
+        settings = dict(zip(("layout", "placement", "forward", "backward"), words, strict=True))
+        settings |= {"size": size, "ulysses": ulysses, "schedule": schedule, **own}
+        legal = _takes(world, heads, seq, settings)
+        assert (_spelled(settings) in proposed) == legal, settings
+        agreed += legal
+    assert agreed > 20
+
+
+def test_what_is_given_is_no_choice_any_more():
+    given = {"size": 8, "schedule": "mesh", "mesh": [2, 2, 2], "layout": "striped", "placement": "ring_intra"}
+    (frame,) = frames(16, (8, 8), given)
+    assert {name: frame.settings[name] for name in ("size", "ulysses", "layout")} == {
+        "size": 8, "ulysses": 1, "layout": "striped",
+    }  # fmt: skip
+    assert {frame.ulysses for frame in frames(16, (8, 8), {"size": 16, "ulysses": 4})} == {4}
+    assert travels(frame, {"backward": "q"}) == {"forward": ("kv", "q"), "backward": ("q",)}
+    with pytest.raises(SeqParError, match="size must divide the number of ranks"):
+        checked({"size": 3}, 16, (8, 8))
+    with pytest.raises(SeqParError, match="placements by name"):
+        checked({"size": 4, "ulysses": 2, "placement": ["ring", "ulysses"]}, 4, (8, 8))
+
+
+def test_frames_that_are_called_the_same_have_the_same_plans():
+    """Inner ranks do the same in every step, on the same ranks of the world."""
+    groups = {}
+    for frame in frames(8, (8, 8), {"size": 8}):
+        groups.setdefault(frame.same(documents=False), []).append(frame)
+    assert any(len({frame.schedule.name for frame in group}) > 1 for group in groups.values())
+    for group in (group for group in groups.values() if len(group) > 1):
+        for way in ("forward", "backward"):
+            for travel in group[0].schedule.travellers if group[0].inner > 1 else ("kv",):
+                assert len({_story(frame, way, travel) for frame in group}) == 1
+
+
+def _story(frame, way, travel):
+    top, shards = frame.topology, EvenShards(frame.layout, 16 * frame.inner, frame.inner)
+    steps = frame.schedule.build(top, pattern_of(CAUSAL, shards), way, travel)
+    places = tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(8))
+    held = shards.runs("q", (0,)) if frame.inner > 1 else None
+    return places, tuple(steps(rank) for rank in range(frame.inner)), held

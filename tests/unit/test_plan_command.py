@@ -1,0 +1,109 @@
+"""`python -m ds_seqpar plan`: what it prints, writes and draws, and its answer to what does not fit."""
+
+import json
+import re
+
+import pytest
+
+from ds_seqpar.__main__ import main
+from ds_seqpar.config import SequenceParallelConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    return tmp_path
+
+
+def _plan(capsys, place, *words):
+    """(what it printed, what it said on stderr, exit code)."""
+    given = {"--model": place, "--seq-len": 16384, "--gpus-per-node": 4, "--machine": "h100-ib"}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    code = main(["plan", *(str(word) for pair in given.items() if pair[1] != "-" for word in pair if word is not None)])
+    printed = capsys.readouterr()
+    return printed.out, printed.err, code
+
+
+def test_what_is_printed_can_be_pasted(capsys, place):
+    out, err, code = _plan(capsys, place, "--set", "size=4")
+    assert (err, code) == ("", 0)
+    assert out.startswith("16384 tokens on 4 ranks of h100-ib (")
+    section = json.loads("{" + re.search(r'^("sequence_parallel": .*)$', out, re.MULTILINE)[1] + "}")
+    config = SequenceParallelConfig.from_dict(section["sequence_parallel"]).resolve(4, (8, 2))
+    assert config.size == 4
+    first = out.split("\n\n")[1].splitlines()[1]
+    assert "4 ranks: " in first
+    for word in (
+        "bytes/floor",
+        "why not others:",
+        "memory: ",
+        "attention forward",
+        "messages; products, of attention's time",
+    ):
+        assert word in out
+
+
+def test_numbers_for_programs_add_up(capsys, place):
+    found = json.loads(_plan(capsys, place, "--json", None, "--nodes", 2)[0])
+    assert found["ranked"][0]["section"] == found["section"]
+    for one in found["ranked"]:
+        step = one["step"]
+        assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
+        assert one["seconds_a_sequence"] == pytest.approx(step["seconds"] / step["sequences"])
+        assert sum(one["memory"]["parts"].values()) == one["memory"]["total"]
+    assert found["rejected"]
+
+
+def test_documents_come_from_a_file(capsys, place, tmp_path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("1024 1024\n" * 8, encoding="utf-8")
+    out, _, code = _plan(capsys, place, "--documents", lengths, "--set", "size=4")
+    assert code == 0
+    assert out.startswith("16384 tokens in 16 documents")
+    assert _plan(capsys, place, "--documents", lengths, "--seq-len", "-", "--set", "size=4")[0] == out
+
+
+def test_a_picture_and_a_trace_are_written(capsys, place, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, trace = tmp_path / "plan.png", tmp_path / "plan.json"
+    out, _, code = _plan(capsys, place, "--png", picture, "--perfetto", trace, "--set", "size=4")
+    assert code == 0
+    assert f"wrote {picture}\nwrote {trace}\n" in out
+    assert picture.stat().st_size > 1000
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(4)) or len({event["pid"] for event in events}) == 4
+
+
+REFUSED = [
+    (["--seq-len", "many"], "--seq-len must be a whole number from 1; got 'many'"),
+    (["--seq-len", "-"], "plan needs --seq-len N, or --documents FILE"),
+    (["--nodes", 0], "--nodes must be a whole number from 1"),
+    (["--memory", "none"], "--memory must be a number above 0; got 'none'"),
+    (["--memory", "0.001"], "a configuration must fit the memory and the length; got none for 16384 tokens on 4 ranks"),
+    (["--machine", "h100"], "a machine is one of modest, h100-ib, h200-ib, a100-ib, or a JSON file"),
+    (["--documents", "/nowhere"], "--documents must be a readable file"),
+    (["--documents", __file__], "--documents must be a file of lengths"),
+    (["--set", "size=3"], "size must divide the number of ranks"),
+    (["--set", "ulysses=16"], "ulysses must divide sequence_parallel.size"),
+    (["--set", "bf16.enabled=false"], "machine h100-ib has rates for bfloat16; got a model in float32"),
+    (["--seq-len", 16385, "--set", "size=4"], "a length that is a multiple of 8 is needed"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, sentence):
+    _, err, code = _plan(capsys, place, *words)
+    assert code == 2
+    assert err.startswith("ds-seqpar: ")
+    assert sentence in err
+    assert err.count("\n") == 1

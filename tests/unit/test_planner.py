@@ -1,0 +1,216 @@
+"""Which configuration the planner takes: cases that can be checked by hand, and what holds for every answer."""
+
+import dataclasses
+import math
+
+import pytest
+
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning.candidates import frames
+from ds_seqpar.planning.machine import Machine
+from ds_seqpar.planning.needs import Model, Zero
+from ds_seqpar.planning.planner import chosen, over_floor, plan
+from ds_seqpar.planning.question import Question
+from ds_seqpar.planning.search import Guesser, looked_at, simulated
+from ds_seqpar.planning.steptime import gathered_seconds, step_time
+
+H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
+ROOMY = dataclasses.replace(H100, memory=1e15)  # memory decides nothing
+
+
+def _model(heads=32, kv_heads=32, head_dim=128, layers=4):
+    hidden = heads * head_dim
+    own = (2 * hidden + 2 * kv_heads * head_dim) * hidden + 3 * hidden * 4 * hidden + 2 * hidden
+    ends = 32000 * hidden
+    return Model(
+        hidden=hidden, intermediate=4 * hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        vocab=32000, parameters=layers * own + 2 * ends + hidden, layer_parameters=own,
+    )  # fmt: skip
+
+
+def _asked(machine=ROOMY, world=8, seq=65536, model=None, **given):
+    return Question(model=model or _model(), machine=machine, world=world, seq=seq, **given)
+
+
+def _best(**given):
+    return plan(_asked(**given)).best
+
+
+def test_one_node_is_ulysses_where_heads_allow():
+    for model in (_model(32, 32), _model(32, 8)):
+        best = _best(model=model, given={"size": 8})
+        assert (best.config.ulysses, best.config.schedule) == (8, "ring")
+
+
+def test_one_key_value_head_travels_in_a_ring():
+    """Ulysses would bring every member the one head: 2 |q| and 2 |kv| where a ring brings 2 |kv| seven times; at 32
+    query heads to 1 the ring's are fewer."""
+    choice = plan(_asked(model=_model(32, 1), machine=MODEST, memory=10**15, given={"size": 8}))
+    replicated = [one for one in choice.ranked if one.config.ulysses == 8]
+    assert choice.best.config.ulysses < 8 or choice.best.forward.received < min(
+        one.forward.received for one in choice.ranked[1:]
+    )
+    for one in replicated:
+        assert one.forward.received > choice.best.forward.received
+
+
+def test_33_heads_are_not_dealt_unevenly_to_8_where_that_is_slower():
+    """Five heads are the most that one of 8 members has, so Ulysses 8 takes 40/33 of the time."""
+    best = _best(model=_model(33, 33), given={"size": 8}, seq=131072)
+    assert best.config.ulysses == 1
+
+
+def test_slow_links_between_nodes_carry_the_fewest_bytes():
+    """Of two nodes of 8 whose ranks share a port a hundred times slower than the links inside."""
+    slow = dataclasses.replace(
+        ROOMY, between=dataclasses.replace(ROOMY.between, rate=3.6e9), uplink=3.6e9,
+    )  # fmt: skip
+    choice = plan(_asked(machine=slow, world=16, model=_model(32, 8), given={"size": 16}))
+    across = {str(one.frame): one.forward.between + one.backward.between for one in choice.ranked}
+    assert across[str(choice.best.frame)] <= 1.05 * min(across.values())
+    assert choice.best.config.ulysses <= 8  # its exchange stays in the node
+    whole = looked_at(choice.question, next(
+        f for f in frames(16, (32, 8), {"size": 16, "ulysses": 16, "placement": "auto"})))  # fmt: skip
+    assert whole.seconds > choice.best.seconds
+
+
+def test_a_limit_of_memory_rejects_what_gathers_much():
+    """Attention2D gathers blocks of q and of k/v; beneath what that takes a ring is left."""
+    spared = {
+        "head_stages": 1,
+        "loss_tiles": 64,
+        "mlp_tiles": 64,
+        "keep_attention": False,
+        "offload_checkpoints": False,
+    }
+    asked = _asked(world=16, seq=2**20, model=_model(32, 32, layers=2), given={"size": 16, "ulysses": 1, **spared})
+    found = {str(frame): frame for frame in frames(16, (32, 32), asked.given)}
+    ring, square = (looked_at(asked, found[name]) for name in ("16 ranks: ring", "16 ranks: attention2d rows 4 cols 4"))
+    assert square.memory.peak.total > 1.05 * ring.memory.peak.total
+    tight = dataclasses.replace(asked, memory=ring.memory.peak.total)
+    assert looked_at(tight, ring.frame).seconds == ring.seconds
+    assert "GiB a rank are needed at least" in looked_at(tight, square.frame)
+    choice = chosen(tight)
+    assert choice.ranked
+    assert all(one.memory.peak.total <= tight.limit for one in choice.ranked)
+
+
+def test_queries_travel_back_with_many_key_value_heads_and_they_with_few():
+    fixed = {"size": 8, "ulysses": 1, "schedule": "ring"}
+    assert _best(model=_model(32, 32), given=fixed).travels == ("kv", "q")
+    assert _best(model=_model(32, 4), given=fixed).travels == ("kv", "kv")
+
+
+def test_short_sequences_take_fewer_ranks():
+    """The longer one does not fit one rank."""
+    model = _model(32, 8, layers=32)
+    found = [_best(machine=H100, seq=seq, model=model, given={"ulysses": 1}).config.size for seq in (4096, 2**18)]
+    assert found[0] == 1
+    assert found[1] >= 2
+
+
+def test_with_a_few_sequences_a_step_ranks_share_them():
+    """Two sequences on 16 ranks: with fewer than 8 ranks each, ranks would have nothing to do."""
+    assert _best(world=16, seq=262144, sequences=2).config.size >= 8
+    assert _best(world=16, seq=262144).config.size < 8
+
+
+def test_windows_are_no_mesh():
+    for model in (_model(32, 32), _model(32, 8)):
+        best = _best(model=model, world=16, seq=262144, window=4096, given={"size": 16})
+        assert best.frame.inner == 1 or not best.frame.schedule.collective_axes
+
+
+def test_a_pack_of_short_documents_does_not_travel():
+    choice = plan(_asked(seq=64 * 2048, documents=(2048,) * 64, given={"size": 8}))
+    assert choice.best.frame.inner == 8
+    assert choice.best.forward.received == choice.best.backward.received == 0
+
+
+def test_the_answer_is_the_same_each_time_and_is_legal():
+    asked = _asked(machine=MODEST, world=16, seq=131072, model=_model(32, 8))
+    first, second = (chosen(dataclasses.replace(asked)) for _ in range(2))
+    assert first.rejected == second.rejected
+    assert [(one.config, one.seconds) for one in first.ranked] == [(one.config, one.seconds) for one in second.ranked]
+    for one in first.ranked:
+        assert SequenceParallelConfig(**{**one.config.settings()}).resolve(16, (32, 8)) == one.config
+        assert one.memory.peak.total <= MODEST.usable
+    assert first.best.seconds <= 1.005 * min(one.seconds for one in first.ranked)
+    section = SequenceParallelConfig.from_dict(first.section).resolve(16, (32, 8))
+    assert dataclasses.replace(section, overlap=first.best.config.overlap) == first.best.config
+
+
+def test_nothing_that_was_left_out_is_faster_by_its_closed_form():
+    """Of all frames of a small job none beats what was chosen among few."""
+    slow = dataclasses.replace(MODEST, per_node=2)
+    asked = _asked(machine=slow, world=8, seq=32768, model=_model(16, 4), memory=10**15, given={"size": 8})
+    best = chosen(asked).best
+    found = [looked_at(asked, frame) for frame in frames(8, asked.heads, asked.given) if frame.plain]
+    fastest = sorted(found, key=lambda one: one.seconds)[:5]
+    assert min(simulated(asked, one).seconds for one in fastest) >= 0.99 * best.seconds
+
+
+def test_guesses_have_the_bound_below_them():
+    asked = _asked(machine=MODEST, world=8, memory=10**15, model=_model(16, 4))
+    guesser = Guesser(asked)
+    for frame in list(frames(8, asked.heads, {}))[::60]:
+        guess, found = guesser(frame), looked_at(asked, frame)
+        assert guess.least <= guess.seconds * (1 + 1e-9)
+        assert guess.least <= found.seconds * (1 + 1e-9)
+
+
+def test_bytes_stand_beside_the_floor():
+    """Ulysses with as many heads of k/v as of q receives (U-1)/U 4 |q|, and owns the rest of the floor."""
+    choice = plan(_asked(given={"size": 8, "ulysses": 8}))
+    assert over_floor(choice, choice.best) == pytest.approx((7 / 8 * 4) / (4 - 4 / 8))
+    alone = plan(_asked(given={"size": 1}))
+    assert over_floor(alone, alone.best) is None
+
+
+def test_a_step_is_attention_matrices_and_zero():
+    asked = _asked(given={"size": 8}, checkpointing=False)
+    step = asked.step(SequenceParallelConfig(size=8, ulysses=8).resolve(8, asked.heads))
+    m = step.model
+    rows = 65536 // 8
+    took = step_time(step, H100, 1.0, 2.0)
+    assert took.sequences == 1
+    assert took.parts["attention forward"] == 4
+    assert took.parts["attention backward"] == 8
+    matrices = m.layer_parameters - 2 * m.hidden  # all of a layer's but its norms
+    assert took.parts["matrices"] == pytest.approx(3 * 2 * matrices * rows * 4 / H100.gemm["bfloat16"])
+    again = step_time(dataclasses.replace(step, checkpointing=True), H100, 1.0, 2.0)
+    assert again.parts["matrices"] == pytest.approx(4 / 3 * took.parts["matrices"])
+    assert again.parts["attention backward"] == 8  # it is kept
+    # the layers' gathers run beside attention, those of the ends beside nothing
+    ends = (m.parameters - 4 * m.layer_parameters) * 2
+    assert took.parts["ZeRO"] == pytest.approx(3 * gathered_seconds(H100, 8, ends))
+    plain = dataclasses.replace(step, zero=Zero(stage=3, overlap_comm=False))
+    layers = 4 * 3 * gathered_seconds(H100, 8, m.layer_parameters * 2)
+    assert step_time(plain, H100, 1.0, 2.0).parts["ZeRO"] == pytest.approx(took.parts["ZeRO"] + layers)
+
+
+def test_a_gather_over_nodes_takes_as_long_as_what_a_node_takes_in():
+    size = 8e9
+    inside = size * 7 / 8 / H100.inside.rate
+    assert gathered_seconds(H100, 8, size) == pytest.approx(inside + H100.inside.latency)
+    between = size / 2 / (8 * H100.between.rate)
+    assert gathered_seconds(H100, 16, size) == pytest.approx(max(inside, between) + H100.between.latency)
+    assert gathered_seconds(dataclasses.replace(H100, uplink=1e9), 16, size) == pytest.approx(4, rel=1e-3)
+    assert gathered_seconds(H100, 1, size) == 0
+
+
+def test_where_nothing_fits_the_nearest_that_does_is_said():
+    asked = _asked(machine=MODEST, world=8, seq=2**22, model=_model(32, 8, layers=8))
+    with pytest.raises(ConfigError, match=r"got none for 4194304 tokens on 8 ranks \(.*GiB.*\), take \d+ ranks or \d+"):
+        plan(asked)
+
+
+def test_1024_ranks_are_planned():
+    choice = plan(
+        _asked(machine=H100, world=1024, seq=2**22, model=_model(32, 8, layers=32), given={"size": 1024, "ulysses": 8})
+    )
+    assert choice.considered > 100
+    assert choice.best.config.size == 1024
+    assert math.isfinite(choice.best.seconds)
+    assert choice.best.time.parts["attention forward"] > 0
