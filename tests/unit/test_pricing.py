@@ -67,6 +67,18 @@ def test_latency_is_there_once_a_hop_and_host_time_once_an_instruction():
     assert _simulated(ahead, alone).seconds == pytest.approx(len(kinds) - 1 + max(1.0, _product(alone)))
 
 
+@pytest.mark.parametrize(("settings", "bytes_at_a_rank"), [
+    ({"ulysses": 1}, 6 * 1024 * 2 * 4 * 64 * 2),  # k and v of a block, sent and received three times
+    ({"ulysses": 4}, 2 * 3 * 1024 * 4 * 64 * 2),  # q, k, v and out: three quarters of each, sent and received
+])  # fmt: skip
+def test_bytes_take_their_rank_from_its_work_where_processors_carry_them(settings, bytes_at_a_rank):
+    fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e30))
+    call = _call(4, **settings)
+    slow = dataclasses.replace(fast, stolen=1e-6)
+    taken = _simulated(slow, call).seconds - _simulated(fast, call).seconds
+    assert taken == pytest.approx(bytes_at_a_rank * 1e-6)
+
+
 def test_a_node_shares_its_uplink():
     """Two rings of two ranks, one of each in both nodes: side by side on ports of their own, behind one another on one
     that they share."""
