@@ -141,6 +141,7 @@ def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
     _check(data.draw(cases(schedule, 9)))
 
 
+@pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=1500)
@@ -168,6 +169,7 @@ def _grid(schedule, size, windows, layouts=LAYOUTS, packings=DOCUMENTS):
     return took
 
 
+@pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
