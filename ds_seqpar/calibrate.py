@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
 def calibrate() -> dict[str, Any]:
     """The content of a machine's file, the same on all ranks; torch.distributed must be up. Under a minute. Raises
     ConfigError where nodes have not equally many ranks."""
-    config = SequenceParallelConfig(ulysses=1, schedule="ring", layout="contiguous")
+    config = SequenceParallelConfig(ulysses=1, layout="contiguous")
     with SequenceParallel(config) as sp:
         its = Calibration(sp.comm, sp.control_world)
         with its.bar:

@@ -14,7 +14,8 @@ from .buffers import Tensors
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
 
-PIECE = 1024  # rows of a head
+PIECE = 1024  # tokens of a head
+FEW = 256  # tokens of a head for which others are taken with it: calls would cost more than what they compute
 
 
 class Work(Protocol):
@@ -124,7 +125,7 @@ def project(do: Tensor, delta: Tensor) -> Tensor:
 
 def _pieces(x: Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """Of (B, n, H, ...): some tokens of a head at a time, or of several heads where tokens are few."""
-    together = max(1, PIECE // max(1, x.shape[1]))
+    together = max(1, FEW // max(1, x.shape[1]))
     for start in range(0, x.shape[1], PIECE):
         for head in range(0, x.shape[2], together):
             yield slice(None), slice(start, start + PIECE), slice(head, head + together)
