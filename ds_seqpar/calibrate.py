@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
 def calibrate() -> dict[str, Any]:
     """The content of a machine's file, the same on all ranks; torch.distributed must be up. Under a minute. Raises
-    ConfigError where nodes have not equally many ranks."""
+    ConfigError for one rank, and where nodes have not equally many."""
     config = SequenceParallelConfig(ulysses=1, layout="contiguous")
     with SequenceParallel(config) as sp:
         its = Calibration(sp.comm, sp.control_world)
@@ -58,7 +58,9 @@ def calibrate() -> dict[str, Any]:
 def _found(its: Calibration) -> dict[str, Any]:
     inside = its.link(its.neighbour(1)) if its.per_node > 1 else None
     between, uplink = its.between() if its.nodes > 1 else (None, None)
-    any_link = inside or between or {"latency": 0.0, "rate": 1e9, "duplex": True}
+    any_link = inside or between
+    if any_link is None:
+        raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
     attention, gemm = its.attention(), its.gemm()
     found = {
         "about": f"{its.nodes} nodes of {its.per_node} ranks, {its.what()}",
@@ -67,7 +69,7 @@ def _found(its: Calibration) -> dict[str, Any]:
         "between": _wire(between or any_link),
         "uplink": uplink,
         "duplex": (between or any_link)["duplex"],
-        "stolen": its.stolen(any_link) if its.world > 1 else 0.0,
+        "stolen": its.stolen(any_link),
         "attention": attention,
         "gemm": gemm,
         "memory_rate": its.memory_rate(),

@@ -41,6 +41,11 @@ def test_unequal_nodes_are_refused():
         on_ranks(4, small, [3, 3, 3, 1])
 
 
+def test_one_rank_has_no_links():
+    with pytest.raises(RankFailure, match="needs two ranks; got 1"):
+        on_ranks(1, small, [1])
+
+
 def test_it_needs_ranks(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="calibrate runs on the ranks that are to train; RANK,"):
