@@ -81,7 +81,13 @@ def _found(its: Calibration) -> dict[str, Any]:
     }
     when = time.strftime("%Y-%m-%d")
     found["sources"] = {name: f"measured {when}, {its.world} ranks at once" for name in found if name != "about"}
-    found["sources"]["spare"] = "supposed"
+    found["sources"] |= {
+        "per_node": "what the launcher says",
+        "memory": "what the device has; of a CPU, a share of the host",
+        "host_memory": "what the host has",
+        "spare": "supposed",
+    }
+    found["sources"]["host"] += "; ahead: what the kind of device does"
     for name, seen in (("inside", inside), ("between", between)):
         if seen is None:
             found["sources"][name] = "not measured: no two ranks are so far apart; taken for the other one"
