@@ -18,6 +18,7 @@ PROBLEM = cluster_plan.Problem(
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("compiled")  # DeepSpeed is among them
 @needs_network
 @pytest.mark.parametrize(("latency", "names"), [
     (0.0, ("attention2d=2,2", "u2/ring", "deepspeed")), (0.001, ("ring",)),
@@ -53,6 +54,7 @@ def test_a_call_whose_products_sleep_as_long_as_links_carry():
         cluster_balance.measure(args, PROBLEM)
 
 
+@pytest.mark.usefixtures("compiled")  # DeepSpeed is among them
 @needs_network
 def test_training_steps_over_links():
     """Losses are compared by the benchmark itself, which ends where they differ."""
