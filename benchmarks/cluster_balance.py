@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> list[dic
             most = max(done for _, done in turn(ranks, 2 * len(rows) + 1, 0.0))
             links = max(*row["out"], *row["in"]) / rate
             unit = args.compute * links / most
-            path = cluster_plan.critical_path(spec, problem, rate, unit, cluster_ranks.Sleeping.BACKWARD)
+            path = cluster_plan.critical_path(spec, problem, rate, unit)
             rows.append({**row, "links": links, "compute": unit * most, "unit": unit, "critical_path": path})
             cluster_turns.say(f"{spec.name}: as dense attention")
         for number in range(args.rounds):

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from benchmarks.cluster_spec import Spec
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning import heads as dealing
-from ds_seqpar.planning.compile import pattern_of, weight
+from ds_seqpar.planning.compile import pattern_of
+from ds_seqpar.planning.everyone import programs
+from ds_seqpar.planning.machine import PER_PRODUCT, Machine, Wire
 from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.plan import Plan
+from ds_seqpar.planning.pricing import Call
 from ds_seqpar.planning.program import GatherStart, Post, Program, ScatterStart, Wait
 from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import Costs, programs_of, simulate
+from ds_seqpar.planning.simulate import programs_of, simulate
 from ds_seqpar.running.comm import distances
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -112,25 +116,36 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
     return Figures(**_by_node(edges, problem), messages=max(count), rounds=rounds)
 
 
-def critical_path(spec: Spec, problem: Problem, rate: float, unit: float, backward: float) -> float:
-    """Seconds of one call by the simulator, a rank a node: `rate` bytes a second of a link each way, `unit` seconds of
-    products for a visible (query, key) pair of a head, in backward `backward` times as many. Ulysses' exchanges stand
-    before and after; agreement on the inputs takes no time."""
+def predicted(spec: Spec, problem: Problem, machine: Machine) -> float:
+    """Seconds of one call by the planner's model, forward and backward, and the rounds in which inputs are compared."""
     config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
     config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
-    recipe, mask = recipe_of(config, config.topology(problem.world)), CAUSAL if problem.causal else FULL
-    shards = EvenShards(config.layout, problem.seq, recipe.size)
-    tokens, share = problem.seq // recipe.size, weight(mask, shards)
-    wide = dealing.most(problem.heads, problem.kv_heads, config.ulysses)
-    shape = shape_of(config.travel_dtype, DTYPES[problem.dtype], 1, (*wide, problem.head_dim))
-    rows = tokens // config.ulysses * (config.ulysses - 1) * 4 * sum(wide)  # in: q, k, v, do and out, dq, dk, dv
-    seconds = rows * problem.head_dim * problem.itemsize / rate
-    for direction, times in (("forward", 1.0), ("backward", backward)):
-        transfer = {kind: size * tokens / rate for kind, size in shape.bytes_per_token(direction).items()}
-        costs = Costs(transfer=transfer, product=tokens**2 * wide[0] * unit * times, weight=share)
-        plan = recipe.plan(direction, pattern_of(mask, shards), shape)
-        seconds += simulate(programs_of(plan), costs).seconds
-    return seconds
+    call = Call(
+        config=config,
+        world=problem.world,
+        mask=CAUSAL if problem.causal else FULL,
+        shards=EvenShards(config.layout, problem.seq, config.size // config.ulysses),
+        heads=(problem.heads, problem.kv_heads, problem.head_dim),
+        dtype=DTYPES[problem.dtype],
+    )
+    wire = machine.between if problem.nodes > 1 else machine.inside
+    agreement = len(distances(problem.world)) * wire.latency
+    return agreement + sum(simulate(*programs(machine, call, way)).seconds for way in ("forward", "backward"))
+
+
+def critical_path(spec: Spec, problem: Problem, rate: float, unit: float) -> float:
+    """The same with a rank a node, where nothing takes time but bytes, at `rate` a second of a link each way, and
+    products: `unit` seconds for a visible (query, key) pair of a head, in backward 2.5 times as many."""
+    flops = PER_PRODUCT["forward"] * problem.head_dim / unit if unit else 1e300
+    kinds = {kind: ((1.0, flops), (1e12, flops)) for kind in ("full", "causal")}
+    machine = Machine(
+        name="links and products", about="", per_node=1, inside=Wire(latency=0, rate=rate),
+        between=Wire(latency=0, rate=rate), uplink=None, duplex=True, stolen=0,
+        attention={DTYPES[problem.dtype]: {"forward": kinds, "backward": kinds}}, gemm={DTYPES[problem.dtype]: flops},
+        memory_rate=math.inf, offload_rate=math.inf, instruction=0, ahead=False, host_memory=0, memory=0, spare=0,
+        sources={},
+    )  # fmt: skip
+    return predicted(spec, dataclasses.replace(problem, nodes=problem.world, per_node=1), machine)
 
 
 def _deepspeed(problem: Problem) -> Figures:

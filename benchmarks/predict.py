@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster, cluster_plan, cluster_ranks, cluster_turns
-from benchmarks.cluster_spec import Spec
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.everyone import programs
-from ds_seqpar.planning.machine import Machine, machine_of
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.pricing import Call
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import simulate
-from ds_seqpar.running.comm import distances
+from ds_seqpar.planning.machine import machine_of
 
 DEFAULT = [
     "ring", "ring+layout=contiguous", "ring+layout=striped", "ring+backward=kv", "distflash", "double_ring",
@@ -66,7 +58,7 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> dict[str
             row = cluster.prepared(ranks, spec, task, problem, len(running), args.ranks_per_node)
             rows.append(row)
             if "cannot" not in row:
-                row.update(predicted=predicted(spec, problem, machine), held_out=number % 2 == 1)
+                row.update(predicted=cluster_plan.predicted(spec, problem, machine), held_out=number % 2 == 1)
                 running.append(row)
             cluster_turns.say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
         for turn in range(args.rounds):
@@ -79,26 +71,6 @@ def measure(args: argparse.Namespace, problem: cluster_plan.Problem) -> dict[str
         f"{args.head_dim}, {args.dtype}; median of {args.rounds}"
     )
     return {"title": title, "machine": found, "rows": rows}
-
-
-def predicted(spec: Spec, problem: cluster_plan.Problem, machine: Machine) -> float:
-    """Seconds of one call, forward and backward, with the rounds in which inputs are compared."""
-    config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
-    config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
-    call = Call(
-        config=config,
-        world=problem.world,
-        mask=CAUSAL if problem.causal else FULL,
-        shards=EvenShards(config.layout, problem.seq, config.size // config.ulysses),
-        heads=(problem.heads, problem.kv_heads, problem.head_dim),
-        dtype=cluster_plan.DTYPES[problem.dtype],
-    )
-    wire = machine.between if problem.nodes > 1 else machine.inside
-    seconds = len(distances(problem.world)) * wire.latency
-    for direction in ("forward", "backward"):
-        code, prices = programs(machine, call, direction)
-        seconds += simulate(code, prices).seconds
-    return seconds
 
 
 def able(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

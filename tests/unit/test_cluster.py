@@ -108,10 +108,10 @@ def test_the_critical_path_without_links_and_without_products(name):
     """Zigzag shares products about equally; no schedule is faster than its share of them, nor than its bytes."""
     given, spec, rate = problem(4, 1), parse(name), 1e6
     share = 16 * 1024 * 1025 / 2 / 4 * (1 + 2.5)
-    assert critical_path(spec, given, float("inf"), 1e-6, 2.5) == pytest.approx(share * 1e-6, rel=1e-2)
-    alone = critical_path(spec, given, rate, 0.0, 2.5)
+    assert critical_path(spec, given, float("inf"), 1e-6) == pytest.approx(share * 1e-6, rel=1e-2)
+    alone = critical_path(spec, given, rate, 0.0)
     assert alone >= max(figures(spec, given).into) / rate * (1 - 1e-9)
-    both = critical_path(spec, given, rate, alone / share, 2.5)
+    both = critical_path(spec, given, rate, alone / share)
     assert alone <= both <= 2 * alone * (1 + 1e-9)
 
 
