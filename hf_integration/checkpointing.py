@@ -23,6 +23,11 @@ def layers_of(model: nn.Module) -> tuple[Any, ...]:
     return tuple(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
 
 
+def is_checkpointed(layer: Any) -> bool:
+    """Whether the layer's next forward is."""
+    return layer is not None and layer.training and layer.gradient_checkpointing
+
+
 def keep_attention(layers: tuple[Any, ...], sp: SequenceParallel) -> None:
     """Has their checkpoints keep what attention gives, where the settings say so."""
     if torch.compiler.is_compiling():

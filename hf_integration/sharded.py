@@ -24,6 +24,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.trusted import is_trusted
 
+from .checkpointing import is_checkpointed, layers_of
 from .fingerprint import fingerprint
 
 HOW = "give the model what sp.shard_batches returns"
@@ -34,6 +35,7 @@ class Agreement:
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
+        self.layers = [weakref.ref(layer) for layer in layers_of(model)]
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
@@ -56,6 +58,7 @@ class Agreement:
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
+        value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         model = None if self.compared else self.model()
         value |= fingerprint(model) if model is not None else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)

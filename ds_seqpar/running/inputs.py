@@ -21,6 +21,7 @@ from ..planning.heads import dealt
 from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
 from ..planning.shards import Shards, UnevenShards, members_tokens
+from . import keeping
 from .agreement import agree
 from .comm import TorchComm
 from .runtime import Runtime
@@ -58,17 +59,17 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
     """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
     was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
-        return torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
+        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
+        return
     error = attention_error(runtime, q, k, v, asked)
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
     if error is None and runtime.comm.groups.control is None:
-        return None  # nobody to compare with
+        return  # nobody to compare with
     # where there is an error nothing of it may be fit to be shown
     given = _given(runtime, q, k, v, asked) if error is None else {}
     # inside torch.func nothing can be sent, not even the refusal of it
     with temporarily_clear_interpreter_stack(), runtime.recorded("agree", "attention inputs"):
         agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
-    return None
 
 
 def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> dict[str, object]:
@@ -77,14 +78,13 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
     if asked.shards is not None:
         given = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
-    mask = asked.mask
-    given["causal"] = mask.causal
-    if not mask.scale_free:
-        given["mask"] = f"{mask} {hash(mask) & 0xFFFFFFFF:08x}"
+    given |= {"causal": asked.mask.causal, "scale": asked.scale, "checkpoint": keeping.run()}
+    given |= {"backward": asked.backward, "return_lse": asked.lse}
+    if not asked.mask.scale_free:
+        given["mask"] = f"{asked.mask} {hash(asked.mask) & 0xFFFFFFFF:08x}"
     if asked.sinks is not None:
         given["sinks"] = describe(asked.sinks)
-    given |= {"softcap": asked.softcap} if asked.softcap is not None else {}
-    return given | {"scale": asked.scale, "backward": asked.backward, "return_lse": asked.lse}
+    return given | ({"softcap": asked.softcap} if asked.softcap is not None else {})
 
 
 def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> SeqParError | None:

@@ -74,6 +74,12 @@ def is_checkpointed() -> bool:
     return _now.get() is not None
 
 
+def run() -> str:
+    """Which run of a checkpointed function this is, for ranks to compare: what they send differs by it."""
+    kept = _now.get()
+    return "none" if kept is None else "first run" if kept.runs == 1 else "run again"
+
+
 def is_kept() -> bool:
     """Whether what attention gives now is kept, or was."""
     kept = _now.get()

@@ -95,6 +95,18 @@ RING = {
         lambda sp, rank: torch.no_grad()(attention)(sp) if rank == WRONG else attention(sp),
         differ("backward True", "backward False"),
     ),
+    "checkpoint": (
+        lambda sp, rank: sp.checkpoint(lambda: attention(sp)) if rank == WRONG else attention(sp),
+        differ("checkpoint 'none'", "checkpoint 'first run'"),
+    ),
+    "reentrant checkpoint beside no gradients": (
+        lambda sp, rank: (
+            sp.checkpoint(lambda _: attention(sp), torch.zeros(1, requires_grad=True), use_reentrant=True)
+            if rank == WRONG
+            else attention(sp, grad=False)
+        ),
+        differ("checkpoint 'none'", "checkpoint 'first run'"),
+    ),
     "different calls": (
         lambda sp, rank: sp.gather(torch.zeros(8), 0) if rank == WRONG else attention(sp),
         differ("tensor to gather", "attention inputs"),
@@ -150,6 +162,11 @@ ULYSSES = {
     "return_lse": (
         lambda sp, rank: attention(sp, **on_wrong(rank, return_lse=True)),
         differ("return_lse True", "return_lse False"),
+    ),
+    # what a checkpoint's backward exchanges has other sizes: gloo ended a rank
+    "checkpoint": (
+        lambda sp, rank: sp.checkpoint(lambda: attention(sp)) if rank == WRONG else attention(sp),
+        differ("checkpoint 'none'", "checkpoint 'first run'"),
     ),
     "one rank's heads": (
         lambda sp, rank: attention(sp, **on_wrong(rank, heads=(1, 1))),

@@ -278,12 +278,15 @@ def unequal(sp, what):
         batch = {name: x[:2] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     if sp.rank == 1 and what == "mode":
         model.eval()
+    if sp.rank == 1 and what == "checkpointing":
+        model.gradient_checkpointing_enable()
     model(**batch)
 
 
 def test_ranks_that_do_not_do_the_same():
-    """EasyContext#47, axolotl#3920: peers of a sequence with other shapes; a rank that would not run backward."""
-    for outcomes in refusals((unequal, "batch"), (unequal, "mode")):
+    """EasyContext#47, axolotl#3920: peers of a sequence with other shapes; a rank that would not run backward; one
+    whose checkpoints would send what others' layers do not."""
+    for outcomes in refusals((unequal, "batch"), (unequal, "mode"), (unequal, "checkpointing")):
         for kind, message in outcomes:
             assert kind is DisagreementError
             assert "must be given the same model inputs; got ranks 0, 2-3: " in message
