@@ -78,7 +78,7 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
     if asked.shards is not None:
         given = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
-    given |= {"causal": asked.mask.causal, "scale": asked.scale, "checkpoint": keeping.run()}
+    given |= {"causal": asked.mask.causal, "scale": asked.scale, "checkpoint": keeping.which_run()}
     given |= {"backward": asked.backward, "return_lse": asked.lse}
     if not asked.mask.scale_free:
         given["mask"] = f"{asked.mask} {hash(asked.mask) & 0xFFFFFFFF:08x}"

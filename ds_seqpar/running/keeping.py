@@ -74,7 +74,7 @@ def is_checkpointed() -> bool:
     return _now.get() is not None
 
 
-def run() -> str:
+def which_run() -> str:
     """Which run of a checkpointed function this is, for ranks to compare: what they send differs by it."""
     kept = _now.get()
     return "none" if kept is None else "first run" if kept.runs == 1 else "run again"
