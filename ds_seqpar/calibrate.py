@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Collective over the ranks of a launcher. Raises ConfigError where nobody launched any."""
-    if missing := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name not in os.environ]:
+    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
         raise ConfigError(
             f"calibrate runs on the ranks that are to train; {', '.join(missing)} is not set, start it with "
             "`deepspeed --module ds_seqpar calibrate` or torchrun -m"

@@ -20,6 +20,7 @@ Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has ch
 LAYOUTS = tuple(RUNS)
 TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
+PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
 KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "chunked", "reference")
 
 
@@ -57,6 +58,10 @@ class SequenceParallelConfig:
     mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens MLPs and norms, and the
         logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
         as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
+    seq_len: tokens of the whole sequence that a size, ulysses or schedule of "auto" is planned for (docs/planner.md).
+        "auto": the longest that a Trainer's data set says it has; where nobody knows it they are as said above.
+    machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto"
+        goes by the name of the device.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 
@@ -75,6 +80,8 @@ class SequenceParallelConfig:
     offload_checkpoints: bool = False
     mlp_tiles: Count = 1
     loss_tiles: Count = 1
+    seq_len: Count = "auto"
+    machine: str = "auto"
     own: tuple[tuple[str, Value], ...] = ()
 
     def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
@@ -90,13 +97,17 @@ class SequenceParallelConfig:
         self._check()
 
     def _check(self) -> None:
-        for field in ("size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles"):
+        for field in ("size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles", "seq_len"):
             value = getattr(self, field)
             if value != "auto" and not is_count(value):
                 raise ConfigError(f'{SECTION}.{field} must be a whole number from 1 or "auto"; got {value!r}')
         for field in ("overlap", "keep_attention", "offload_checkpoints"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
+        if not isinstance(self.machine, str) or not self.machine:
+            raise ConfigError(
+                f"{SECTION}.machine must be the name of a preset, or a JSON file by its path; got {self.machine!r}"
+            )
         if isinstance(self.placement, Sequence) and not isinstance(self.placement, str):
             if not all(isinstance(name, str) for name in self.placement):
                 raise ConfigError(f"{SECTION}.placement must be a list of names of axes; got {self.placement!r}")

@@ -72,6 +72,12 @@ def section_of(content: Mapping[str, Any]) -> Any:
     return content.get(SECTION, {})
 
 
+def dtype_of(content: Mapping[str, Any]) -> str:
+    """What a DeepSpeed JSON trains in."""
+    bf16, fp16 = (bool(content.get(name, {}).get("enabled")) for name in ("bf16", "fp16"))
+    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
+
+
 def check_settings(content: Mapping[str, Any]) -> None:
     """Raises ConfigError for what in a DeepSpeed JSON would break the gradient contract or the sharding."""
     for key, why in REFUSED.items():

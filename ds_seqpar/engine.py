@@ -22,6 +22,7 @@ from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_
 from .errors import ConfigError, SeqParError, nearest
 from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
+from .planning.job import Job
 from .running import groups
 from .running.agreement import agree
 from .running.devices import set_device
@@ -79,7 +80,7 @@ def initialize(
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, section_of(content), sequence_parallel)
+    sp = prepare_model(model, section_of(content), sequence_parallel, job=Job.of(content))
     library = library_of(model) if check_loss else None
     if library:
         library.check_loss(model, sp)
@@ -194,12 +195,14 @@ def prepare_model(
     section: Mapping[str, Any],
     given: SequenceParallel | None = None,
     error: SeqParError | None = None,
+    job: Job | None = None,
 ) -> SequenceParallel:
     """The SequenceParallel to train with; patches a transformers model that is not patched yet.
 
-    section: the "sequence_parallel" section. error: what a caller holds against this rank's model. Collective over the
-    world. Raises on all ranks where `given`, or what the model is patched with, has other settings than the section
-    gives on one of them, and for models that cannot be patched.
+    section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: what is known
+    of the run beside the model, for what is "auto". Collective over the world. Raises
+    on all ranks where `given`, or what the model is patched with, has other settings than the section gives on one of
+    them, and for models that cannot be patched.
     """
     sp = None
     try:
@@ -208,8 +211,10 @@ def prepare_model(
         error = error or reason
     _agree_on_model(model, sp is None, error)
     if library := known_library(model):
-        heads = library.heads(unwrapped(model))
-        sp = sp or SequenceParallel(SequenceParallelConfig.from_dict(section), heads=heads)
+        if sp is None:
+            base = unwrapped(model)
+            known = library.job(base, job) if job else None
+            sp = SequenceParallel(SequenceParallelConfig.from_dict(section), heads=library.heads(base), job=known)
         library.patch(model, sp)
     assert sp is not None  # _made raises for a model that nobody can patch
     return sp

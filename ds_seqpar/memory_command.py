@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from .config import SequenceParallelConfig, setting_names
-from .deepspeed_json import SECTION, read_deepspeed, section_of
+from .deepspeed_json import SECTION, dtype_of, read_deepspeed, section_of
 from .errors import ConfigError, nearest
 from .models import numbers_of
 from .planning.draw import draw_memory
@@ -70,12 +70,6 @@ def count(name: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1; got {text!r}")
     return int(text)
-
-
-def dtype_of(content: dict[str, Any]) -> str:
-    """What a DeepSpeed JSON trains in."""
-    bf16, fp16 = (bool(content.get(name, {}).get("enabled")) for name in ("bf16", "fp16"))
-    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
 
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:

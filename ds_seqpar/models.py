@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import ConfigError
 from .parallel import SequenceParallel
+from .planning.job import Job
 from .planning.needs import Model
 
 # a class that all of a library's models have among their bases -> the package that registers it
@@ -22,13 +23,15 @@ PACKAGES = {"PreTrainedModel": "hf_integration"}
 class Library:
     """What is done with its models. A model may also be inside a peft model or torch.compile.
 
-    is_known: whether its attention can be patched. heads: its numbers of query and key/value heads. check_patch: raises
+    is_known: whether its attention can be patched. heads: its numbers of query and key/value heads. job: the same with
+    what the planner must know of the model, as far as it can be known. check_patch: raises
     where `patch` would. patched_with: the SequenceParallel that it is patched with. check_loss, check_engine: raise on
     every rank unless its loss is right, before and after DeepSpeed has the model.
     """
 
     is_known: Callable[[Any], bool]
     heads: Callable[[Any], tuple[int, int]]
+    job: Callable[[Any, Job], Job]
     check_patch: Callable[[Any, SequenceParallel | None], None]
     patch: Callable[[Any, SequenceParallel], Any]
     patched_with: Callable[[Any], SequenceParallel | None]

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import batches
+from .choosing import agreed
 from .config import SequenceParallelConfig
-from .errors import ConfigError, SeqParError, as_error
+from .errors import ConfigError, SeqParError
 from .losses import mean_of
+from .planning.job import Job
 from .planning.masks import Mask
 from .planning.shards import UnevenShards
 from .recording import Record
 from .running import devices, groups, inputs, keeping, ops, runtime, stages
-from .running.agreement import agree
 from .running.comm import TorchComm, failing
 from .running.kernels import Scores
 from .running.offload import Store, store_of
@@ -38,8 +39,15 @@ class SequenceParallel(Sharding):
     """
 
     @told_once
-    def __init__(self, config: SequenceParallelConfig | None = None, *, heads: tuple[int, int] | None = None) -> None:
-        """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them.
+    def __init__(
+        self,
+        config: SequenceParallelConfig | None = None,
+        *,
+        heads: tuple[int, int] | None = None,
+        job: Job | None = None,
+    ) -> None:
+        """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them. job: what is to be
+        trained, for which the planner chooses what is "auto" (`initialize` and the Trainer say it by themselves).
 
         Collective over the world. Raises ConfigError on every rank where one rank's settings do not fit.
         """
@@ -51,7 +59,7 @@ class SequenceParallel(Sharding):
         device, no_device = _own_device()
         self.device, world = device, groups.control_world()
         try:
-            self.config = _agreed(world, config, heads, no_device)
+            self.config = agreed(world, config, heads, job, no_device)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -220,33 +228,6 @@ def _own_device() -> tuple[torch.device, ConfigError | None]:
         return devices.bind(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
         return torch.device("cpu"), reason
-
-
-def _agreed(
-    world: dist.ProcessGroup, given: object, heads: tuple[int, int] | None, error: SeqParError | None
-) -> SequenceParallelConfig:
-    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit, or where one
-    has an error already."""
-    settings = {}
-    try:
-        config = _config(given)
-        resolved = config.resolve(dist.get_world_size(), heads)
-        settings = {**config.settings(), "heads": heads}
-    except Exception as reason:  # a schedule of one's own may raise anything
-        error = error or as_error("SequenceParallel needs a configuration that can be read; reading it failed", reason)
-    agree(world, "sequence parallel configuration", settings, error=error, call="SequenceParallel")
-    return resolved
-
-
-def _config(given: object) -> SequenceParallelConfig:
-    if given is None:
-        return SequenceParallelConfig()
-    if not isinstance(given, SequenceParallelConfig):
-        raise ConfigError(
-            f"SequenceParallel needs a SequenceParallelConfig; got {type(given).__name__}, "
-            "make one by SequenceParallelConfig.from_dict or from_deepspeed"
-        )
-    return given
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .deepspeed_json import SECTION, section_of
+from .config import PLANNED_FOR, SequenceParallelConfig
+from .deepspeed_json import SECTION, dtype_of, section_of
 from .errors import ConfigError
-from .memory_command import content_of, count, dtype_of
+from .memory_command import content_of, count
 from .models import numbers_of
 from .planning.draw import draw_timelines
 from .planning.machine import DEFAULT, Machine, presets
@@ -36,8 +37,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--nodes", default="1", metavar="N", help="nodes of the job")
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
     parser.add_argument(
-        "--machine", default=DEFAULT, metavar="NAME",
-        help=f"one of {', '.join(presets())}, or a JSON file of that form; {DEFAULT} where nobody says which",
+        "--machine", metavar="NAME",
+        help=f"one of {', '.join(presets())}, or a JSON file of that form; default: the section's, or {DEFAULT}",
     )  # fmt: skip
     parser.add_argument("--memory", metavar="GIB", help="a rank's, for tensors; default: what the machine has for them")
     parser.add_argument("--sequences", metavar="N", help="of a step; default: as many as there are ranks for")
@@ -70,26 +71,28 @@ def run(args: argparse.Namespace) -> None:
 
 def question_of(args: argparse.Namespace) -> Question:
     """Raises ConfigError for what does not fit."""
-    machine = Machine.load(args.machine)
+    content = content_of(args)
+    config = SequenceParallelConfig.from_dict(section_of(content))
+    machine = Machine.load(args.machine or (DEFAULT if config.machine == "auto" else config.machine))
     if args.gpus_per_node:
         machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node))
-    content = content_of(args)
     documents = _documents(args.documents) if args.documents else ()
-    if not (args.seq_len or documents):
+    said = 0 if config.seq_len == "auto" else config.seq_len
+    if not (args.seq_len or documents or said):
         raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
     micro = content.get("train_micro_batch_size_per_gpu", 1)
     return Question(
         model=numbers_of(args.model),
         machine=machine,
         world=count("--nodes", args.nodes) * machine.per_node,
-        seq=count("--seq-len", args.seq_len) if args.seq_len else sum(documents),
+        seq=count("--seq-len", args.seq_len) if args.seq_len else sum(documents) or said,
         documents=documents,
         window=count("--window", args.window) if args.window else None,
         batch=micro if isinstance(micro, int) else 1,
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),
         checkpointing=not args.no_checkpointing,
-        given=section_of(content),
+        given={name: value for name, value in section_of(content).items() if name not in PLANNED_FOR},
         sequences=count("--sequences", args.sequences) if args.sequences else None,
         memory=int(_number("--memory", args.memory) * GIB) if args.memory else None,
     )

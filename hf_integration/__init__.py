@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ds_seqpar.models import Library, register
 
 from .families import heads, is_known
+from .job import job_of
 from .loss_checks import check_engine, check_function
 from .patch import check_patch, patch_attention, patched_with, unpatch_attention, whole_sequences
 from .versions import check_transformers
@@ -28,6 +29,7 @@ register(
     Library(
         is_known=is_known,
         heads=heads,
+        job=job_of,
         check_patch=check_patch,
         patch=patch_attention,
         patched_with=patched_with,
@@ -39,6 +41,7 @@ register(
 __all__ = [
     "check_patch",
     "heads",
+    "job_of",
     "patch_attention",
     "patched_with",
     "unpatch_attention",

@@ -40,7 +40,7 @@ class Packs(Dataset):
                 f"packs of {tokens} tokens need documents of 1 to {tokens}; got one of {unfit[0]}, "
                 f"{'cut it, or make packs larger' if unfit[0] else 'leave it out'}"
             )
-        self.dataset = dataset
+        self.dataset, self.lengths = dataset, lengths
         self.packs = [sorted(pack) for pack in to_constant_volume(lengths, tokens)]
 
     def __len__(self) -> int:

@@ -6,7 +6,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.needs import Model
@@ -31,11 +32,23 @@ def numbers(config: PreTrainedConfig) -> Model:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config)
-        layers = model.base_model.layers
-    except (ValueError, AttributeError):
-        raise ConfigError(
-            f"the memory of a step is known for causal language models; got a config of {config.model_type!r}, give one"
-        ) from None
+    except ValueError:
+        raise _unknown(config) from None
+    return counted(model)
+
+
+def _unknown(config: PreTrainedConfig) -> ConfigError:
+    return ConfigError(
+        f"the memory of a step is known for causal language models; got a config of {config.model_type!r}, give one"
+    )
+
+
+def counted(model: PreTrainedModel) -> Model:
+    """The same of a model as it is, on any device, or sharded by ZeRO-3."""
+    config, layers = model.config, getattr(model.base_model, "layers", None)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if layers is None or head is None:
+        raise _unknown(config)
     heads, hidden = config.num_attention_heads, config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None) or 1
     width = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
@@ -47,7 +60,12 @@ def numbers(config: PreTrainedConfig) -> Model:
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
         vocab=config.vocab_size,
-        parameters=sum(x.numel() for x in model.parameters()),
-        layer_parameters=max(sum(x.numel() for x in layer.parameters()) for layer in layers),
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        parameters=_elements(model),
+        layer_parameters=max(map(_elements, layers)),
+        tied=head.weight is embedding.weight,
     )
+
+
+def _elements(module: nn.Module) -> int:
+    """ZeRO-3 leaves nothing in a parameter, and says how many it had."""
+    return sum(getattr(x, "ds_numel", x.numel()) for x in module.parameters())

@@ -29,6 +29,7 @@ from . import randomness
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .evaluation import check_evaluation
+from .job import job_of_trainer
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .sharded_evaluation import ShardedEvaluation
 from .streams import Stream
@@ -101,7 +102,9 @@ class SequenceParallelMixin(ShardedEvaluation):
 
     def _patch(self, model: nn.Module) -> None:
         error, base = checks.model_error(model, self.check_loss), checks.unwrapped(model)
-        self.sp = prepare_model(base, self._section, getattr(self, "sp", None), error)
+        content = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        job = job_of_trainer(self.args, content, self.train_dataset, self.data_collator)
+        self.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
         drop_checked_masks(base)
 
     # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it

@@ -79,6 +79,16 @@ class Machine:
             raise ConfigError(f"a machine's file must be a readable JSON file; got {place}: {error}") from None
         return machine_of(Path(place).stem, content)
 
+    @classmethod
+    def supposed(cls, device: str, dtype: str) -> Machine:
+        """Where nobody says which: the preset that is named after the device ("NVIDIA H100 80GB HBM3"), or `DEFAULT`.
+        A dtype without rates is taken to be as fast as bfloat16."""
+        model = {name.partition("-")[0].upper(): name for name in presets()}
+        machine = cls.load(next((name for word, name in model.items() if word in device.upper()), DEFAULT))
+        rates = {"attention": machine.attention, "gemm": machine.gemm}
+        same: Any = {name: {dtype: its["bfloat16"], **its} for name, its in rates.items() if "float16" not in dtype}
+        return dataclasses.replace(machine, **same)
+
     def node(self, rank: int) -> int:
         return rank // self.per_node
 

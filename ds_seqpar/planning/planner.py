@@ -116,6 +116,9 @@ class _Search:
         seen: set[tuple] = set()
         question = self.question
         for frame in frames(question.world, question.heads, question.given):
+            if question.sizes and frame.size not in question.sizes:
+                self.refused[f"{frame.size} ranks", "a step's sequences cannot be shared among such groups"] += 1
+                continue
             if reason := refusal(frame, question.seq, bool(question.documents)):
                 self.refused[f"{frame.size} ranks", reason] += 1
                 continue

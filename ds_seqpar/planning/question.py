@@ -21,7 +21,7 @@ class Question:
     """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
     () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
     settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
-    memory: bytes a rank, None for what the machine has for tensors."""
+    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors."""
 
     model: Model
     machine: Machine
@@ -35,6 +35,7 @@ class Question:
     checkpointing: bool = True
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sequences: int | None = None
+    sizes: tuple[int, ...] = ()
     memory: int | None = None
 
     def __post_init__(self) -> None:

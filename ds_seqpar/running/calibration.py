@@ -20,7 +20,7 @@ from ..errors import ConfigError, KernelError
 from ..planning.machine import PER_PRODUCT
 from ..planning.tiles import Tile
 from .comm import Comm, Message
-from .devices import own_device
+from .devices import own_device, ranks_a_node
 from .kernels import BlockSpec, Kernel, select
 
 # by type of device: tokens of tiles, (heads, head_dim) of them, sides of products of matrices, bytes of a long message
@@ -53,7 +53,7 @@ class Calibration:
         self.bar = tqdm(desc="calibrating", unit=" figures", disable=self.rank != 0)
 
     def agreed_per_node(self) -> int:
-        own = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        own = ranks_a_node(self.world)
         every: list[Any] = [None] * self.world
         dist.all_gather_object(every, own, group=self.group)
         if len(set(every)) > 1 or self.world % own:

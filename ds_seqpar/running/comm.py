@@ -6,7 +6,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -165,9 +165,7 @@ EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a pr
 AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come: docs/performance.md has 1, 2, 3 and 4
 
 
-def _told_first(
-    coming: Sequence[Tensor], going: Sequence[Tensor], group: Group, ahead: int | None = None
-) -> list[dist.Work]:
+def _told_first(coming: Sequence[Tensor], going: Sequence[Tensor], group: Group, ahead: int | None = None) -> list:
     """An all-to-all over gloo that asks for everything before anything leaves, where gloo's own mixes both; measured
     in docs/performance.md. coming, going: from and to each rank of the group, this one too; what is empty
     is not sent. The first to be sent to is the next rank, then the one after, so that no two begin with the same.
@@ -176,12 +174,12 @@ def _told_first(
     few messages on it at a time, and none comes in while nothing goes out. None: all leave at once, and nothing waits.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    arriving = {
+    arriving: dict[int, Any] = {
         far: dist.irecv(coming[rank - far], group=group, group_src=(rank - far) % size, tag=EXCHANGE)
         for far in range(1, size)
         if coming[rank - far].numel()
     }
-    leaving = []
+    leaving: list[Any] = []
     for far in range(1, size):
         if ahead is not None and far - ahead in arriving:
             arriving.pop(far - ahead).wait()  # never twice: gloo would wait for another message

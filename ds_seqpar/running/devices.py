@@ -43,6 +43,12 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
+def ranks_a_node(world: int) -> int:
+    """As the launcher says (torchrun and accelerate in LOCAL_WORLD_SIZE, DeepSpeed's in LOCAL_SIZE); all where none
+    does."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+
+
 def accelerated(group: dist.ProcessGroup) -> torch.device | None:
     """This rank's device, where a backend of the group has communicators on it, as NCCL has for "cuda"."""
     for kind, backend in backends(group).items():

@@ -25,7 +25,7 @@ WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, 
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
     "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles",
-    "loss_tiles",
+    "loss_tiles", "seq_len", "machine",
 )  # fmt: skip
 MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
 HEADS = (None, (0, 0), (4, 0), (4, 3), (4,), (4, 2, 1), (4.0, 2.0), ("4", "2"), 4, "42", (-4, -2), (True, True), {})

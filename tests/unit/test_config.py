@@ -24,8 +24,8 @@ def _message(call, *arguments, **settings):
 
 KEYS = (
     "size", "ulysses", "schedule", "layout", "forward", "backward", "overlap", "placement", "travel_dtype", "kernel",
-    "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles", "loss_tiles", "rows", "cols", "window", "mesh",
-    "team",
+    "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len", "machine", "rows",
+    "cols", "window", "mesh", "team",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_a_config_is_frozen_and_its_error_a_value_error():
     assert issubclass(SeqParError, ValueError)
 
 
-@pytest.mark.parametrize("field", ["size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles"])
+@pytest.mark.parametrize("field", ["size", "ulysses", "head_stages", "mlp_tiles", "loss_tiles", "seq_len"])
 @pytest.mark.parametrize("value", [True, False, 0, -1, 2.0, "2", None, [2], "Auto"])
 def test_sizes_are_whole_numbers_or_auto(field, value):
     message = _message(Config, **{field: value})

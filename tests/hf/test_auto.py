@@ -1,0 +1,190 @@
+"""What "auto" is in a run: planned for the length that the JSON says or the data has, the same on all ranks, and as
+exact as any other shape."""
+
+import contextlib
+import io
+import json
+import os
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.planning.job import Job
+from ds_seqpar.planning.machine import PRESETS
+from hf_integration import PackingCollator, Packs, job_of
+from hf_integration.job import longest
+from tests.dist.ranks import is_one_sentence, refusal
+from tests.hf.families import model_of
+from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
+from tests.hf.trainers import documents, make, trained
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+LINE = 'sequence_parallel: "auto" for '
+MODE = {"size": 4}  # for `ragged`, which only asks who holds which tokens
+
+
+def said(function, *args, **given):
+    """What it returns, and what it says of "auto"."""
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        found = function(*args, **given)
+    return found, [line for line in told.getvalue().splitlines() if line.startswith("sequence_parallel")]
+
+
+def a_step(section, stage, **changes):
+    returned, lines = said(ds_seqpar.initialize, model=llama(), config=settings(section, stage, 2, 4, **changes))
+    sp = returned[0].sequence_parallel
+    shards = sp.shard_batches(ragged(MODE, 1, 2)) if sp.size == 4 else []
+    return step(returned[0], shards) if shards else None, lines, sp.config.settings()
+
+
+def test_a_length_in_the_json_is_planned_for():
+    gradients, loss = one_process(llama(), ragged(MODE, 1, 2))
+    by_rank = on_ranks(4, a_step, {"seq_len": 48}, "3")
+    for rank, (found, lines, config) in enumerate(by_rank):
+        assert gap(found["gradients"], gradients) < 1e-5
+        assert found["loss"] == pytest.approx(loss, rel=1e-6)
+        assert len(lines) == (rank == 0)
+        assert config == by_rank[0][2]
+        assert config["seq_len"] == 48
+    assert by_rank[0][1][0].startswith(LINE + "48 tokens on 4 ranks of modest, 4 a node, is 4 ranks: ")
+
+
+def sizes(cases):
+    return {name: a_step(*given, **more)[2]["size"] for name, (given, more) in cases.items()}
+
+
+def test_a_batch_that_is_given_decides_which_sizes_there_are():
+    cases = {"two": (({"seq_len": 4096}, "1"), {"train_batch_size": 16})}  # 4 sequences, twice, of two groups
+    assert on_ranks(4, sizes, cases) == [{"two": 2}] * 4
+
+
+def refusals(folder):
+    rank, found = int(os.environ["RANK"]), {}
+    content = json.loads(PRESETS.read_text(encoding="utf-8"))["modest"]
+    if rank:  # a machine's file that one rank has not
+        (folder / f"{rank}.json").write_text(json.dumps(content), encoding="utf-8")
+    config = SequenceParallelConfig(seq_len=4096, machine=str(folder / f"{rank}.json"))
+    job = job_of(small(), Job())
+    found["a file that is not there"] = refusal(SequenceParallel, config, job=job)
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + rank)
+    found["nodes of other sizes"] = refusal(SequenceParallel, SequenceParallelConfig(seq_len=2**20), job=job)
+    found["no model"] = refusal(SequenceParallel, SequenceParallelConfig(seq_len=4096))
+    return found
+
+
+def test_what_one_rank_cannot_plan_is_told_on_all(tmp_path):
+    by_rank = on_ranks(2, refusals, tmp_path)
+    for name in by_rank[0]:
+        for kind, message in (found[name] for found in by_rank):
+            assert kind in ("ConfigError", "DisagreementError")
+            assert is_one_sentence(message), message
+    assert "0.json" in by_rank[1]["a file that is not there"][1]
+    assert "got rank 0: ranks a node 1; rank 1: ranks a node 2" in by_rank[0]["nodes of other sizes"][1]
+    assert "let initialize make the SequenceParallel" in by_rank[0]["no model"][1]
+
+
+class Lazy(Dataset):
+    """Documents that are made when they are asked for."""
+
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        return self.examples[index]
+
+
+def lists(count=96):
+    return [{name: x.tolist() for name, x in one.items()} for one in documents(count)]
+
+
+def collated(examples):
+    from tests.hf.trainers import collate
+
+    return collate([{name: torch.as_tensor(x) for name, x in one.items()} for one in examples])
+
+
+def runs(folder, cases):
+    """name -> (its Run, what was said, the settings)."""
+    found = {}
+    for name, section in cases:
+        data = {"arrow": datasets.Dataset.from_list(lists()), "lazy": Lazy(lists())}
+        parts = {"train_dataset": data.get(name, documents(96)), "data_collator": collated}
+        trainer, lines = said(make, f"{folder}/{name}", 4, section, 2, parts=parts, max_steps=3)
+        found[name] = trained(trainer), lines, trainer.sp.config.settings() if section else None
+    return found
+
+
+def test_a_trainer_plans_for_the_longest_of_its_data(tmp_path):
+    plain = on_ranks(1, runs, tmp_path / "plain", [("plain", None)])[0]["plain"][0]
+    cases = [("arrow", {"size": 4}), ("lazy", {"size": 4})]
+    by_rank = on_ranks(4, runs, tmp_path, cases, timeout=300)
+    for rank, found in enumerate(by_rank):
+        run, lines, config = found["arrow"]
+        assert [line.startswith(LINE) for line in lines] == [True] * (rank == 0)
+        assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+        run, lines, config = found["lazy"]
+        assert lines == []
+        assert (config["size"], config["ulysses"], config["schedule"]) == (4, 4, "ring")
+        assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+
+
+def test_the_longest_is_read_without_making_examples():
+    examples = lists(40)
+    lengths = [len(one["input_ids"]) for one in examples]
+    whole = datasets.Dataset.from_list(examples)
+    few = [3, 8, 20]
+    assert longest(whole, "length") == max(lengths)
+    assert longest(whole.select(few), "length") == max(lengths[n] for n in few)
+    assert longest(whole.with_format("torch"), "length") == max(lengths)
+    assert longest(whole.add_column("tokens", [7] * 40), "tokens") == 7
+    for unknown in (Lazy(examples), examples, None, whole.rename_column("input_ids", "ids"), whole.select([])):
+        assert longest(unknown, "length") is None
+    text = datasets.Dataset.from_dict({"input_ids": ["tokens", "to come"]})
+    assert longest(text, "length") is None
+    assert longest(whole.to_iterable_dataset(), "length") is None
+
+
+def jobs(folder):
+    from hf_integration.job import job_of_trainer
+
+    packs = Packs(documents(12), 64)
+    arrow = datasets.Dataset.from_list(lists(12))
+    found = {}
+    for name, data, collator in (("packs", packs, PackingCollator()), ("arrow", arrow, PackingCollator()),
+                                 ("padded", arrow, collated)):  # fmt: skip
+        trainer = make(f"{folder}/{name}", 2, {"size": 1}, parts={"train_dataset": data, "data_collator": collator})
+        job = job_of_trainer(trainer.args, {"zero_optimization": {"stage": 3}}, data, collator)
+        found[name] = job.seq, job.documents, job.batch, job.steps, job.dtype, job.zero.stage
+    lengths = {name: [len(one["input_ids"]) for one in some] for name, some in (("documents", documents(12)),)}
+    return found, max(sum(lengths["documents"][n] for n in pack) for pack in packs.packs), max(lengths["documents"])
+
+
+def test_a_row_of_a_trainers_batch_is_what_its_collator_makes(tmp_path):
+    ((found, pack, document),) = on_ranks(1, jobs, tmp_path)
+    seq, parts, *rest = found["packs"]
+    assert (seq, sum(parts), len(parts) % 2) == (2 * pack, 2 * pack, 0)
+    assert rest == [1, 2, "float32", 3]
+    assert found["arrow"] == (2 * document, (document,) * 2, 1, 2, "float32", 3)
+    assert found["padded"] == (document, (), 2, 2, "float32", 3)
+
+
+def test_what_a_model_says_of_itself():
+    model = model_of("llama")
+    plain = job_of(model, Job(seq=64))
+    assert (plain.window, plain.checkpointing, plain.seq) == (None, False, 64)
+    assert plain.model.parameters == sum(x.numel() for x in model.parameters())
+    model.gradient_checkpointing_enable()
+    assert job_of(model, Job()).checkpointing
+    windowed = model_of("mistral")
+    assert job_of(windowed, Job()).window == windowed.config.sliding_window
+    headless = job_of(model.model, Job(seq=64))
+    assert (headless.model, headless.seq) == (None, None)

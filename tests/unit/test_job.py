@@ -1,0 +1,197 @@
+"""What "auto" is where the model and the length are known: what is planned, what is left alone, and what is said."""
+
+import dataclasses
+
+import pytest
+
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning import runner_up
+from ds_seqpar.planning.job import Job, line_of, planned, question_of
+from ds_seqpar.planning.machine import DEFAULT, Machine
+from ds_seqpar.planning.needs import Model, Zero
+from ds_seqpar.planning.planner import plan
+from ds_seqpar.running.devices import ranks_a_node
+
+Config = SequenceParallelConfig
+MODEL = Model(
+    hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256,
+    parameters=8_030_000_000, layer_parameters=218_000_000,
+)  # fmt: skip
+JOB = Job(model=MODEL, seq=65536, zero=Zero(stage=3), checkpointing=True)
+
+
+def _seen(dtype="bfloat16", device="NVIDIA H100 80GB HBM3", per_node=8):
+    return dataclasses.replace(Machine.supposed(device, dtype), per_node=per_node)
+
+
+def _planned(world=16, job=JOB, seen=_seen, **settings):
+    return planned(Config(**settings), job, (32, 8), world, seen)
+
+
+def test_all_auto_is_what_the_planner_takes():
+    found = _planned()
+    its = plan(question_of(Config(), JOB, 65536, 16, _seen())).best.config
+    assert found.config == its
+    assert found.config.size == 16
+    assert "auto" not in (found.config.ulysses, found.config.schedule)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"size": 4, "ulysses": 2, "schedule": "ring"},
+        {"placement": ["ulysses", "ring"]},
+    ],
+)
+def test_what_leaves_no_choice_is_not_planned(given):
+    found = _planned(**given)
+    assert found == (Config(**given).resolve(16, (32, 8)), None)
+
+
+@pytest.mark.parametrize("job", [None, Job(), dataclasses.replace(JOB, seq=None)])
+def test_without_a_length_auto_is_what_it_was(job):
+    assert _planned(job=job) == (Config().resolve(16, (32, 8)), None)
+
+
+def test_what_is_given_stays():
+    given = {"size": 8, "ulysses": 2, "layout": "striped", "travel_dtype": "bf16", "kernel": "reference",
+             "seq_len": 4096, "head_stages": "auto", "mlp_tiles": "auto", "loss_tiles": 3,
+             "keep_attention": False}  # fmt: skip
+    found = _planned(**given).config
+    assert {name: getattr(found, name) for name in given} == given
+    assert found.schedule != "auto"
+    assert not found.overlap
+
+
+def test_a_length_said_goes_before_that_of_the_data():
+    assert _planned(seq_len=5000).choice.question.seq == 5024  # of which 2 x 16 ranks have equal parts
+    assert _planned().choice.question.seq == 65536
+
+
+def test_a_length_without_a_model_is_refused():
+    for job in (None, Job(), dataclasses.replace(JOB, model=None)):
+        with pytest.raises(ConfigError, match=r"seq_len plans for a model whose numbers are known; got 4096 without a"):
+            _planned(job=job, seq_len=4096)
+
+
+def test_a_pack_is_planned_as_its_documents():
+    pack = (1024,) * 64
+    choice = _planned(job=dataclasses.replace(JOB, documents=pack)).choice
+    assert choice.question.documents == pack
+    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072).choice
+    assert said.question.documents == ()
+
+
+@pytest.mark.parametrize(
+    ("job", "sizes"),
+    [
+        ({}, (16,)),
+        ({"sequences": 4}, (4, 8, 16)),
+        ({"sequences": 4, "batch": 2}, (8, 16)),
+        ({"sequences": 4, "batch": 2, "steps": 1}, (8,)),
+        ({"sequences": 3}, (16,)),
+        ({"sequences": 3, "batch": 2}, (16,)),  # which fits nothing, as the batch sizes are told later
+    ],
+)
+def test_sizes_keep_the_sequences_of_a_step(job, sizes):
+    job = dataclasses.replace(JOB, **job)
+    assert job.sizes(16) == sizes
+    found = _planned(job=job)
+    assert found.config.size in sizes
+    assert all(one.config.size in sizes for one in found.choice.ranked)
+    if len(sizes) < 4:
+        assert any("a step's sequences cannot be shared" in why for _, why in found.choice.rejected)
+
+
+def test_a_json_says_what_is_trained():
+    section = {"stage": 3, "overlap_comm": False}
+    content = {"train_batch_size": 8, "gradient_accumulation_steps": "auto", "zero_optimization": section}
+    assert Job.of(content) == Job(sequences=8, dtype="float32", zero=Zero(stage=3, overlap_comm=False))
+    more = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
+    assert Job.of(more) == Job(batch=2, steps=4, dtype="bfloat16")
+
+
+def test_a_machine_is_supposed_by_the_name_of_the_device():
+    for device, name in (("NVIDIA H200", "h200-ib"), ("NVIDIA A100-SXM4-80GB", "a100-ib"), ("", DEFAULT)):
+        assert Machine.supposed(device, "bfloat16").name == name
+    known = Machine.load(DEFAULT)
+    supposed = Machine.supposed("", "float32")
+    for way in ("forward", "backward"):
+        assert supposed.best_rate("float32", way) == known.best_rate("bfloat16", way)
+    with pytest.raises(ConfigError, match="has rates for bfloat16; got a model in float32"):
+        known.needs("float32")
+
+
+def test_a_machine_that_is_named_has_the_ranks_that_launch():
+    asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).choice.question
+    assert (asked.machine.name, asked.machine.per_node) == ("a100-ib", 4)
+    with pytest.raises(ConfigError, match="a machine is one of modest"):
+        _planned(machine="a100")
+
+
+def test_too_little_memory_is_said_and_the_fastest_taken():
+    """A machine may only be supposed: what is predicted not to fit may fit."""
+    found = _planned(job=dataclasses.replace(JOB, seq=2**24))
+    line = line_of(found.choice)
+    needed = found.choice.best.memory.peak.total
+    assert needed > _seen().usable
+    assert f"{needed / 2**30:.1f} GiB a rank where the machine has {_seen().usable / 2**30:.1f}" in line
+
+
+def test_the_line_names_the_choice_and_the_runner_up():
+    choice = _planned(world=64).choice
+    best, other = choice.ranked[:2]
+    line = line_of(choice)
+    assert line.startswith(
+        'sequence_parallel: "auto" for 65536 tokens on 64 ranks of h100-ib, 8 a node, is '
+        f"{best.frame}, predicted {best.seconds:.3g} s a sequence; next is {other.frame}, "
+        f"{other.seconds / best.seconds:.2f} times as long"
+    )
+    assert "\n" not in line
+
+
+def test_what_would_let_the_runner_up_win_does():
+    """The change that is named is the first of those tried with which it is faster, by closed forms of both."""
+    slow = dataclasses.replace(_seen(per_node=2), duplex=True)
+    question = question_of(Config(), dataclasses.replace(JOB, seq=32768), 32768, 8, slow)
+    for other in plan(question).ranked[1:]:
+        best = plan(question).best
+        words = runner_up.to_win(question, best, other)
+        tried = list(runner_up.changes(question))
+        enough = [said for said, changed in tried if _wins(question, changed, best, other)]
+        assert words == (enough[0] if enough else "")
+
+
+def _wins(question, changed, best, other):
+    def seconds(its, one):
+        found = runner_up.looked_at(its, one.frame, one.config.overlap)
+        return float("inf") if isinstance(found, str) else found.seconds
+
+    if seconds(changed, best) == float("inf"):
+        return False
+    scale = {one: one.seconds / seconds(question, one) for one in (best, other)}
+    return seconds(changed, other) * scale[other] < seconds(changed, best) * scale[best]
+
+
+def test_changes_are_small_ones_first_and_real():
+    question = question_of(Config(), JOB, 65536, 16, _seen())
+    found = dict(runner_up.changes(question))
+    assert list(found)[:2] == ["links between nodes 2 times slower", "links inside nodes 2 times slower"]
+    machine = question.machine
+    assert found["links between nodes 4 times slower"].machine.between.rate == machine.between.rate / 4
+    assert found["links inside nodes 8 times faster"].machine.inside.rate == machine.inside.rate * 8
+    assert found["sequences 2 times as long"].seq == 131072
+    assert found["sequences 1/4 as long"].seq == 16384
+    one_node = dict(runner_up.changes(question_of(Config(), JOB, 65536, 8, _seen())))
+    assert not any("between" in words for words in one_node)
+
+
+def test_ranks_a_node_are_those_of_the_launcher(monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_a_node(6) == 6
+    monkeypatch.setenv("LOCAL_SIZE", "3")  # DeepSpeed's
+    assert ranks_a_node(6) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's, and accelerate's
+    assert ranks_a_node(6) == 2
