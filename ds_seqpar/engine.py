@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from . import cpu_op
 from .config import SequenceParallelConfig
 from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
-from .errors import ConfigError, SeqParError, nearest
+from .errors import ConfigError, SeqParError, as_error, nearest
 from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
 from .planning.job import Job
@@ -80,7 +80,7 @@ def initialize(
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, section_of(content), sequence_parallel, job=Job.of(content))
+    sp = prepare_model(model, section_of(content), sequence_parallel, job=lambda: Job.of(content))
     library = library_of(model) if check_loss else None
     if library:
         library.check_loss(model, sp)
@@ -195,26 +195,26 @@ def prepare_model(
     section: Mapping[str, Any],
     given: SequenceParallel | None = None,
     error: SeqParError | None = None,
-    job: Job | None = None,
+    job: Callable[[], Job] | None = None,
 ) -> SequenceParallel:
     """The SequenceParallel to train with; patches a transformers model that is not patched yet.
 
-    section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: what is known
-    of the run beside the model, for what is "auto". Collective over the world. Raises
-    on all ranks where `given`, or what the model is patched with, has other settings than the section gives on one of
-    them, and for models that cannot be patched.
+    section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: returns what
+    is known of the run beside the model, for what is "auto". Collective over the world. Raises on all ranks where
+    `given`, or what the model is patched with, has other settings than the section gives on one of them, and for models
+    that cannot be patched.
     """
-    sp = None
+    sp, library, found, base = None, known_library(model), None, unwrapped(model)
     try:
         sp = _made(model, section, given)
-    except SeqParError as reason:
-        error = error or reason
+        if library and job and not (sp or error):
+            found = library.job(base, job())
+    except Exception as reason:  # a data set may raise anything
+        error = error or as_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
-    if library := known_library(model):
+    if library:
         if sp is None:
-            base = unwrapped(model)
-            known = library.job(base, job) if job else None
-            sp = SequenceParallel(SequenceParallelConfig.from_dict(section), heads=library.heads(base), job=known)
+            sp = SequenceParallel(SequenceParallelConfig.from_dict(section), heads=library.heads(base), job=found)
         library.patch(model, sp)
     assert sp is not None  # _made raises for a model that nobody can patch
     return sp

@@ -24,9 +24,9 @@ class Library:
     """What is done with its models. A model may also be inside a peft model or torch.compile.
 
     is_known: whether its attention can be patched. heads: its numbers of query and key/value heads. job: the same with
-    what the planner must know of the model, as far as it can be known. check_patch: raises
-    where `patch` would. patched_with: the SequenceParallel that it is patched with. check_loss, check_engine: raise on
-    every rank unless its loss is right, before and after DeepSpeed has the model.
+    what the planner must know of the model, as far as it can be known. check_patch: raises where `patch` would.
+    patched_with: the SequenceParallel that it is patched with. check_loss, check_engine: raise on every rank unless its
+    loss is right, before and after DeepSpeed has the model.
     """
 
     is_known: Callable[[Any], bool]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import DataCollatorWithFlattening, PreTrainedModel, TrainingArguments
-from transformers.utils import is_datasets_available
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.job import Job
@@ -67,11 +67,8 @@ def _longest_pack(dataset: Any) -> tuple[int, ...]:
 def longest(dataset: Any, column: str) -> int | None:
     """Tokens of the longest example of a data set that knows them without making its examples: one of `datasets` with
     a column of lengths, or of input_ids, which is read without its numbers. None for any other."""
-    if not is_datasets_available():
-        return None
-    import datasets
-
-    if not isinstance(dataset, datasets.Dataset) or not len(dataset):
+    library = sys.modules.get("datasets")  # who has none of its data sets need not wait for it
+    if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
         return max(dataset[column])

@@ -103,7 +103,7 @@ class SequenceParallelMixin(ShardedEvaluation):
     def _patch(self, model: nn.Module) -> None:
         error, base = checks.model_error(model, self.check_loss), checks.unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        job = job_of_trainer(self.args, content, self.train_dataset, self.data_collator)
+        job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
         self.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
         drop_checked_masks(base)
 

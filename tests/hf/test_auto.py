@@ -73,6 +73,9 @@ def refusals(folder):
     found["a file that is not there"] = refusal(SequenceParallel, config, job=job)
     os.environ["LOCAL_WORLD_SIZE"] = str(1 + rank)
     found["nodes of other sizes"] = refusal(SequenceParallel, SequenceParallelConfig(seq_len=2**20), job=job)
+    zero = {"stage": 3, "reduce_bucket_size": 5000 if rank else "many"}
+    given = settings({}, "3", 1, 4, zero_optimization=zero)
+    found["a number that is none"] = refusal(ds_seqpar.initialize, model=small(), config=given)
     found["no model"] = refusal(SequenceParallel, SequenceParallelConfig(seq_len=4096))
     return found
 
@@ -85,6 +88,7 @@ def test_what_one_rank_cannot_plan_is_told_on_all(tmp_path):
             assert is_one_sentence(message), message
     assert "0.json" in by_rank[1]["a file that is not there"][1]
     assert "got rank 0: ranks a node 1; rank 1: ranks a node 2" in by_rank[0]["nodes of other sizes"][1]
+    assert "reduce_bucket_size must be a number from 0; got 'many'" in by_rank[1]["a number that is none"][1]
     assert "let initialize make the SequenceParallel" in by_rank[0]["no model"][1]
 
 
