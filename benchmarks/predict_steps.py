@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import cluster_net, cluster_ranks, cluster_turns, footprint, train, train_ranks
 from benchmarks.cluster import parser_of
 from benchmarks.cluster_spec import Spec, parse
-from benchmarks.cluster_turns import call, say
+from benchmarks.cluster_turns import call
 from benchmarks.memory import Bench, model_options
 from benchmarks.predict import able, errors, ratio, summary
 from ds_seqpar.planning.everyone import call_seconds
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     cluster_turns.network_options(parser, nodes=1, per_node=4)
     parser.add_argument("--link", type=cluster_turns.link, default="100mbit", help="of every node, out and in")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of the whole sequence")
-    model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=8)
+    model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=4, kv_heads=4)
     parser.add_argument("--steps", type=int, default=4, help="with a clock")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for the whole model's losses")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 network, its, bench, spec.name, ("ours", options), its.seq,
                 lambda ranks, inside=inside: inside.extend(call(ranks, train_ranks.spent, cluster_turns.soon())),
             )  # fmt: skip
-            (seconds, carried), = found.values()
+            ((seconds, carried),) = found.values()
             mean = {name: statistics.mean(one.get(name, 0.0) for one in inside) for name in inside[0]}
             rows.append({"name": spec.name, "held_out": number % 2 == 1, "seconds": seconds, "inside": mean, **carried})
     run = {name: getattr(args, name) for name in ("nodes", "ranks_per_node", "link", "seq", "bf16", "zero", *NUMBERS)}
@@ -157,9 +157,10 @@ def most(groups: dict[str, float]) -> str:
 
 def title(args: argparse.Namespace) -> str:
     where = f"{args.link} a link each way, " if args.nodes > 1 else ""
+    heads = f"{args.heads}/{args.kv_heads} heads of {args.hidden // args.heads}"
     return (
         f"{args.nodes} nodes x {args.ranks_per_node}, {where}{args.seq} tokens, {args.layers} layers, hidden "
-        f"{args.hidden}, intermediate {args.intermediate}, vocabulary {args.vocab}, {args.heads}/{args.kv_heads} heads, "
+        f"{args.hidden}, intermediate {args.intermediate}, vocabulary {args.vocab}, {heads}, "
         f"{'bf16' if args.bf16 else 'fp32'}, ZeRO-3 and checkpointing where nothing else is said; median of "
         f"{args.steps} steps; parts: predicted / measured seconds"
     )

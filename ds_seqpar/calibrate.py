@@ -78,6 +78,7 @@ def _found(its: Calibration) -> dict[str, Any]:
         "host_memory": float(host_memory()),
         "memory": its.memory(),
         "spare": 0.1,
+        "zero": its.zero(),
     }
     when = time.strftime("%Y-%m-%d")
     found["sources"] = {name: f"measured {when}, {its.world} ranks at once" for name in found if name != "about"}

@@ -31,6 +31,20 @@ class Wire:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroCosts:
+    """What DeepSpeed's ZeRO takes, as measured. gather, reduce, all_reduce: collectives of all `ranks`, latency and
+    bytes/s of what each rank has of it in the end, or in the beginning. forward, backward: seconds of the host for a
+    module that ZeRO-3 hooks."""
+
+    ranks: int
+    gather: Wire
+    reduce: Wire
+    all_reduce: Wire
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """per_node: ranks of a node; rank r is in node r // per_node. inside: a rank's link to ranks of its node; between:
     its own to other nodes. uplink: bytes/s each way that all of a node's ranks share, None where they share none.
@@ -41,7 +55,8 @@ class Machine:
     rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; offload_rate: of copies to
     host memory. instruction: seconds of host time for each; ahead: whether the host goes on while the device works.
     host_memory: bytes of a node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
-    sources: where each figure is from.
+    zero: None where it was not measured: collectives take what links do then, and hooks nothing. sources: where each
+    figure is from.
     """
 
     name: str
@@ -62,6 +77,7 @@ class Machine:
     memory: float
     spare: float
     sources: Mapping[str, str]
+    zero: ZeroCosts | None = None
 
     @classmethod
     def load(cls, place: str) -> Machine:
@@ -140,7 +156,7 @@ def presets() -> dict[str, Any]:
 
 NUMBERS = ("memory_rate", "offload_rate", "host_memory", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
-          "spare", "sources")  # fmt: skip
+          "spare", "zero", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object) -> Machine:
@@ -172,9 +188,20 @@ def machine_of(name: str, content: object) -> Machine:
         instruction=_number(name, "host.instruction", host["instruction"], least=0),
         ahead=_flag(name, "host.ahead", host["ahead"]),
         spare=spare,
+        zero=None if given["zero"] is None else _zero(name, given["zero"]),
         sources=sources,
         **{field: _number(name, field, given[field]) for field in NUMBERS},
     )
+
+
+def _zero(name: str, given: object) -> ZeroCosts:
+    found = _object(name, "zero", given, tuple(field.name for field in dataclasses.fields(ZeroCosts)))
+    ranks = found["ranks"]
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+        raise _wrong(name, "zero.ranks", "a whole number from 2", ranks)
+    wires = {kind: _wire(name, f"zero.{kind}", found[kind]) for kind in ("gather", "reduce", "all_reduce")}
+    hooks = {way: _number(name, f"zero.{way}", found[way], least=0) for way in ("forward", "backward")}
+    return ZeroCosts(ranks=ranks, **wires, **hooks)
 
 
 def _attention(name: str, given: object) -> dict[str, dict[str, dict[str, Table]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..config import SequenceParallelConfig
@@ -193,7 +193,8 @@ def _candidate(
     call = call_of(question.step(config), stages)
     ways = [closed(question.machine, call, way) for way in DIRECTIONS]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
-    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures)
+    carried = stages * ways[0].links, stages * ways[1].links
+    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures, carried)
     return Candidate(
         frame=frame,
         config=config,
@@ -218,8 +219,14 @@ def overlapped(question: Question, candidate: Candidate) -> float:
     """Seconds for each sequence that it takes at least with overlap."""
     stages = candidate.config.head_stages
     seconds = [stages * way.overlapped for way in (candidate.forward, candidate.backward)]
-    took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
-    return question.objective(took)
+    return question.objective(_timed(question, candidate, seconds))
+
+
+def _timed(question: Question, candidate: Candidate, seconds: Sequence[float]) -> StepTime:
+    """seconds: of attention of a layer, forward and backward."""
+    links = [candidate.config.head_stages * way.links for way in (candidate.forward, candidate.backward)]
+    step, figures = question.step(candidate.config), candidate.figures
+    return step_time(step, question.machine, seconds[0], seconds[1], figures, (links[0], links[1]))
 
 
 def simulated(question: Question, candidate: Candidate) -> Candidate:
@@ -227,7 +234,7 @@ def simulated(question: Question, candidate: Candidate) -> Candidate:
     stages = candidate.config.head_stages
     call = call_of(question.step(candidate.config), stages)
     seconds = [stages * call_seconds(question.machine, call, way) for way in DIRECTIONS]
-    took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
+    took = _timed(question, candidate, seconds)
     return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
 
 

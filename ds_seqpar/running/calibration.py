@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import ConfigError, KernelError
 from ..planning.machine import PER_PRODUCT
 from ..planning.tiles import Tile
-from .comm import Comm, Message
+from .comm import ALL_GATHER, Comm, Message
 from .devices import own_device
 from .kernels import BlockSpec, Kernel, select
 
@@ -29,9 +29,16 @@ HEADS = {"cpu": (4, 64), "gpu": (16, 128)}
 MATRIX = {"cpu": 512, "gpu": 8192}
 LONG = {"cpu": 2**22, "gpu": 2**26}
 MOVED = {"cpu": 2**22, "gpu": 2**28}  # bytes of a tensor that is added to
-FEW = {"cpu": 0.05, "gpu": 0.02}  # seconds that a figure is looked at, at least
+WINDOWS = 5  # of calls, of whose means the median is taken
+# seconds of a window, at least. Where ranks share cores, what is shorter than a turn of the scheduler (some ms) takes
+# either the time that it has alone or a turn more, and no median of single calls is what it takes on average
+WINDOW = {"cpu": 0.04, "gpu": 0.004}
 SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
+PATIENCE = 0.02  # seconds of a sixteenth of a long message beyond which messages of that length are long enough
+MODULES, HOOKED = 32, 5  # of a model whose hooks are looked at, and in how many steps
 SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
+
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
 
 
 def host_memory() -> int:
@@ -68,21 +75,26 @@ class Calibration:
     # ---- clocks
 
     def seconds(self, function: Callable[[], object], count: int | None = None, counts: bool = True) -> float:
-        """Of one call: the median on each rank, and of those the mean. count: of calls, where ranks need each other's;
-        counts: whether this rank's figure does."""
+        """Of one call: the median of windows' means on each rank, and of those the mean. count: of calls, where ranks
+        need each other's; counts: whether this rank's figure does."""
         function()
         self.settle()
         dist.barrier(self.group)
-        times: list[float] = []
-        while len(times) < (count or 2) or (count is None and sum(times) < FEW[self.kind]):
-            began = time.perf_counter()
-            function()
-            self.settle()
-            times.append(time.perf_counter() - began)
+        means = [self.window(function, count and max(1, count // WINDOWS)) for _ in range(WINDOWS)]
         every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, statistics.median(times) if counts else None, group=self.group)
+        dist.all_gather_object(every, statistics.median(means) if counts else None, group=self.group)
         self.bar.update()
         return statistics.mean(median for median in every if median is not None)
+
+    def window(self, function: Callable[[], object], count: int | None) -> float:
+        """Seconds of a call, of so many, or of as many as fill a window."""
+        done, began, took = 0, time.perf_counter(), 0.0
+        while done < (count or 1) or (count is None and took < WINDOW[self.kind]):
+            function()
+            self.settle()
+            done += 1
+            took = time.perf_counter() - began
+        return took / done
 
     def settle(self) -> None:
         if self.kind != "cpu":
@@ -163,6 +175,56 @@ class Calibration:
             return float(torch.cuda.get_device_properties(self.device).total_memory)
         return host_memory() / self.per_node
 
+    # ---- ZeRO
+
+    def zero(self) -> dict[str, Any]:
+        """Collectives of all ranks as DeepSpeed calls them, and the host's time for a module with its hooks."""
+        forward, backward = self.hooks()
+        kinds = ("gather", "reduce", "all_reduce")
+        return {"ranks": self.world, **{kind: self.collective(kind) for kind in kinds},
+                "forward": forward, "backward": backward}  # fmt: skip
+
+    def collective(self, kind: str) -> dict[str, float]:
+        def made(size: int) -> Callable[[], object]:
+            whole = torch.zeros(max(1, size // 4 // self.world) * self.world, device=self.device)
+            part = torch.zeros(whole.numel() // self.world, device=self.device)
+            if kind == "gather":
+                return lambda: ALL_GATHER(whole, part)
+            return lambda: REDUCE_SCATTER(part, whole) if kind == "reduce" else dist.all_reduce(whole)
+
+        latency = self.seconds(made(8), 50)
+        return {"latency": latency, "rate": 1 / self.slope(made)}
+
+    def hooks(self) -> tuple[float, float]:
+        """Seconds of the host, forward and backward, for a module that hardly computes: nothing is gathered, and
+        reductions wait for a bucket that holds them all. The first two steps are another matter: ZeRO learns the
+        order in which modules are called."""
+        import deepspeed  # takes seconds
+
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(MODULES)))
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "reduce_bucket_size": 2**16}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 10**9,
+                  "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        x, took = torch.ones(1, 8, device=self.device), {"forward": [], "backward": []}
+        for _ in range(2 + HOOKED):
+            dist.barrier(self.group)
+            marks = [time.perf_counter()]
+            loss = engine(x).sum()
+            marks.append(time.perf_counter())
+            engine.backward(loss)
+            marks.append(time.perf_counter())
+            engine.step()
+            for way, began, ended in zip(took, marks, marks[1:], strict=False):
+                took[way].append((ended - began) / MODULES)
+        engine.destroy()
+        every: list[Any] = [None] * self.world
+        mine = [statistics.median(times[2:]) for times in took.values()]
+        dist.all_gather_object(every, mine, group=self.group)
+        self.bar.update()
+        forward, backward = (statistics.mean(ways) for ways in zip(*every, strict=True))
+        return forward, backward
+
     # ---- links
 
     def neighbour(self, apart: int) -> int | None:
@@ -174,12 +236,21 @@ class Calibration:
     def link(self, peer: int | None) -> dict[str, Any]:
         """Between each rank and its peer, all pairs at once. Where both ways at once take longer than one alone, the
         rate is one's."""
-        long, counts = LONG[self.kind], peer is not None
+        counts = peer is not None
         latency = self.seconds(self.trade(peer, 8), 200, counts)
-        both = self.seconds(self.trade(peer, long), 5, counts)
-        one = self.seconds(self.trade(peer, long, both=False), 5, counts)
+        both = self.slope(lambda size: self.trade(peer, size), counts)
+        one = self.slope(lambda size: self.trade(peer, size, both=False), counts)
         duplex = both < 1.5 * one
-        return {"latency": latency, "rate": long / max((both if duplex else one) - latency, 1e-9), "duplex": duplex}
+        return {"latency": latency, "rate": 1 / (both if duplex else one), "duplex": duplex}
+
+    def slope(self, made: Callable[[int], Callable[[], object]], counts: bool = True) -> float:
+        """Seconds of a byte more. made: gives the function for so many bytes. What a few bytes take is no part of it:
+        where cores are shared, they may take longer than many."""
+        long, count = LONG[self.kind], 4 * WINDOWS
+        if self.seconds(made(long // 16), WINDOWS, counts) > PATIENCE:
+            long, count = long // 16, WINDOWS
+        took = [self.seconds(made(size), count, counts) for size in (long // 4, long)]
+        return (took[1] - took[0]) / (long - long // 4) if took[1] > took[0] else took[1] / long
 
     def between(self) -> tuple[dict[str, Any], float | None]:
         """From node to node: a rank's alone, and bytes/s of a node's together where they share a link."""
