@@ -31,8 +31,10 @@ from benchmarks.cluster_spec import Spec, parse
 from benchmarks.cluster_turns import call
 from benchmarks.memory import Bench, model_options
 from benchmarks.predict import able, errors, ratio, summary
+from ds_seqpar.planning.closed import closed
 from ds_seqpar.planning.everyone import call_seconds
 from ds_seqpar.planning.machine import Machine, machine_of
+from ds_seqpar.planning.search import DIRECTIONS
 from ds_seqpar.planning.steptime import StepTime, call_of, step_time
 from tests.launch import PRELOAD, Ranks
 
@@ -131,8 +133,9 @@ def predicted(spec: Spec, args: argparse.Namespace, machine: Machine) -> StepTim
     step = footprint.step_of(Bench(its).model, options, its.seq, args.nodes * args.ranks_per_node)
     stages = step.config.head_stages
     one = call_of(step, stages)
-    forward, backward = (stages * call_seconds(machine, one, way) for way in ("forward", "backward"))
-    return step_time(step, machine, forward, backward)
+    forward, backward = (stages * call_seconds(machine, one, way) for way in DIRECTIONS)
+    links = [stages * closed(machine, one, way).links for way in DIRECTIONS]
+    return step_time(step, machine, forward, backward, carried=(links[0], links[1]))
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:
