@@ -36,6 +36,7 @@ from ds_seqpar.planning.everyone import call_seconds
 from ds_seqpar.planning.machine import Machine, machine_of
 from ds_seqpar.planning.search import DIRECTIONS
 from ds_seqpar.planning.steptime import StepTime, call_of, step_time
+from ds_seqpar.running.comm import distances
 from tests.launch import PRELOAD, Ranks
 
 DEFAULT = [
@@ -106,13 +107,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             its, options = split(spec, args)
             bench = benches.setdefault(str([getattr(its, name) for name in NUMBERS]), Bench(its))
             bench.model = Bench(its).model  # stages differ
-            inside: list[dict[str, float]] = []
-            found = train.turns(
-                network, its, bench, spec.name, ("ours", options), its.seq,
-                lambda ranks, inside=inside: inside.extend(call(ranks, train_ranks.spent, cluster_turns.soon())),
-            )  # fmt: skip
+            clocks: list[dict[str, float]] = []
+
+            def look(ranks: Ranks, clocks: list[dict[str, float]] = clocks) -> None:
+                clocks += call(ranks, train_ranks.spent, cluster_turns.soon())
+
+            found = train.turns(network, its, bench, spec.name, ("ours", options), its.seq, look)
             ((seconds, carried),) = found.values()
-            mean = {name: statistics.mean(one.get(name, 0.0) for one in inside) for name in inside[0]}
+            mean = {name: statistics.mean(one.get(name, 0.0) for one in clocks) for name in clocks[0]}
             rows.append({"name": spec.name, "held_out": number % 2 == 1, "seconds": seconds, "inside": mean, **carried})
     run = {name: getattr(args, name) for name in ("nodes", "ranks_per_node", "link", "seq", "bf16", "zero", *NUMBERS)}
     return {"title": title(args), "run": run, "machine": machine, "rows": rows}
@@ -134,6 +136,8 @@ def predicted(spec: Spec, args: argparse.Namespace, machine: Machine) -> StepTim
     stages = step.config.head_stages
     one = call_of(step, stages)
     forward, backward = (stages * call_seconds(machine, one, way) for way in DIRECTIONS)
+    wire = machine.between if step.config.size > machine.per_node else machine.inside
+    forward += len(distances(step.config.size)) * wire.latency  # inputs are compared, once a call
     links = [stages * closed(machine, one, way).links for way in DIRECTIONS]
     return step_time(step, machine, forward, backward, carried=(links[0], links[1]))
 

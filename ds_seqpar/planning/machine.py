@@ -199,9 +199,14 @@ def _zero(name: str, given: object) -> ZeroCosts:
     ranks = found["ranks"]
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
         raise _wrong(name, "zero.ranks", "a whole number from 2", ranks)
-    wires = {kind: _wire(name, f"zero.{kind}", found[kind]) for kind in ("gather", "reduce", "all_reduce")}
-    hooks = {way: _number(name, f"zero.{way}", found[way], least=0) for way in ("forward", "backward")}
-    return ZeroCosts(ranks=ranks, **wires, **hooks)
+    return ZeroCosts(
+        ranks=ranks,
+        gather=_wire(name, "zero.gather", found["gather"]),
+        reduce=_wire(name, "zero.reduce", found["reduce"]),
+        all_reduce=_wire(name, "zero.all_reduce", found["all_reduce"]),
+        forward=_number(name, "zero.forward", found["forward"], least=0),
+        backward=_number(name, "zero.backward", found["backward"], least=0),
+    )
 
 
 def _attention(name: str, given: object) -> dict[str, dict[str, dict[str, Table]]]:

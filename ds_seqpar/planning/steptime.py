@@ -169,28 +169,30 @@ def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> f
         return collective_seconds(machine, world, "gather", parameters * size)
 
     def reduction(parameters: int) -> float:
-        """Bucket by bucket: what is not full waits for the next layer's."""
-        buckets = max(parameters / zero.reduce_bucket_size, 1 if parameters == m.parameters else 0)
-        return collective_seconds(machine, world, "reduce", parameters * size, buckets or 1)
+        count = max(1.0, parameters / zero.reduce_bucket_size)
+        return collective_seconds(machine, world, "reduce", parameters * size, count)
 
     rest = max(0, m.parameters - m.layers * m.layer_parameters)
     overlaps = zero.overlap_comm if zero.overlap_comm is not None else zero.stage == 3
-    # without streams DeepSpeed waits for each reduction, and for gathers only where they are needed
-    gathers, reductions = (overlaps or not machine.ahead), (overlaps and machine.ahead)
-    stolen = machine.stolen * 2 * size * (world - 1) / world  # of a parameter that is gathered beside work
+    norm = collective_seconds(machine, world, "all_reduce", 4.0)  # of gradients, which clipping needs
+    copied = size * m.parameters / machine.memory_rate
     if zero.stage == 3:
-        layer, reduced = gather(m.layer_parameters), reduction(m.layer_parameters)
-        lent = stolen * m.layer_parameters
-        found = m.layers * max(lent, layer - (beside[0] if gathers else 0.0))
-        if reductions:
-            found += m.layers * max(lent, layer + reduced - beside[1])
-        else:
-            found += m.layers * (reduced + max(lent, layer - (beside[1] if gathers else 0.0)))
-        copies = 2 * 2 + 4 * 2  # gathered: out of what came; reduced: to a bucket, divided, put in order, out of it
-        return found + 2 * gather(rest) + reduction(rest) + copies * size * m.parameters / machine.memory_rate
+        layer = gather(m.layer_parameters)
+        # what bytes on their way take of the work beside them
+        lent = machine.stolen * 2 * size * (world - 1) / world * m.layer_parameters
+        ends = norm + 2 * gather(rest)
+        if machine.ahead:
+            room = beside if overlaps else (0.0, 0.0)
+            layers = max(lent, layer - room[0]) + max(lent, layer + reduction(m.layer_parameters) - room[1])
+            ends += reduction(rest)
+        else:  # without streams DeepSpeed waits for a reduction as soon as it starts, for a gather where it is needed
+            layers = max(lent, layer - beside[0]) + max(lent, layer - beside[1])
+            ends += reduction(m.parameters)
+        # gathered: out of what came; reduced: to a bucket, divided, put in order, and out of it
+        return m.layers * layers + ends + (2 * 2 + 4 * 2) * copied
     # stages 1 and 2 reduce buckets on all ranks too, unless they are told not to (use_multi_rank_bucket_allreduce)
     took = collective_seconds(machine, world, "all_reduce", m.parameters * size)
-    took = max(0.0, took - (m.layers * beside[1] if reductions else 0.0))
-    copies = 3 * 2 if zero.stage else 0  # to a bucket, divided, and out of it
-    after = gather(m.parameters) if zero.stage else 0.0  # the new parameters
-    return took + after + copies * size * m.parameters / machine.memory_rate
+    took = max(0.0, took - (m.layers * beside[1] if overlaps and machine.ahead else 0.0)) + norm
+    if not zero.stage:
+        return took
+    return took + gather(m.parameters) + 3 * 2 * copied  # to a bucket, divided, and out of it; then new parameters

@@ -206,7 +206,8 @@ class Calibration:
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 10**9,
                   "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        x, took = torch.ones(1, 8, device=self.device), {"forward": [], "backward": []}
+        x = torch.ones(1, 8, device=self.device)
+        took: dict[str, list[float]] = {"forward": [], "backward": []}
         for _ in range(2 + HOOKED):
             dist.barrier(self.group)
             marks = [time.perf_counter()]
