@@ -52,9 +52,10 @@ class Machine:
     or receives: where processors carry bytes, that is most of what a byte costs.
 
     attention: dtype, direction, kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of a tile's
-    rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; offload_rate: of copies to
-    host memory. instruction: seconds of host time for each; ahead: whether the host goes on while the device works.
-    host_memory: bytes of a node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
+    rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; elementwise_rate: of
+    operations one after another whose results are new tensors; offload_rate: of copies to host memory. instruction:
+    seconds of host time for each; ahead: whether the host goes on while the device works. host_memory: bytes of a
+    node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
     zero: None where it was not measured: collectives take what links do then, and hooks nothing. sources: where each
     figure is from.
     """
@@ -70,6 +71,7 @@ class Machine:
     attention: Mapping[str, Mapping[str, Mapping[str, Table]]]
     gemm: Mapping[str, float]
     memory_rate: float
+    elementwise_rate: float
     offload_rate: float
     instruction: float
     ahead: bool
@@ -154,7 +156,7 @@ def presets() -> dict[str, Any]:
     return json.loads(PRESETS.read_text(encoding="utf-8"))
 
 
-NUMBERS = ("memory_rate", "offload_rate", "host_memory", "memory")
+NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
           "spare", "zero", "sources")  # fmt: skip
 

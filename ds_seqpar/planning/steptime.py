@@ -84,7 +84,7 @@ def step_time(
     tiled = 2 * mlp * rows if step.config.mlp_tiles != 1 else 0  # backward computes each tile again
     again = step.checkpointing and not step.config.keep_attention
     touched = rows * touched_bytes(step)
-    small = touched / machine.memory_rate  # the work of a pass that multiplies no matrix; backward has twice as much
+    small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much
     work = machine.gemm_seconds(dtype, passes) + small, machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * small
     once = work[0] if step.checkpointing else 0.0
     attention = forward, backward + (forward if again else 0.0)
@@ -98,12 +98,12 @@ def step_time(
         "attention backward": layers * attention[1],
         "matrices": layers * machine.gemm_seconds(dtype, (3 + step.checkpointing) * passes + tiled),
         "elementwise": (layers * (3 + step.checkpointing) * touched + rows * m.vocab * LOGIT_BYTES)
-        / machine.memory_rate,
+        / machine.elementwise_rate,
         "logits": machine.gemm_seconds(dtype, 3 * 2 * m.embedding * rows),
         "host": layers * sum(hooks) + (OTHER_MODULES / LAYER_MODULES * sum(hook_seconds(step, machine, (0.0, 0.0)))
                                        if not machine.ahead else 0.0),
         "ZeRO": zero_seconds(step, machine, (beside[0], beside[1])),
-        "optimiser": OPTIMISER_BYTES * m.parameters / (step.world if step.zero.stage else 1) / machine.memory_rate,
+        "optimiser": OPTIMISER_BYTES * m.parameters / (step.world if step.zero.stage else 1) / machine.elementwise_rate,
     }  # fmt: skip
     if step.config.offload_checkpoints and step.checkpointing:
         size = rows * m.hidden * ITEMSIZE[dtype] + (kept.kept if kept and step.config.keep_attention else 0)
@@ -175,7 +175,7 @@ def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> f
     rest = max(0, m.parameters - m.layers * m.layer_parameters)
     overlaps = zero.overlap_comm if zero.overlap_comm is not None else zero.stage == 3
     norm = collective_seconds(machine, world, "all_reduce", 4.0)  # of gradients, which clipping needs
-    copied = size * m.parameters / machine.memory_rate
+    copied = size * m.parameters / machine.elementwise_rate
     if zero.stage == 3:
         layer = gather(m.layer_parameters)
         # what bytes on their way take of the work beside them

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -13,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import ConfigError, KernelError
 from ..planning.machine import PER_PRODUCT
 from ..planning.tiles import Tile
-from .comm import ALL_GATHER, Comm, Message
+from .comm import Comm, Message
 from .devices import own_device
 from .kernels import BlockSpec, Kernel, select
 
@@ -28,6 +29,7 @@ TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 409
 HEADS = {"cpu": (4, 64), "gpu": (16, 128)}
 MATRIX = {"cpu": 512, "gpu": 8192}
 LONG = {"cpu": 2**22, "gpu": 2**26}
+PIECES = 16  # tensors that together no cache holds, each a quarter of what follows
 MOVED = {"cpu": 2**22, "gpu": 2**28}  # bytes of a tensor that is added to
 WINDOWS = 5  # of calls, of whose means the median is taken
 # seconds of a window, at least. Where ranks share cores, what is shorter than a turn of the scheduler (some ms) takes
@@ -35,10 +37,7 @@ WINDOWS = 5  # of calls, of whose means the median is taken
 WINDOW = {"cpu": 0.04, "gpu": 0.004}
 SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
 PATIENCE = 0.02  # seconds of a sixteenth of a long message beyond which messages of that length are long enough
-MODULES, HOOKED = 32, 5  # of a model whose hooks are looked at, and in how many steps
 SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
-
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
 
 
 def host_memory() -> int:
@@ -159,6 +158,13 @@ class Calibration:
         x, y = (self.random(MOVED[self.kind] // 4, dtype=torch.float32) for _ in range(2))
         return 3 * 4 * x.numel() / self.seconds(lambda: x.add_(y))
 
+    def elementwise_rate(self) -> float:
+        """Bytes read and written by products of elements, as in a layer: of one tensor after another, to new ones that
+        are kept."""
+        inputs = [self.random(MOVED[self.kind] // 16, dtype=torch.float32) for _ in range(PIECES)]
+        pairs = list(itertools.pairwise(inputs))
+        return len(pairs) * 3 * 4 * inputs[0].numel() / self.seconds(lambda: [x * y for x, y in pairs])
+
     def offload_rate(self) -> float:
         x = self.random(MOVED[self.kind] // 4, dtype=torch.float32)
         host = torch.empty(x.shape, pin_memory=self.kind != "cpu")
@@ -174,57 +180,6 @@ class Calibration:
         if self.kind != "cpu":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
         return host_memory() / self.per_node
-
-    # ---- ZeRO
-
-    def zero(self) -> dict[str, Any]:
-        """Collectives of all ranks as DeepSpeed calls them, and the host's time for a module with its hooks."""
-        forward, backward = self.hooks()
-        kinds = ("gather", "reduce", "all_reduce")
-        return {"ranks": self.world, **{kind: self.collective(kind) for kind in kinds},
-                "forward": forward, "backward": backward}  # fmt: skip
-
-    def collective(self, kind: str) -> dict[str, float]:
-        def made(size: int) -> Callable[[], object]:
-            whole = torch.zeros(max(1, size // 4 // self.world) * self.world, device=self.device)
-            part = torch.zeros(whole.numel() // self.world, device=self.device)
-            if kind == "gather":
-                return lambda: ALL_GATHER(whole, part)
-            return lambda: REDUCE_SCATTER(part, whole) if kind == "reduce" else dist.all_reduce(whole)
-
-        latency = self.seconds(made(8), 50)
-        return {"latency": latency, "rate": 1 / self.slope(made)}
-
-    def hooks(self) -> tuple[float, float]:
-        """Seconds of the host, forward and backward, for a module that hardly computes: nothing is gathered, and
-        reductions wait for a bucket that holds them all. The first two steps are another matter: ZeRO learns the
-        order in which modules are called."""
-        import deepspeed  # takes seconds
-
-        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(MODULES)))
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "reduce_bucket_size": 2**16}
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 10**9,
-                  "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        x = torch.ones(1, 8, device=self.device)
-        took: dict[str, list[float]] = {"forward": [], "backward": []}
-        for _ in range(2 + HOOKED):
-            dist.barrier(self.group)
-            marks = [time.perf_counter()]
-            loss = engine(x).sum()
-            marks.append(time.perf_counter())
-            engine.backward(loss)
-            marks.append(time.perf_counter())
-            engine.step()
-            for way, began, ended in zip(took, marks, marks[1:], strict=False):
-                took[way].append((ended - began) / MODULES)
-        engine.destroy()
-        every: list[Any] = [None] * self.world
-        mine = [statistics.median(times[2:]) for times in took.values()]
-        dist.all_gather_object(every, mine, group=self.group)
-        self.bar.update()
-        forward, backward = (statistics.mean(ways) for ways in zip(*every, strict=True))
-        return forward, backward
 
     # ---- links
 

@@ -8,7 +8,7 @@ import pytest
 from ds_seqpar import calibrate
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.machine import Machine
-from ds_seqpar.running import calibration
+from ds_seqpar.running import calibration, zero_costs
 from tests.launch import RankFailure, on_ranks
 
 
@@ -18,7 +18,7 @@ def small(per_node):
     for sizes, size in ((calibration.TILES, (32, 64)), (calibration.HEADS, (1, 16)), (calibration.MATRIX, 64),
                         (calibration.LONG, 2**16), (calibration.MOVED, 2**16), (calibration.WINDOW, 0.0)):  # fmt: skip
         sizes["cpu"] = size
-    calibration.MODULES, calibration.HOOKED = 2, 1
+    zero_costs.MODULES, zero_costs.HOOKED = 2, 1
     return calibrate.calibrate()
 
 

@@ -186,7 +186,7 @@ def test_a_step_is_attention_matrices_and_zero():
     assert again.parts["attention backward"] == 8  # it is kept
     # the layers' gathers run beside attention, those of the ends beside nothing; 12 bytes copied for each of 2
     ends = (m.parameters - 4 * m.layer_parameters) * 2
-    copied = 12 * 2 * m.parameters / H100.memory_rate
+    copied = 12 * 2 * m.parameters / H100.elementwise_rate
     norm = 2 * gathered_seconds(H100, 8, 4)
     assert took.parts["ZeRO"] == pytest.approx(3 * gathered_seconds(H100, 8, ends) + norm + copied)
     plain = dataclasses.replace(step, zero=Zero(stage=3, overlap_comm=False))
@@ -212,9 +212,9 @@ def test_work_without_matrices_is_priced_by_its_bytes():
     token = 2 * m.hidden * (36 + 6) + 2 * m.hidden * 20 + m.intermediate * 10
     assert touched_bytes(step) == token
     took = step_time(step, H100, 1.0, 2.0).parts["elementwise"]
-    assert took == pytest.approx((4 * 3 * rows * token + rows * m.vocab * 32) / H100.memory_rate)
+    assert took == pytest.approx((4 * 3 * rows * token + rows * m.vocab * 32) / H100.elementwise_rate)
     again = step_time(dataclasses.replace(step, checkpointing=True), H100, 1.0, 2.0).parts["elementwise"]
-    assert again - took == pytest.approx(4 * rows * token / H100.memory_rate)
+    assert again - took == pytest.approx(4 * rows * token / H100.elementwise_rate)
 
 
 def test_hooks_take_time_of_a_host_that_works_by_itself_and_are_hidden_by_a_device():
@@ -238,7 +238,7 @@ def test_without_streams_reductions_are_waited_for_and_gathers_run_beside_work()
     step = _layer_step(zero=Zero(stage=3, reduce_bucket_size=2**20))
     m = step.model
     ends = m.parameters - 4 * m.layer_parameters
-    copied = 12 * 2 * m.parameters / HOST.memory_rate
+    copied = 12 * 2 * m.parameters / HOST.elementwise_rate
     reduced = m.parameters / 2**20 * 2e-3 + 2 * m.parameters / 5e8 + 3e-3 + 4 / 2e8  # and the norm
     found = step_time(step, HOST, 10.0, 20.0).parts["ZeRO"]  # a layer's work is longer than its gather
     assert found == pytest.approx(reduced + 2 * (1e-3 + 2 * ends / 1e9) + copied)
@@ -252,7 +252,7 @@ def test_the_first_stages_reduce_on_all_ranks_and_then_gather():
     size = 2 * step.model.parameters
     took = step_time(step, HOST, 1.0, 2.0).parts["ZeRO"]
     norm = 3e-3 + 4 / 2e8
-    assert took == pytest.approx(3e-3 + size / 2e8 + 1e-3 + size / 1e9 + norm + 6 * size / HOST.memory_rate)
+    assert took == pytest.approx(3e-3 + size / 2e8 + 1e-3 + size / 1e9 + norm + 6 * size / HOST.elementwise_rate)
     none = step_time(dataclasses.replace(step, zero=Zero(stage=0)), HOST, 1.0, 2.0).parts
     assert none["ZeRO"] == pytest.approx(3e-3 + size / 2e8 + norm)
     assert none["optimiser"] == pytest.approx(8 * step_time(step, HOST, 1.0, 2.0).parts["optimiser"])
