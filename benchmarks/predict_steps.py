@@ -13,7 +13,7 @@ processes, which make a step to warm up and then `--steps`; after those one more
 Every other configuration is *held out*: whoever changes the model looks at the others only, and errors are told apart.
 What is predicted is `planning.steptime`'s, by the model as it is now: `--show` predicts anew, from the files' machines.
 The greatest part, predicted and measured, of attention (with what it sends), ZeRO (what it waits for, and the
-optimiser's step) and the rest of the model (matrices, norms, logits, the host's work) is set side by side.
+optimiser's step) and the rest (matrices, norms, logits, copies, the host's work) is set side by side.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ TIMES = {
     "elementwise": "norms, RoPE, activations, residuals and the loss, as often",
     "logits": "the head, forward and backward",
     "host": "what ZeRO-3's hooks of modules take, where a device does not work meanwhile",
-    "ZeRO": "what gathers and reductions take beyond the work that they run beside, and their copies",
+    "ZeRO": "what gathers and reductions take beyond the work that they run beside",
+    "copies": "what ZeRO copies into and out of what travels",
     "optimiser": "norm, clipping and AdamW's step of the rank's share",
     "offload": "what checkpoints on their way to host memory and back take beyond that",
 }
@@ -103,6 +104,7 @@ def step_time(
         "host": layers * sum(hooks) + (OTHER_MODULES / LAYER_MODULES * sum(hook_seconds(step, machine, (0.0, 0.0)))
                                        if not machine.ahead else 0.0),
         "ZeRO": zero_seconds(step, machine, (beside[0], beside[1])),
+        "copies": copied_bytes(step) / machine.elementwise_rate,
         "optimiser": OPTIMISER_BYTES * m.parameters / (step.world if step.zero.stage else 1) / machine.elementwise_rate,
     }  # fmt: skip
     if step.config.offload_checkpoints and step.checkpointing:
@@ -175,7 +177,6 @@ def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> f
     rest = max(0, m.parameters - m.layers * m.layer_parameters)
     overlaps = zero.overlap_comm if zero.overlap_comm is not None else zero.stage == 3
     norm = collective_seconds(machine, world, "all_reduce", 4.0)  # of gradients, which clipping needs
-    copied = size * m.parameters / machine.elementwise_rate
     if zero.stage == 3:
         layer = gather(m.layer_parameters)
         # what bytes on their way take of the work beside them
@@ -188,11 +189,17 @@ def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> f
         else:  # without streams DeepSpeed waits for a reduction as soon as it starts, for a gather where it is needed
             layers = max(lent, layer - beside[0]) + max(lent, layer - beside[1])
             ends += reduction(m.parameters)
-        # gathered: out of what came; reduced: to a bucket, divided, put in order, and out of it
-        return m.layers * layers + ends + (2 * 2 + 4 * 2) * copied
+        return m.layers * layers + ends
     # stages 1 and 2 reduce buckets on all ranks too, unless they are told not to (use_multi_rank_bucket_allreduce)
     took = collective_seconds(machine, world, "all_reduce", m.parameters * size)
     took = max(0.0, took - (m.layers * beside[1] if overlaps and machine.ahead else 0.0)) + norm
-    if not zero.stage:
-        return took
-    return took + gather(m.parameters) + 3 * 2 * copied  # to a bucket, divided, and out of it; then new parameters
+    return took + (gather(m.parameters) if zero.stage else 0.0)  # and then the new parameters
+
+
+def copied_bytes(step: Step) -> float:
+    """Read and written by ZeRO around its collectives, operation by operation as DeepSpeed writes it."""
+    if step.world == 1:
+        return 0.0
+    gathered = 2 * 2 if step.zero.stage == 3 else 0  # twice, out of what came
+    reduced = (0, 3 * 2, 3 * 2, 4 * 2)[step.zero.stage]  # to a bucket, divided, and out of it; stage 3: put in order
+    return (gathered + reduced) * ITEMSIZE[step.dtype] * step.model.parameters

@@ -36,7 +36,7 @@ WINDOWS = 5  # of calls, of whose means the median is taken
 # either the time that it has alone or a turn more, and no median of single calls is what it takes on average
 WINDOW = {"cpu": 0.04, "gpu": 0.004}
 SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
-PATIENCE = 0.02  # seconds of a sixteenth of a long message beyond which messages of that length are long enough
+LASTING = 0.1  # seconds that the longest message takes, about, where links are slow
 SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
 
 
@@ -201,10 +201,10 @@ class Calibration:
 
     def slope(self, made: Callable[[int], Callable[[], object]], counts: bool = True) -> float:
         """Seconds of a byte more. made: gives the function for so many bytes. What a few bytes take is no part of it:
-        where cores are shared, they may take longer than many."""
-        long, count = LONG[self.kind], 4 * WINDOWS
-        if self.seconds(made(long // 16), WINDOWS, counts) > PATIENCE:
-            long, count = long // 16, WINDOWS
+        where cores are shared, they may take longer than many. So a long message is one that takes some time, too."""
+        least = LONG[self.kind] // 16
+        factor = min(16, max(1, round(LASTING / self.seconds(made(least), WINDOWS, counts))))
+        long, count = factor * least, 4 * WINDOWS if factor == 16 else WINDOWS
         took = [self.seconds(made(size), count, counts) for size in (long // 4, long)]
         return (took[1] - took[0]) / (long - long // 4) if took[1] > took[0] else took[1] / long
 
