@@ -35,7 +35,7 @@ from ds_seqpar.planning.closed import closed
 from ds_seqpar.planning.everyone import call_seconds
 from ds_seqpar.planning.machine import Machine, machine_of
 from ds_seqpar.planning.search import DIRECTIONS
-from ds_seqpar.planning.steptime import StepTime, call_of, step_time
+from ds_seqpar.planning.steptime import StepTime, call_of, carried_seconds, step_time
 from ds_seqpar.running.comm import distances
 from tests.launch import PRELOAD, Ranks
 
@@ -138,8 +138,8 @@ def predicted(spec: Spec, args: argparse.Namespace, machine: Machine) -> StepTim
     forward, backward = (stages * call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside
     forward += len(distances(step.config.size)) * wire.latency  # inputs are compared, once a call
-    links = [stages * closed(machine, one, way).links for way in DIRECTIONS]
-    return step_time(step, machine, forward, backward, carried=(links[0], links[1]))
+    carried = [stages * carried_seconds(machine, step.world, closed(machine, one, way)) for way in DIRECTIONS]
+    return step_time(step, machine, forward, backward, carried=(carried[0], carried[1]))
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from .recipes import shape_of
 from .shape import ITEMSIZE
 from .simulate import simulate
 from .sparing import attention_of, common, ladder
-from .steptime import StepTime, call_of, step_time
+from .steptime import StepTime, call_of, carried_seconds, step_time
 from .timeline import Timeline
 
 DIRECTIONS = ("forward", "backward")
@@ -193,8 +193,8 @@ def _candidate(
     call = call_of(question.step(config), stages)
     ways = [closed(question.machine, call, way) for way in DIRECTIONS]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
-    carried = stages * ways[0].links, stages * ways[1].links
-    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures, carried)
+    carried = [stages * carried_seconds(question.machine, question.world, way) for way in ways]
+    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
     return Candidate(
         frame=frame,
         config=config,
@@ -224,9 +224,11 @@ def overlapped(question: Question, candidate: Candidate) -> float:
 
 def _timed(question: Question, candidate: Candidate, seconds: Sequence[float]) -> StepTime:
     """seconds: of attention of a layer, forward and backward."""
-    links = [candidate.config.head_stages * way.links for way in (candidate.forward, candidate.backward)]
+    stages, machine = candidate.config.head_stages, question.machine
+    ways = candidate.forward, candidate.backward
+    carried = [stages * carried_seconds(machine, question.world, way) for way in ways]
     step, figures = question.step(candidate.config), candidate.figures
-    return step_time(step, question.machine, seconds[0], seconds[1], figures, (links[0], links[1]))
+    return step_time(step, machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
 
 
 def simulated(question: Question, candidate: Candidate) -> Candidate:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from .balance import shards_of
 from .calls import Figures
+from .closed import Closed
 from .machine import Machine
 from .needs import Step
 from .pricing import Call
@@ -76,7 +77,7 @@ def step_time(
     carried: tuple[float, float] = (0.0, 0.0),
 ) -> StepTime:  # fmt: skip
     """forward, backward: seconds of attention of one layer, all stages together. kept: of its memory, for what
-    checkpoints bring to host memory. carried: seconds that its busiest link carries meanwhile, forward and backward."""
+    checkpoints bring to host memory. carried: of those, `carried_seconds`."""
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
     projections = 2 * m.hidden * (m.heads + m.kv_heads) * m.head_dim  # q and o; k and v
@@ -111,6 +112,15 @@ def step_time(
         size = rows * m.hidden * ITEMSIZE[dtype] + (kept.kept if kept and step.config.keep_attention else 0)
         parts["offload"] = layers * sum(max(0.0, size / machine.offload_rate - room) for room in beside)
     return StepTime(parts, step.world // step.config.size * step.batch)
+
+
+def carried_seconds(machine: Machine, world: int, attention: Closed) -> float:
+    """How long attention of a layer has the links busy that ZeRO's collectives wait for: those between nodes, where
+    there are any."""
+    if world <= machine.per_node:
+        return attention.links
+    rate = min(machine.between.rate, machine.uplink / machine.per_node if machine.uplink else math.inf)
+    return min(attention.links, attention.between / rate)
 
 
 def touched_bytes(step: Step) -> float:

@@ -13,7 +13,7 @@ from ds_seqpar.planning.needs import Model, Zero
 from ds_seqpar.planning.planner import chosen, over_floor, plan
 from ds_seqpar.planning.question import Question
 from ds_seqpar.planning.search import Guesser, looked_at, simulated
-from ds_seqpar.planning.steptime import collective_seconds, gathered_seconds, step_time, touched_bytes
+from ds_seqpar.planning.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
 
 H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
 ROOMY = dataclasses.replace(H100, memory=1e15)  # memory decides nothing
@@ -249,6 +249,16 @@ def test_zero_copies_what_travels():
     seconds = [step_time(_layer_step(zero=Zero(stage=stage)), HOST, 1.0, 2.0).parts["copies"] for stage in (0, 1, 2, 3)]
     unit = 2 * _layer_step().model.parameters / HOST.elementwise_rate
     assert seconds == pytest.approx([0, 6 * unit, 6 * unit, 12 * unit])
+
+
+def test_attention_has_those_links_busy_that_zero_waits_for():
+    attention = looked_at(asked := _asked(world=16, given={"size": 8, "ulysses": 1}), next(
+        f for f in frames(16, (32, 32), asked.given))).forward  # fmt: skip
+    assert attention.between == 0  # a sequence stays in its node
+    assert carried_seconds(H100, 8, attention) == attention.links > 0
+    assert carried_seconds(H100, 16, attention) == 0
+    far = dataclasses.replace(attention, between=9e9)
+    assert carried_seconds(H100, 16, far) == min(attention.links, 9e9 / H100.between.rate)
 
 
 def test_the_first_stages_reduce_on_all_ranks_and_then_gather():
