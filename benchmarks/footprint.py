@@ -62,9 +62,15 @@ def tensors() -> int:
 
 
 def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
+    from ds_seqpar.planning.footprint import footprint
+
+    return footprint(step_of(model, options, seq, ranks))
+
+
+def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
+    """The step that a contender of `memory_peers` makes, as the planner knows it."""
     from benchmarks import memory_peers as peers
     from ds_seqpar.config import SequenceParallelConfig
-    from ds_seqpar.planning.footprint import footprint
     from ds_seqpar.planning.needs import Model, Step, Zero
 
     own = peers.own_of(options)
@@ -78,11 +84,9 @@ def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
         parameters=model.layers * layer + 2 * model.vocab * model.hidden + model.hidden,
     )  # fmt: skip
     config = SequenceParallelConfig(**{"size": ranks, **section}).resolve(ranks, heads)
-    return footprint(
-        Step(
-            model=numbers, config=config, world=ranks, seq=seq, dtype="bfloat16" if model.bf16 else "float32",
-            zero=Zero.of(model.settings()["zero_optimization"]), checkpointing=own["checkpointing"],
-        )
+    return Step(
+        model=numbers, config=config, world=ranks, seq=seq, dtype="bfloat16" if model.bf16 else "float32",
+        zero=Zero.of(model.settings()["zero_optimization"]), checkpointing=own["checkpointing"],
     )  # fmt: skip
 
 

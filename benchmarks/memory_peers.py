@@ -144,10 +144,11 @@ def own_of(options: dict[str, Any]) -> dict[str, Any]:
 
 
 NORM: list[Callable[[], float]] = []  # how to ask the engine for the norm of its last gradients
+ENGINE: list[Any] = []  # of this process
 
 
 def _engine(engine: Any) -> Any:
-    NORM[:] = [lambda: float(engine.get_global_grad_norm())]
+    NORM[:], ENGINE[:] = [lambda: float(engine.get_global_grad_norm())], [engine]
     return engine
 
 

@@ -26,6 +26,7 @@ import dataclasses
 import json
 import os
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def turns(
     network: cluster_net.Network, args: argparse.Namespace, bench: Bench, name: str,
-    made: tuple[str, dict[str, Any]], seq: int,
+    made: tuple[str, dict[str, Any]], seq: int, look: Callable[[Ranks], object] = lambda _: None,
 ) -> dict[str, tuple[list[float], dict[str, list[int]]]]:  # fmt: skip
-    """Of a contender in fresh processes, by rate: seconds of each step; bytes of one out of and into every node."""
+    """Of a contender in fresh processes, by rate: seconds of each step; bytes of one out of and into every node. look:
+    is called with the ranks after the last one."""
     found = {}
     with Ranks(args.world, None, PRELOAD) as ranks:
         call(ranks, cluster_ranks.enter, network.names, args.ranks_per_node, ranks.folder.name, args.patience)
@@ -145,6 +147,7 @@ def turns(
             carried = {"out": [n // args.steps for n in out], "in": [n // args.steps for n in into]}
             found[rate] = [one.seconds for one in here], carried
             done += here
+        look(ranks)
     bench.check(name, seq, Told([one.loss for one in done], [one.norm for one in done]))
     say(f"{name}: {', '.join(f'{min(seconds):.2f} s at {rate}' for rate, (seconds, _) in found.items())}")
     return found

@@ -18,6 +18,7 @@ from .parallel import SequenceParallel
 from .planning.machine import machine_of
 from .running.calibration import Calibration, host_memory
 from .running.devices import set_device
+from .running.zero_costs import zero_costs
 
 
 def add_parser(commands: Any) -> None:
@@ -73,11 +74,13 @@ def _found(its: Calibration) -> dict[str, Any]:
         "attention": attention,
         "gemm": gemm,
         "memory_rate": its.memory_rate(),
+        "elementwise_rate": its.elementwise_rate(),
         "offload_rate": its.offload_rate(),
         "host": {"instruction": its.instruction(), "ahead": its.kind != "cpu"},
         "host_memory": float(host_memory()),
         "memory": its.memory(),
         "spare": 0.1,
+        "zero": zero_costs(its),
     }
     when = time.strftime("%Y-%m-%d")
     found["sources"] = {name: f"measured {when}, {its.world} ranks at once" for name in found if name != "about"}
@@ -113,7 +116,13 @@ def table(found: dict[str, Any]) -> str:
             f"{dtype:<13} {found['gemm'][dtype] / 1e9:10.1f} GFLOP/s of matrices, attention at most "
             f"{best['forward'] / 1e9:.1f} forward, {best['backward'] / 1e9:.1f} backward"
         )
-    lines.append(f"memory        {found['memory_rate'] / 1e9:10.1f} GB/s, {found['memory'] / 2**30:.1f} GiB a rank")
+    lines.append(f"memory        {found['memory_rate'] / 1e9:10.1f} GB/s, {found['elementwise_rate'] / 1e9:.1f} where "
+                 f"results are new tensors; {found['memory'] / 2**30:.1f} GiB a rank")  # fmt: skip
+    costs = found["zero"]
+    lines.append(
+        f"ZeRO          {costs['gather']['rate'] / 1e9:10.3f} GB/s gathered, {costs['reduce']['rate'] / 1e9:.3f} "
+        f"reduced; a module {costs['forward'] * 1e3:.2f} ms forward, {costs['backward'] * 1e3:.2f} backward"
+    )
     lines.append(f"an instruction {found['host']['instruction'] * 1e6:9.1f} us; a byte on its way takes "
                  f"{found['stolen'] * 1e9:.3f} ns of work at each end")  # fmt: skip
     return "\n".join(lines)

@@ -31,6 +31,20 @@ class Wire:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroCosts:
+    """What DeepSpeed's ZeRO takes, as measured. gather, reduce, all_reduce: collectives of all `ranks`, latency and
+    bytes/s of what each rank has of it in the end, or in the beginning. forward, backward: seconds of the host for a
+    module that ZeRO-3 hooks."""
+
+    ranks: int
+    gather: Wire
+    reduce: Wire
+    all_reduce: Wire
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """per_node: ranks of a node; rank r is in node r // per_node. inside: a rank's link to ranks of its node; between:
     its own to other nodes. uplink: bytes/s each way that all of a node's ranks share, None where they share none.
@@ -38,10 +52,12 @@ class Machine:
     or receives: where processors carry bytes, that is most of what a byte costs.
 
     attention: dtype, direction, kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of a tile's
-    rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; offload_rate: of copies to
-    host memory. instruction: seconds of host time for each; ahead: whether the host goes on while the device works.
-    host_memory: bytes of a node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
-    sources: where each figure is from.
+    rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; elementwise_rate: of
+    operations one after another whose results are new tensors; offload_rate: of copies to host memory. instruction:
+    seconds of host time for each; ahead: whether the host goes on while the device works. host_memory: bytes of a
+    node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
+    zero: None where it was not measured: collectives take what links do then, and hooks nothing. sources: where each
+    figure is from.
     """
 
     name: str
@@ -55,6 +71,7 @@ class Machine:
     attention: Mapping[str, Mapping[str, Mapping[str, Table]]]
     gemm: Mapping[str, float]
     memory_rate: float
+    elementwise_rate: float
     offload_rate: float
     instruction: float
     ahead: bool
@@ -62,6 +79,7 @@ class Machine:
     memory: float
     spare: float
     sources: Mapping[str, str]
+    zero: ZeroCosts | None = None
 
     @classmethod
     def load(cls, place: str) -> Machine:
@@ -148,9 +166,9 @@ def presets() -> dict[str, Any]:
     return json.loads(PRESETS.read_text(encoding="utf-8"))
 
 
-NUMBERS = ("memory_rate", "offload_rate", "host_memory", "memory")
+NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
-          "spare", "sources")  # fmt: skip
+          "spare", "zero", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object) -> Machine:
@@ -182,8 +200,24 @@ def machine_of(name: str, content: object) -> Machine:
         instruction=_number(name, "host.instruction", host["instruction"], least=0),
         ahead=_flag(name, "host.ahead", host["ahead"]),
         spare=spare,
+        zero=None if given["zero"] is None else _zero(name, given["zero"]),
         sources=sources,
         **{field: _number(name, field, given[field]) for field in NUMBERS},
+    )
+
+
+def _zero(name: str, given: object) -> ZeroCosts:
+    found = _object(name, "zero", given, tuple(field.name for field in dataclasses.fields(ZeroCosts)))
+    ranks = found["ranks"]
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+        raise _wrong(name, "zero.ranks", "a whole number from 2", ranks)
+    return ZeroCosts(
+        ranks=ranks,
+        gather=_wire(name, "zero.gather", found["gather"]),
+        reduce=_wire(name, "zero.reduce", found["reduce"]),
+        all_reduce=_wire(name, "zero.all_reduce", found["all_reduce"]),
+        forward=_number(name, "zero.forward", found["forward"], least=0),
+        backward=_number(name, "zero.backward", found["backward"], least=0),
     )
 
 

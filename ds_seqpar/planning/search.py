@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..config import SequenceParallelConfig
@@ -25,7 +25,7 @@ from .recipes import shape_of
 from .shape import ITEMSIZE
 from .simulate import simulate
 from .sparing import attention_of, common, ladder
-from .steptime import StepTime, call_of, step_time
+from .steptime import StepTime, call_of, carried_seconds, step_time
 from .timeline import Timeline
 
 DIRECTIONS = ("forward", "backward")
@@ -193,7 +193,8 @@ def _candidate(
     call = call_of(question.step(config), stages)
     ways = [closed(question.machine, call, way) for way in DIRECTIONS]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
-    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures)
+    carried = [stages * carried_seconds(question.machine, question.world, way) for way in ways]
+    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
     return Candidate(
         frame=frame,
         config=config,
@@ -218,8 +219,16 @@ def overlapped(question: Question, candidate: Candidate) -> float:
     """Seconds for each sequence that it takes at least with overlap."""
     stages = candidate.config.head_stages
     seconds = [stages * way.overlapped for way in (candidate.forward, candidate.backward)]
-    took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
-    return question.objective(took)
+    return question.objective(_timed(question, candidate, seconds))
+
+
+def _timed(question: Question, candidate: Candidate, seconds: Sequence[float]) -> StepTime:
+    """seconds: of attention of a layer, forward and backward."""
+    stages, machine = candidate.config.head_stages, question.machine
+    ways = candidate.forward, candidate.backward
+    carried = [stages * carried_seconds(machine, question.world, way) for way in ways]
+    step, figures = question.step(candidate.config), candidate.figures
+    return step_time(step, machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
 
 
 def simulated(question: Question, candidate: Candidate) -> Candidate:
@@ -227,7 +236,7 @@ def simulated(question: Question, candidate: Candidate) -> Candidate:
     stages = candidate.config.head_stages
     call = call_of(question.step(candidate.config), stages)
     seconds = [stages * call_seconds(question.machine, call, way) for way in DIRECTIONS]
-    took = step_time(question.step(candidate.config), question.machine, seconds[0], seconds[1], candidate.figures)
+    took = _timed(question, candidate, seconds)
     return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -28,9 +29,14 @@ TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 409
 HEADS = {"cpu": (4, 64), "gpu": (16, 128)}
 MATRIX = {"cpu": 512, "gpu": 8192}
 LONG = {"cpu": 2**22, "gpu": 2**26}
+PIECES = 16  # tensors that together no cache holds, each a quarter of what follows
 MOVED = {"cpu": 2**22, "gpu": 2**28}  # bytes of a tensor that is added to
-FEW = {"cpu": 0.05, "gpu": 0.02}  # seconds that a figure is looked at, at least
+WINDOWS = 5  # of calls, of whose means the median is taken
+# seconds of a window, at least. Where ranks share cores, what is shorter than a turn of the scheduler (some ms) takes
+# either the time that it has alone or a turn more, and no median of single calls is what it takes on average
+WINDOW = {"cpu": 0.04, "gpu": 0.004}
 SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
+LASTING = 0.1  # seconds that the longest message takes, about, where links are slow
 SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
 
 
@@ -68,21 +74,26 @@ class Calibration:
     # ---- clocks
 
     def seconds(self, function: Callable[[], object], count: int | None = None, counts: bool = True) -> float:
-        """Of one call: the median on each rank, and of those the mean. count: of calls, where ranks need each other's;
-        counts: whether this rank's figure does."""
+        """Of one call: the median of windows' means on each rank, and of those the mean. count: of calls, where ranks
+        need each other's; counts: whether this rank's figure does."""
         function()
         self.settle()
         dist.barrier(self.group)
-        times: list[float] = []
-        while len(times) < (count or 2) or (count is None and sum(times) < FEW[self.kind]):
-            began = time.perf_counter()
-            function()
-            self.settle()
-            times.append(time.perf_counter() - began)
+        means = [self.window(function, count and max(1, count // WINDOWS)) for _ in range(WINDOWS)]
         every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, statistics.median(times) if counts else None, group=self.group)
+        dist.all_gather_object(every, statistics.median(means) if counts else None, group=self.group)
         self.bar.update()
         return statistics.mean(median for median in every if median is not None)
+
+    def window(self, function: Callable[[], object], count: int | None) -> float:
+        """Seconds of a call, of so many, or of as many as fill a window."""
+        done, began, took = 0, time.perf_counter(), 0.0
+        while done < (count or 1) or (count is None and took < WINDOW[self.kind]):
+            function()
+            self.settle()
+            done += 1
+            took = time.perf_counter() - began
+        return took / done
 
     def settle(self) -> None:
         if self.kind != "cpu":
@@ -147,6 +158,13 @@ class Calibration:
         x, y = (self.random(MOVED[self.kind] // 4, dtype=torch.float32) for _ in range(2))
         return 3 * 4 * x.numel() / self.seconds(lambda: x.add_(y))
 
+    def elementwise_rate(self) -> float:
+        """Bytes read and written by products of elements, as in a layer: of one tensor after another, to new ones that
+        are kept."""
+        inputs = [self.random(MOVED[self.kind] // 16, dtype=torch.float32) for _ in range(PIECES)]
+        pairs = list(itertools.pairwise(inputs))
+        return len(pairs) * 3 * 4 * inputs[0].numel() / self.seconds(lambda: [x * y for x, y in pairs])
+
     def offload_rate(self) -> float:
         x = self.random(MOVED[self.kind] // 4, dtype=torch.float32)
         host = torch.empty(x.shape, pin_memory=self.kind != "cpu")
@@ -174,12 +192,21 @@ class Calibration:
     def link(self, peer: int | None) -> dict[str, Any]:
         """Between each rank and its peer, all pairs at once. Where both ways at once take longer than one alone, the
         rate is one's."""
-        long, counts = LONG[self.kind], peer is not None
+        counts = peer is not None
         latency = self.seconds(self.trade(peer, 8), 200, counts)
-        both = self.seconds(self.trade(peer, long), 5, counts)
-        one = self.seconds(self.trade(peer, long, both=False), 5, counts)
+        both = self.slope(lambda size: self.trade(peer, size), counts)
+        one = self.slope(lambda size: self.trade(peer, size, both=False), counts)
         duplex = both < 1.5 * one
-        return {"latency": latency, "rate": long / max((both if duplex else one) - latency, 1e-9), "duplex": duplex}
+        return {"latency": latency, "rate": 1 / (both if duplex else one), "duplex": duplex}
+
+    def slope(self, made: Callable[[int], Callable[[], object]], counts: bool = True) -> float:
+        """Seconds of a byte more. made: gives the function for so many bytes. What a few bytes take is no part of it:
+        where cores are shared, they may take longer than many. So a long message is one that takes some time, too."""
+        least = LONG[self.kind] // 16
+        factor = min(16, max(1, round(LASTING / self.seconds(made(least), WINDOWS, counts))))
+        long, count = factor * least, 4 * WINDOWS if factor == 16 else WINDOWS
+        took = [self.seconds(made(size), count, counts) for size in (long // 4, long)]
+        return (took[1] - took[0]) / (long - long // 4) if took[1] > took[0] else took[1] / long
 
     def between(self) -> tuple[dict[str, Any], float | None]:
         """From node to node: a rank's alone, and bytes/s of a node's together where they share a link."""

@@ -162,7 +162,7 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
 
 
 EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a program
-AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come: docs/performance.md has 2, 3, 4 and all
+AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come; others are in docs/performance.md
 
 
 def _told_first(coming: Sequence[Tensor], going: Sequence[Tensor], group: Group, ahead: int | None = None) -> list:

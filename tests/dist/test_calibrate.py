@@ -8,7 +8,7 @@ import pytest
 from ds_seqpar import calibrate
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.machine import Machine
-from ds_seqpar.running import calibration
+from ds_seqpar.running import calibration, zero_costs
 from tests.launch import RankFailure, on_ranks
 
 
@@ -16,8 +16,9 @@ def small(per_node):
     """Of tiny tensors, on ranks that are told how many share a node."""
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node[int(os.environ["RANK"])])
     for sizes, size in ((calibration.TILES, (32, 64)), (calibration.HEADS, (1, 16)), (calibration.MATRIX, 64),
-                        (calibration.LONG, 2**16), (calibration.MOVED, 2**16), (calibration.FEW, 0.0)):  # fmt: skip
+                        (calibration.LONG, 2**16), (calibration.MOVED, 2**16), (calibration.WINDOW, 0.0)):  # fmt: skip
         sizes["cpu"] = size
+    zero_costs.MODULES, zero_costs.HOOKED = 2, 1
     return calibrate.calibrate()
 
 
@@ -33,6 +34,8 @@ def test_a_calibration_is_a_machine(tmp_path, per_node):
     assert machine.sources["inside"].startswith("measured" if per_node > 1 else "not measured")
     assert machine.sources["between"].startswith("measured" if per_node < 4 else "not measured")
     assert not machine.ahead
+    assert machine.zero.ranks == 4
+    assert min(machine.zero.forward, machine.zero.backward) > 0
     assert "GB/s each way" in calibrate.table(first)
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.machine import DEFAULT, FIELDS, Machine, interpolated, machine_of, presets
+from ds_seqpar.planning.machine import DEFAULT, FIELDS, Machine, Wire, ZeroCosts, interpolated, machine_of, presets
 from ds_seqpar.planning.tiles import Tile
 
 H100 = presets()["h100-ib"]
@@ -62,6 +62,16 @@ def test_a_file_of_ones_own_has_the_form_of_a_preset(tmp_path):
     assert machine.between == preset.between
 
 
+LINK = {"latency": 0.001, "rate": 1e9}
+ZERO = {"ranks": 4, "gather": LINK, "reduce": LINK, "all_reduce": LINK, "forward": 0.001, "backward": 0.002}
+
+
+def test_what_zero_takes_is_read():
+    costs = machine_of("ours", {**H100, "zero": ZERO}).zero
+    assert costs == ZeroCosts(ranks=4, forward=0.001, backward=0.002,
+                              **dict.fromkeys(("gather", "reduce", "all_reduce"), Wire(**LINK)))  # fmt: skip
+
+
 WRONG = [
     (("per_node",), 0, "per_node must be a whole number from 1; got 0"),
     (("inside", "rate"), 0, "inside.rate must be a number above 0; got 0"),
@@ -77,6 +87,10 @@ WRONG = [
     (("host",), {"instruction": 0, "ahead": True, "ahed": 1}, "takes instruction, ahead; got 'ahed' (did you mean"),
     (("sources",), {"memory": 3}, "sources must be an object of texts"),
     (("memory",), float("nan"), "memory must be a number above 0; got nan"),
+    (("zero",), {"ranks": 4}, "zero needs ranks, gather, reduce, all_reduce, forward, backward; it has no gather"),
+    (("zero",), {**ZERO, "ranks": 1}, "zero.ranks must be a whole number from 2; got 1"),
+    (("zero",), {**ZERO, "reduce": {"latency": 0, "rate": 0}}, "zero.reduce.rate must be a number above 0; got 0"),
+    (("zero",), {**ZERO, "forward": -1}, "zero.forward must be a number from 0; got -1"),
 ]
 
 

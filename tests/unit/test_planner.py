@@ -8,12 +8,12 @@ import pytest
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.candidates import frames
-from ds_seqpar.planning.machine import Machine
+from ds_seqpar.planning.machine import Machine, Wire, ZeroCosts
 from ds_seqpar.planning.needs import Model, Zero
 from ds_seqpar.planning.planner import chosen, over_floor, plan
 from ds_seqpar.planning.question import Question
 from ds_seqpar.planning.search import Guesser, looked_at, simulated
-from ds_seqpar.planning.steptime import gathered_seconds, step_time
+from ds_seqpar.planning.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
 
 H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
 ROOMY = dataclasses.replace(H100, memory=1e15)  # memory decides nothing
@@ -186,10 +186,90 @@ def test_a_step_is_attention_matrices_and_zero():
     assert again.parts["attention backward"] == 8  # it is kept
     # the layers' gathers run beside attention, those of the ends beside nothing
     ends = (m.parameters - 4 * m.layer_parameters) * 2
-    assert took.parts["ZeRO"] == pytest.approx(3 * gathered_seconds(H100, 8, ends))
+    norm = 2 * gathered_seconds(H100, 8, 4)
+    assert took.parts["ZeRO"] == pytest.approx(3 * gathered_seconds(H100, 8, ends) + norm)
     plain = dataclasses.replace(step, zero=Zero(stage=3, overlap_comm=False))
     layers = 4 * 3 * gathered_seconds(H100, 8, m.layer_parameters * 2)
     assert step_time(plain, H100, 1.0, 2.0).parts["ZeRO"] == pytest.approx(took.parts["ZeRO"] + layers)
+
+
+WIRE = Wire(latency=1e-3, rate=1e9)
+COSTS = ZeroCosts(ranks=8, gather=WIRE, reduce=Wire(latency=2e-3, rate=5e8), all_reduce=Wire(latency=3e-3, rate=2e8),
+                  forward=1e-3, backward=2e-3)  # fmt: skip
+HOST = dataclasses.replace(ROOMY, ahead=False, zero=COSTS)  # works by itself at what it is told
+
+
+def _layer_step(**more):
+    asked = _asked(given={"size": 8}, **{"checkpointing": False, **more})
+    return asked.step(SequenceParallelConfig(size=8, ulysses=8).resolve(8, asked.heads))
+
+
+def test_work_without_matrices_is_priced_by_its_bytes():
+    step = _layer_step()
+    m, rows = step.model, 65536 // 8
+    # in bf16 a norm casts and computes in fp32: 12 + 8 + 4 + 8 + 4 bytes; a residual 6; RoPE 20 of q and k; SwiGLU 10
+    token = 2 * m.hidden * (36 + 6) + 2 * m.hidden * 20 + m.intermediate * 10
+    assert touched_bytes(step) == token
+    took = step_time(step, H100, 1.0, 2.0).parts["elementwise"]
+    assert took == pytest.approx((4 * 3 * rows * token + rows * m.vocab * 32) / H100.elementwise_rate)
+    again = step_time(dataclasses.replace(step, checkpointing=True), H100, 1.0, 2.0).parts["elementwise"]
+    assert again - took == pytest.approx(4 * rows * token / H100.elementwise_rate)
+
+
+def test_hooks_take_time_of_a_host_that_works_by_itself_and_are_hidden_by_a_device():
+    step = _layer_step()
+    modules = 4 * 13 + 6
+    assert step_time(step, HOST, 1.0, 2.0).parts["host"] == pytest.approx(modules * 3e-3)
+    again = step_time(dataclasses.replace(step, checkpointing=True), HOST, 1.0, 2.0).parts["host"]
+    assert again == pytest.approx(modules * 4e-3)
+    assert step_time(step, dataclasses.replace(HOST, ahead=True), 1.0, 2.0).parts["host"] == 0
+    assert step_time(step, dataclasses.replace(HOST, zero=None), 1.0, 2.0).parts["host"] == 0
+    assert step_time(dataclasses.replace(step, zero=Zero(stage=1)), HOST, 1.0, 2.0).parts["host"] == 0
+
+
+def test_collectives_take_what_they_took_on_as_many_ranks():
+    assert collective_seconds(HOST, 8, "reduce", 1e9, 3) == pytest.approx(3 * 2e-3 + 2)
+    assert collective_seconds(HOST, 16, "gather", 1e9) == gathered_seconds(HOST, 16, 1e9)
+    assert collective_seconds(ROOMY, 8, "all_reduce", 1e9) == 2 * gathered_seconds(ROOMY, 8, 1e9)
+
+
+def test_without_streams_reductions_are_waited_for_and_gathers_run_beside_work():
+    step = _layer_step(zero=Zero(stage=3, reduce_bucket_size=2**20))
+    m = step.model
+    ends = m.parameters - 4 * m.layer_parameters
+    reduced = m.parameters / 2**20 * 2e-3 + 2 * m.parameters / 5e8 + 3e-3 + 4 / 2e8  # and the norm
+    found = step_time(step, HOST, 10.0, 20.0).parts["ZeRO"]  # a layer's work is longer than its gather
+    assert found == pytest.approx(reduced + 2 * (1e-3 + 2 * ends / 1e9))
+    layer = 1e-3 + 2 * m.layer_parameters / 1e9
+    busy = step_time(step, HOST, 10.0, 20.0, carried=(1e3, 1e3)).parts["ZeRO"]  # a link that is never free
+    assert busy == pytest.approx(found + 4 * 2 * layer)
+
+
+def test_zero_copies_what_travels():
+    seconds = [step_time(_layer_step(zero=Zero(stage=stage)), HOST, 1.0, 2.0).parts["copies"] for stage in (0, 1, 2, 3)]
+    unit = 2 * _layer_step().model.parameters / HOST.elementwise_rate
+    assert seconds == pytest.approx([0, 6 * unit, 6 * unit, 12 * unit])
+
+
+def test_attention_has_those_links_busy_that_zero_waits_for():
+    attention = looked_at(asked := _asked(world=16, given={"size": 8, "ulysses": 1}), next(
+        f for f in frames(16, (32, 32), asked.given))).forward  # fmt: skip
+    assert attention.between == 0  # a sequence stays in its node
+    assert carried_seconds(H100, 8, attention) == attention.links > 0
+    assert carried_seconds(H100, 16, attention) == 0
+    far = dataclasses.replace(attention, between=9e9)
+    assert carried_seconds(H100, 16, far) == min(attention.links, 9e9 / H100.between.rate)
+
+
+def test_the_first_stages_reduce_on_all_ranks_and_then_gather():
+    step = _layer_step(zero=Zero(stage=1))
+    size = 2 * step.model.parameters
+    took = step_time(step, HOST, 1.0, 2.0).parts["ZeRO"]
+    norm = 3e-3 + 4 / 2e8
+    assert took == pytest.approx(3e-3 + size / 2e8 + 1e-3 + size / 1e9 + norm)
+    none = step_time(dataclasses.replace(step, zero=Zero(stage=0)), HOST, 1.0, 2.0).parts
+    assert none["ZeRO"] == pytest.approx(3e-3 + size / 2e8 + norm)
+    assert none["optimiser"] == pytest.approx(8 * step_time(step, HOST, 1.0, 2.0).parts["optimiser"])
 
 
 def test_a_gather_over_nodes_takes_as_long_as_what_a_node_takes_in():
