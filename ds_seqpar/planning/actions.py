@@ -2,8 +2,9 @@
 
 Blocks are numbered by the inner rank that owns them: where each owns one, block p is rank p's; where each owns `parts`,
 rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
-blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a query block
-brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in backward.
+blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a
+query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in
+backward.
 
 One step of a rank, in this order: gather operands; post the step's operand moves; compute products; merge the results
 that are due; post the step's result moves; reduce-scatter; wait for the operands that are due. A move is due `within`

@@ -59,7 +59,9 @@ class _Lowering:
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
         self.tickets = itertools.count()
-        self.operands = {(kind, (b,)): own_slot(n) for kind in OPERANDS for n, b in enumerate(self.own)}
+        self.operands: dict[Unit, int] = {
+            (kind, (b,)): own_slot(n) for kind in OPERANDS for n, b in enumerate(self.own)
+        }
         self.messages: dict[Unit, int] = {}  # own operands as they are sent
         self.results: dict[Unit, int] = {}  # running ones -> their buffer
         self.arriving: dict[int, list[int]] = defaultdict(list)  # tickets of operands that are due at the end of a step

@@ -77,8 +77,10 @@ class UnevenShards:
         self.kv = self.q if kv is None else tuple(tuple(Run(*run) for run in runs) for runs in kv)
         if len(self.q) != len(self.kv):
             raise InputError(f"shards need runs of q and of kv for every rank; got {len(self.q)} and {len(self.kv)}")
-        if len(self.q) % parts:
-            raise InputError(f"shards of {parts} blocks a rank need as many for each; got {len(self.q)} blocks")
+        if type(parts) is not int or parts < 1 or len(self.q) % parts:
+            raise InputError(
+                f"shards need as many blocks for each rank, a whole number from 1; got {len(self.q)}, parts {parts!r}"
+            )
         self.size, self.parts = len(self.q) // parts, parts
         self._lengths = {side: tuple(length(runs) for runs in blocks) for side, blocks in self._sides()}
         for side, blocks in self._sides():
@@ -143,6 +145,15 @@ def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[
 
 def length(runs: Runs) -> int:
     return sum(run.length for run in runs)
+
+
+def check_parts(shards: Shards, layout: str) -> None:
+    """Raises InputError for shards that have not as many blocks a rank as the layout."""
+    if shards.parts != (parts := PARTS.get(layout, 1)):
+        raise InputError(
+            f"attention needs shards of {parts} block{'s' * (parts > 1)} a rank, as the {layout} layout has; got "
+            f"{shards.parts}, give UnevenShards(..., parts={parts})"
+        )
 
 
 def _check_cover(side: str, blocks: Sequence[Runs]) -> None:

@@ -43,7 +43,9 @@ class _Validator:
     def __init__(self, plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
         self.plan, self.size, self.blocks = plan, plan.size, plan.blocks
         self.needed = self.bits(needed)
-        self.operands = [{(kind, (b,)) for kind in OPERANDS for b in self.own(r)} for r in range(plan.size)]
+        self.operands: list[set[Unit]] = [
+            {(kind, (b,)) for kind in OPERANDS for b in self.own(r)} for r in range(plan.size)
+        ]
         self.held: list[dict[Unit, int]] = [{} for _ in range(plan.size)]  # accumulator -> the products in it
         self.results: dict[int, list[tuple[Move, int]]] = defaultdict(list)  # due in step -> on their way
         self.arrivals: dict[int, list[Move]] = defaultdict(list)

@@ -18,9 +18,9 @@ from torch.autograd import forward_ad
 from ..config import SequenceParallelConfig, check_heads
 from ..errors import InputError, SeqParError, as_error
 from ..planning.heads import dealt
-from ..planning.layout import PARTS, multiple
+from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
-from ..planning.shards import Shards, UnevenShards, members_tokens
+from ..planning.shards import Shards, UnevenShards, check_parts, members_tokens
 from . import keeping
 from .agreement import agree
 from .comm import TorchComm
@@ -260,17 +260,11 @@ def check_documents(mask: Mask, seq: int) -> None:
 def check_shards(shards: object, size: int, layout: str) -> None:
     """Raises InputError for what are not shards of so many inner ranks, of as many blocks each as in the layout."""
     if not isinstance(shards, UnevenShards):
-        raise InputError(
-            "attention needs shards that are UnevenShards, or None for the configured layout; "
-            f"got {type(shards).__name__}"
-        )
+        got = type(shards).__name__
+        raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
     if shards.size != size:
         raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
-    if shards.parts != (parts := PARTS.get(layout, 1)):
-        raise InputError(
-            f"attention needs shards of {parts} block{'s' * (parts > 1)} a rank, as the {layout} layout has; got "
-            f"{shards.parts}, give UnevenShards(..., parts={parts})"
-        )
+    check_parts(shards, layout)
 
 
 def _check_tokens(runtime: Runtime, member: int, q: Tensor, k: Tensor, shards: Shards) -> None:

@@ -6,6 +6,7 @@ docs/triangle.md derives it in pictures: who owns what, that every product is co
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -130,7 +131,7 @@ class _Triangle(Counted):
 
     def results(self, side: str, block: int) -> Iterator[tuple[Move, int]]:
         """Results on the same way, each member's added to those before it, and at the end to the owner's."""
-        for chunk, visits in self.visits(side, block):
+        for chunk, visits in self.visits(side, block) if self.kind(side) else ():
             ends = [*(rank for rank, _ in visits[1:]), chunk // 2]
             for (rank, hop), dst in zip(visits, ends, strict=False):
                 yield Move(src=rank, dst=dst, kind=self.kind(side), key=(chunk,)), self.hops + hop - 1
@@ -142,12 +143,11 @@ class _Triangle(Counted):
 
     def __call__(self, rank: int) -> Steps:
         steps: list[dict[str, list]] = [defaultdict(list) for _ in range(self.steps)]
-        for side in ("q", "kv"):
-            for block in pair_of(rank):  # of both it owns a chunk, and the one or the other group is its own
-                for name, found in (("moves", self.moves), ("results", self.results)):
-                    for move, t in found(side, block) if name == "moves" or self.kind(side) else ():
-                        if rank in move.ranks:
-                            steps[t][name].append(move)
+        for side, block in itertools.product(("q", "kv"), pair_of(rank)):  # of both blocks it owns a chunk
+            for name, found in (("moves", self.moves), ("results", self.results)):
+                for move, t in found(side, block):
+                    if rank in move.ranks:
+                        steps[t][name].append(move)
         for t, pairs in enumerate(self.timed(rank)):
             steps[t]["computes"] = [Compute(rank=rank, q=(q,), kv=(kv,)) for q, kv in pairs]
         return tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps)
@@ -155,18 +155,9 @@ class _Triangle(Counted):
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
         """A rank's products by step: in each what must leave with its results, and as many as are left for each step
         that is left; of those that can be computed, first what has to leave first."""
-        i, j = pair_of(rank)
-        hops = {"q": self.away(rank, "q", i), "kv": self.away(rank, "kv", j)}
-        waiting = [
-            (
-                min(self.due(hops["q"], q, "q"), self.due(hops["kv"], kv, "kv")),
-                hops["q"].get(q, 0),
-                hops["kv"].get(kv, 0),
-                (q, kv),
-            )
-            for q, kv in self.products(rank)
-        ]
-        waiting.sort()
+        far = self.away(rank, "q"), self.away(rank, "kv")
+        hops = [(far[0].get(q, 0), far[1].get(kv, 0), (q, kv)) for q, kv in self.products(rank)]
+        waiting = sorted((self.leaves(a, b), a, b, pair) for a, b, pair in hops)
         found = []
         for t in range(self.steps):
             share = -(-len(waiting) // (self.steps - t))
@@ -176,26 +167,22 @@ class _Triangle(Counted):
             found.append([pair for *_, pair in taken])
         return found
 
-    def away(self, rank: int, side: str, block: int) -> dict[int, int]:
-        """How many hops each chunk of a block is away from a member of its group."""
-        way = self.blocks.way(side, block)
+    def away(self, rank: int, side: str) -> dict[int, int]:
+        """How many hops each chunk that comes to a rank is away from it; 0 for its own."""
+        way = self.blocks.way(side, pair_of(rank)[side == "kv"])
         here = next(n for n, stop in enumerate(way) if stop.rank == rank)
         return {chunk: (here - n) % len(way) for n, (chunk, _) in enumerate(way)}
 
-    def due(self, hops: Mapping[int, int], chunk: int, side: str) -> int:
-        """The step in which the chunk's results leave; those of a rank's own stay."""
-        return self.hops + hops[chunk] - 1 if hops.get(chunk) and self.kind(side) else self.steps - 1
+    def leaves(self, q: int, kv: int) -> int:
+        """The step in which the first result of a product of chunks so many hops away leaves; own ones stay."""
+        hops = [far for far, side in ((q, "q"), (kv, "kv")) if far and self.kind(side)]
+        return self.hops + min(hops) - 1 if hops else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
         found = [0.0] * self.ranks
-        for block in range(self.blocks.count):
-            for side in ("q", "kv"):
-                for chunk, visits in self.visits(side, block):
-                    for rank, _ in visits:
-                        found[rank] += units[side]
-                    if self.kind(side):
-                        for rank in [*(rank for rank, _ in visits[1:]), chunk // 2][: len(visits)]:
-                            found[rank] += units[self.kind(side)]
+        for side, block in itertools.product(("q", "kv"), range(self.blocks.count)):
+            for move, _ in itertools.chain(self.moves(side, block), self.results(side, block)):
+                found[move.dst] += units[move.kind]
         return found
 
 
