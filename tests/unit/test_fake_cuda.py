@@ -179,6 +179,7 @@ SHAPES = {
     "attention2d": {"rows": 2},
     "wallfacer": {"team": 2},
     "mesh": {"mesh": (2, 1, 2)},
+    "triangle": {"size": 6},
 }
 
 

@@ -179,7 +179,7 @@ class _Triangle(Counted):
         return self.hops + min(hops) - 1 if hops else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        found = [0.0] * self.ranks
+        found: list[float] = [0] * self.ranks
         for side, block in itertools.product(("q", "kv"), range(self.blocks.count)):
             for move, _ in itertools.chain(self.moves(side, block), self.results(side, block)):
                 found[move.dst] += units[move.kind]
@@ -193,7 +193,7 @@ def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float
     blocks = _Blocks(ranks)
     hops = max(0, blocks.count - 2)
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
-    found = [hops * (units["q"] + units["kv"])] * ranks
+    found: list[float] = [hops * (units["q"] + units["kv"])] * ranks
     for side, kind in kinds.items():
         for block in range(blocks.count):
             way = blocks.way(side, block) if blocks.group(side, block) else []
