@@ -46,7 +46,8 @@ class Frame:
         layout = self.layout if documents else NAMED[self.layout] if self.inner > 1 else None
         long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
         if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
-            inner: tuple = (len(long), self.schedule.travellers, self.schedule.takes(0, 1)) if long else ()
+            kind = self.schedule.travellers, self.schedule.takes(0, 1)
+            inner: tuple = (len(long), self.schedule.parts, *(kind if long else ()))
             places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
             return inner, places, self.size, layout
         inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
