@@ -186,6 +186,8 @@ class SequenceParallelConfig:
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
             except ConfigError:
+                if not self.own and ulysses == min(legal):
+                    raise
                 continue
             return ulysses
         shape = ", ".join(f"{name} {value}" for name, value in self.own)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...errors import SECTION, ConfigError
 from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
 from ..layout import pair_of
-from ..plan import Counted, Pattern
+from ..plan import Counted, Pattern, bits
 from ..topology import Axes, Topology
 from .base import Heads, Own, Schedule
 
@@ -24,18 +24,21 @@ def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str 
     diagonal what costs no bytes: of block i all early queries that see its own early k/v chunk, of block j all that its
     own late query chunk sees. Every rank then has T (T - 1) products of chunks to do, those half seen counted half.
 
-    Chunks go round: q round the ranks (i, .), k/v round the ranks (., j), one of each a step for T - 2 steps; then
-    results in T - 2 steps to their owners. Plans number chunks by their owner: rank r has 2 r, which is late in block
-    j, and 2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk, or for travels="q" (both
-    sides travel here).
+    Chunks go round: q round the ranks (i, .), k/v round the ranks (., j), T - 2 hops each; then results on the same
+    ways to their owners. A hop of q starts in every second step and one of k/v between: each has two steps to arrive,
+    so that a rank need not have got both before it passes on the one. Plans number chunks by their owner: rank r has
+    2 r, which is late in block j, and 2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk,
+    or for travels="q" (both sides travel here).
     """
     if travels != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
-    for q, kv in pattern.pairs():
-        if not takes(q, kv):
+    seen = 0
+    for q in sorted(range(pattern.size), key=_place):
+        seen |= 1 << q
+        if later := pattern.rows[q] & ~seen:
             raise ConfigError(
                 "triangle needs causal attention, in which no query sees a later chunk; got queries of chunk "
-                f"{q} that see keys of chunk {kv}, use a causal mask, or schedule ring or mesh"
+                f"{q} that see keys of chunk {next(bits(later))}, use a causal mask, or schedule ring or mesh"
             )
     return _Triangle(topology.size("pair"), pattern, direction)
 
@@ -93,7 +96,8 @@ class _Triangle(Counted):
     def __init__(self, ranks: int, pattern: Pattern, direction: str) -> None:
         self.ranks, self.pattern, self.direction, self.blocks = ranks, pattern, direction, _Blocks(ranks)
         self.hops = max(0, self.blocks.count - 2)  # of a chunk that goes round
-        self.steps = max(1, 2 * self.hops)
+        self.turn = self.comes("kv", self.hops)  # the first step in which results leave
+        self.steps = max(1, self.turn + 2 * self.hops)
         self.products = functools.cache(self._products)
         self.reads = functools.cache(self._reads)
 
@@ -127,14 +131,14 @@ class _Triangle(Counted):
         for chunk, visits in self.visits(side, block):
             holders = [chunk // 2, *(rank for rank, _ in visits)]
             for src, (rank, hop) in zip(holders, visits, strict=False):
-                yield Move(src=src, dst=rank, kind=side, key=(chunk,)), hop - 1
+                yield Move(src=src, dst=rank, kind=side, key=(chunk,), within=2), self.starts(side, hop)
 
     def results(self, side: str, block: int) -> Iterator[tuple[Move, int]]:
         """Results on the same way, each member's added to those before it, and at the end to the owner's."""
         for chunk, visits in self.visits(side, block) if self.kind(side) else ():
             ends = [*(rank for rank, _ in visits[1:]), chunk // 2]
             for (rank, hop), dst in zip(visits, ends, strict=False):
-                yield Move(src=rank, dst=dst, kind=self.kind(side), key=(chunk,)), self.hops + hop - 1
+                yield Move(src=rank, dst=dst, kind=self.kind(side), key=(chunk,), within=2), self.leaves(side, hop)
 
     def kind(self, side: str) -> str:
         """Of what is accumulated for this side's chunks and leaves the rank; "" for none."""
@@ -155,16 +159,19 @@ class _Triangle(Counted):
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
         """A rank's products by step: in each what must leave with its results, and as many as are left for each step
         that is left; of those that can be computed, first what has to leave first."""
-        far = self.away(rank, "q"), self.away(rank, "kv")
-        hops = [(far[0].get(q, 0), far[1].get(kv, 0), (q, kv)) for q, kv in self.products(rank)]
-        waiting = sorted((self.leaves(a, b), a, b, pair) for a, b, pair in hops)
+        far = {side: self.away(rank, side) for side in ("q", "kv")}
+        waiting = []
+        for q, kv in self.products(rank):
+            hops = [(side, far[side].get(chunk, 0)) for side, chunk in (("q", q), ("kv", kv))]
+            waiting.append((min(self.leaves(*one) for one in hops), max(self.comes(*one) for one in hops), (q, kv)))
+        waiting.sort()
         found = []
         for t in range(self.steps):
             share = -(-len(waiting) // (self.steps - t))
-            ready = [one for one in waiting if max(one[1:3]) <= t]
+            ready = [one for one in waiting if one[1] <= t]
             taken = [one for n, one in enumerate(ready) if n < share or one[0] <= t]
             waiting = [one for one in waiting if one not in taken]
-            found.append([pair for *_, pair in taken])
+            found.append([pair for _, _, pair in taken])
         return found
 
     def away(self, rank: int, side: str) -> dict[int, int]:
@@ -173,10 +180,17 @@ class _Triangle(Counted):
         here = next(n for n, stop in enumerate(way) if stop.rank == rank)
         return {chunk: (here - n) % len(way) for n, (chunk, _) in enumerate(way)}
 
-    def leaves(self, q: int, kv: int) -> int:
-        """The step in which the first result of a product of chunks so many hops away leaves; own ones stay."""
-        hops = [far for far, side in ((q, "q"), (kv, "kv")) if far and self.kind(side)]
-        return self.hops + min(hops) - 1 if hops else self.steps - 1
+    def starts(self, side: str, hop: int) -> int:
+        """The step in which a chunk's hop of this number, from 1, starts."""
+        return 2 * (hop - 1) + (side == "kv") if hop else 0
+
+    def comes(self, side: str, hops: int) -> int:
+        """The first step that has a chunk from so many hops away."""
+        return self.starts(side, hops) + 2 if hops else 0
+
+    def leaves(self, side: str, hops: int) -> int:
+        """The step in which the results of a chunk from so many hops away leave; those of own chunks stay."""
+        return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
         found: list[float] = [0] * self.ranks
