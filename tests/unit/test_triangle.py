@@ -20,7 +20,7 @@ from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards, UnevenShards, positions
 from ds_seqpar.planning.validate import validate
 from ds_seqpar.running.virtual import attention
-from tests.grids import grouped
+from tests.grids import grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import DIRECTIONS, build, built, joint, pattern, shaped
 from tests.unit.test_schedule_bytes import UNITS
@@ -34,9 +34,12 @@ def _ranks(side):
     return side * (side - 1) // 2
 
 
+PAIRS = [(i, j) for i in range(33) for j in range(i)]
+
+
 def _pair(rank):
     """(i, j), counted up."""
-    return [(i, j) for i in range(rank + 2) for j in range(i)][rank]
+    return PAIRS[rank]
 
 
 def _place(side):
@@ -258,7 +261,14 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("cases", grouped(("side",), **GRID))
+LONG = [
+    pytest.param(whole(**{**GRID, "side": (side,)}), id=f"side_{side}", marks=pytest.mark.whole)
+    for side in GRID["side"]
+    if side > 6
+]
+
+
+@pytest.mark.parametrize("cases", [*grouped(("side",), **{**GRID, "side": (2, 3, 4, 5, 6)}), *LONG])
 def test_it_equals_dense_attention(cases):
     for case in cases:
         config = _config(case["side"], case["ulysses"], overlap=case["overlap"])
@@ -340,9 +350,9 @@ def test_other_numbers_of_ranks_layouts_and_shards_are_refused():
     assert SequenceParallelConfig(size=12, schedule="triangle").resolve(12, heads=(8, 8)).ulysses == 4
     with pytest.raises(ConfigError, match=r"T \(T - 1\) / 2 inner ranks"):
         SequenceParallelConfig(size=7, schedule="triangle").resolve(7, heads=(4, 4))
-    with pytest.raises(ConfigError, match='layout must be pairs with schedule "triangle"'):
+    with pytest.raises(ConfigError, match='layout must be "pairs" with schedule "triangle"; got "zigzag"'):
         _config(3, layout="zigzag").resolve(3)
-    with pytest.raises(ConfigError, match=r'layout must be .*; got "pairs", change it, or use schedule triangle'):
+    with pytest.raises(ConfigError, match=r'layout must be .*; got "pairs", change it, or use schedule "triangle"'):
         SequenceParallelConfig(size=3, layout="pairs").resolve(3)
     inputs = tensors(1, 12, (4, 2), 8)
     whole = UnevenShards([[(4 * rank, 1, 4)] for rank in range(3)])
