@@ -11,7 +11,7 @@ import torch
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.planning.balance import shards_of
-from ds_seqpar.planning.compile import Compiler, Recipe, pattern_of
+from ds_seqpar.planning.compile import PROBE, Compiler, Recipe, pattern_of
 from ds_seqpar.planning.layout import NAMED, dealt, multiple, paired
 from ds_seqpar.planning.masks import CAUSAL, Mask
 from ds_seqpar.planning.overlap import overlapped
@@ -274,6 +274,12 @@ def test_it_equals_dense_attention(cases):
         config = _config(case["side"], case["ulysses"], overlap=case["overlap"])
         inputs, wanted = _problem(2 * multiple("pairs", config.size, config.ulysses), case["heads"])
         assert max(errors(_found(config, inputs), wanted)) <= 1e-10, case
+
+
+def test_tiles_of_long_chunks_grow_with_them():
+    for side, length in ((3, PROBE + 1), (4, 2 * PROBE + 3)):
+        inputs = tensors(2, 2 * _ranks(side) * length, (4, 2), 8)
+        assert max(errors(_found(_config(side), inputs), dense(*inputs))) <= 1e-10
 
 
 @pytest.mark.parametrize("overlap", [False, True])
