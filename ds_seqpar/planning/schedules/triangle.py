@@ -79,7 +79,7 @@ class _Blocks:
         return [_number(i, block) for i in range(block + 1, self.count)]
 
     def way(self, side: str, block: int) -> list[Stop]:
-        """A group's way: each of the block's chunks starts at a stop and goes on by one a step. Those that come from
+        """A group's way: each of the block's chunks starts at a stop and goes on by one a turn. Those that come from
         outside stand evenly between the members', so that all members' results have as far to go."""
         chunks, members = self.chunks(block), self.group(side, block)
         own = [chunk for chunk in chunks if chunk // 2 in members]
