@@ -71,7 +71,11 @@ def seconds_to_validate(name: str, size: int) -> float:
 
 def shapes(world: int) -> dict[str, dict]:
     """Name -> settings for all ranks of the world."""
-    every = {name: {"ulysses": ULYSSES, "schedule": name} for name in SCHEDULES}
+    every = {
+        name: {"ulysses": ULYSSES, "schedule": name}
+        for name, its in SCHEDULES.items()
+        if list(its.shapes(world // ULYSSES))
+    }
     return every | {"default, 16 groups": {"ulysses": ULYSSES, "size": world // 16}}
 
 

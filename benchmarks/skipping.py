@@ -183,7 +183,9 @@ class Case:
         pattern = pattern_of(self.mask, self.shards)
         for name, setting in settings():
             schedule = SCHEDULES[setting["schedule"]]
-            if self.named in ("auto", *schedule.layouts) and all(schedule.takes(*pair) for pair in pattern.pairs()):
+            fits = list(schedule.shapes(self.shards.size)) and schedule.parts == self.shards.parts
+            named = self.named in ("auto", *schedule.layouts)
+            if fits and named and all(schedule.takes(*pair) for pair in pattern.pairs()):
                 yield name, {**setting, "layout": self.named}
 
 

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.config import LAYOUTS, TRAVEL_DTYPES, setting_names
+from ds_seqpar.config import TRAVEL_DTYPES, setting_names
 from ds_seqpar.planning.compile import pattern_of, weight
 from ds_seqpar.planning.draw import draw_timelines
 from ds_seqpar.planning.heads import most
+from ds_seqpar.planning.layout import NAMED
 from ds_seqpar.planning.masks import CAUSAL
 from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.schedules import SCHEDULES, settings
@@ -75,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("schedule", choices=sorted(SCHEDULES))
     found.add_argument("--ranks", type=int, default=4)
     found.add_argument("--ulysses", type=int, default=1)
-    found.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
+    found.add_argument("--layout", default="auto", help=f"one of {', '.join(NAMED)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"
         found.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)

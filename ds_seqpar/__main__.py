@@ -10,12 +10,12 @@ import argparse
 import sys
 
 from . import calibrate, cpu_op, memory_command, plan_command
-from .config import LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
+from .config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import ConfigError, SeqParError
 from .planning.compile import Compiler, pattern_of, weight
 from .planning.draw import draw
 from .planning.heads import most
-from .planning.layout import multiple
+from .planning.layout import NAMED, multiple
 from .planning.listing import listing
 from .planning.masks import CAUSAL, FULL
 from .planning.recipes import recipe_of, shape_of
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
     show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
-    show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
+    show.add_argument("--layout", default="auto", help=f"one of {', '.join(NAMED)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"
         show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)

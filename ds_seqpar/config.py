@@ -12,6 +12,7 @@ from .errors import SECTION, ConfigError, choose, in_words, nearest
 from .planning import heads as dealing
 from .planning import schedules
 from .planning.layout import LAYOUTS as RUNS
+from .planning.layout import NAMED
 from .planning.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
 from .planning.topology import Axes, Topology, divisors, place
 
@@ -120,7 +121,7 @@ class SequenceParallelConfig:
                 'use "bf16", which takes as many bytes'
             )
         for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
-                             ("layout", ("auto", *LAYOUTS)), ("kernel", KERNELS)):  # fmt: skip
+                             ("layout", ("auto", *NAMED)), ("kernel", KERNELS)):  # fmt: skip
             choose(f"{SECTION}.{field}", getattr(self, field), names)
         schedules.schedule(self.schedule)
 
@@ -196,6 +197,8 @@ class SequenceParallelConfig:
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
             except ConfigError:
+                if not self.own and ulysses == min(legal):
+                    raise
                 continue
             return ulysses
         shape = ", ".join(f"{name} {value}" for name, value in self.own)

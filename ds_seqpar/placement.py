@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .planning.masks import Mask
-from .planning.shards import UnevenShards, members_positions
+from .planning.shards import UnevenShards, members_positions, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Placement:
     @property
     def tokens(self) -> int:
         """Of all ranks, of a sequence or of all that lie end to end."""
-        return sum(self.shards.tokens("q", (rank,)) for rank in range(self.shards.size))
+        return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @property
     def digest(self) -> int:

@@ -21,6 +21,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import InputError
 from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
+from ds_seqpar.planning.shards import tokens_of
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.trusted import is_trusted
 
@@ -150,7 +151,7 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
     inner = sp.size // sp.config.ulysses
     if placement.shards.size != inner:
         return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
-    if min(placement.shards.tokens("q", (rank,)) for rank in range(inner)) < sp.config.ulysses:
+    if min(tokens_of(placement.shards, "q", rank) for rank in range(inner)) < sp.config.ulysses:
         return InputError(
             f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
             "some ranks would have none, give it longer sequences, or fewer ranks a sequence"

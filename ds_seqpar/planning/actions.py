@@ -1,8 +1,10 @@
 """What ranks do, as data: products of blocks, and what moves in between.
 
-Blocks are numbered by the inner rank that owns them. A *key* is a sorted tuple of block numbers: one block, or blocks
-that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a query block
-brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in backward.
+Blocks are numbered by the inner rank that owns them: where each owns one, block p is rank p's; where each owns `parts`,
+rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
+blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a
+query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in
+backward.
 
 One step of a rank, in this order: gather operands; post the step's operand moves; compute products; merge the results
 that are due; post the step's result moves; reduce-scatter; wait for the operands that are due. A move is due `within`
@@ -123,6 +125,16 @@ class Step:
 
 
 Steps = tuple[Step, ...]
+
+
+def owned(rank: int, parts: int) -> Key:
+    """The blocks of a rank that owns so many."""
+    return tuple(range(rank * parts, (rank + 1) * parts))
+
+
+def owner(block: int, parts: int) -> int:
+    """The rank that owns it."""
+    return block // parts
 
 
 def name_of(key: Key) -> str:

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import InputError
-from .layout import Run, Runs, dealt
+from .layout import PARTS, Run, Runs, dealt
 from .masks import Mask
 from .shards import UnevenShards
 
@@ -225,4 +225,6 @@ def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards
     """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
-    return UnevenShards([dealt(layout, sum(lengths), ranks, rank) for rank in range(ranks)])
+    held = [dealt(layout, sum(lengths), ranks, rank) for rank in range(ranks)]
+    parts = PARTS.get(layout, 1)
+    return UnevenShards(held if parts == 1 else [(run,) for runs in held for run in runs], parts=parts)

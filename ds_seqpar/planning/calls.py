@@ -13,7 +13,7 @@ from .masks import Mask
 from .memory import peak
 from .recipes import fewest_stages, recipe_of, shape_of
 from .shape import Shape
-from .shards import EvenShards
+from .shards import EvenShards, tokens_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, part: Part, members: int) -> _Sizes:
-        own, inner, tokens = part.own, part.forward.shape, part.forward.tokens("q", (0,))
+        own, inner, tokens = part.own, part.forward.shape, tokens_of(part.forward.shards, "q", 0)
         head = own.itemsize * own.batch * own.head_dim
         q, kv = (tokens // members * heads * head for heads in (own.q_heads, 2 * own.kv_heads))
         sent = tokens // members * 2 * max(own.kv_heads, members) * head

@@ -10,7 +10,7 @@ from typing import Any
 from ..config import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
 from . import schedules
-from .layout import LAYOUTS, multiple
+from .layout import NAMED, multiple
 from .schedules.base import Own, Schedule
 from .topology import Topology, divisors, place
 
@@ -43,10 +43,11 @@ class Frame:
     def same(self, documents: bool) -> tuple:
         """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and
         layouts that give the same tokens, as far as one document goes. One ring is one, whoever makes it."""
-        layout = self.layout if documents else LAYOUTS[self.layout] if self.inner > 1 else None
+        layout = self.layout if documents else NAMED[self.layout] if self.inner > 1 else None
         long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
         if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
-            inner: tuple = (len(long), self.schedule.travellers, self.schedule.takes(0, 1)) if long else ()
+            kind = self.schedule.travellers, self.schedule.takes(0, 1)
+            inner: tuple = (len(long), self.schedule.parts, *(kind if long else ()))
             places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
             return inner, places, self.size, layout
         inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)

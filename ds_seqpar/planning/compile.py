@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from . import overlap
 from .actions import Key, Steps
-from .layout import LAYOUTS
+from .layout import NAMED
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
@@ -92,7 +92,7 @@ def _fewest(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple
 @functools.lru_cache(maxsize=2)  # all ranks that one process has, as virtual ones, read the same plan
 def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
     steps = recipe.schedule.build(recipe.topology, pattern, direction, travels)
-    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps)
+    plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.parts)
     return overlap.overlapped(plan, pattern, dict(sizes)) if recipe.overlap else plan
 
 
@@ -202,6 +202,7 @@ class Compiler:
                 self.recipe.size,
                 self.recipe.steps(direction, pattern, shape, self.rank),
                 wide_travel,
+                self.recipe.schedule.parts,
             ),
         )
 
@@ -219,7 +220,7 @@ class Compiler:
 
 def pattern_of(mask: Mask, shards: Shards) -> Pattern:
     """Which blocks meet."""
-    q, kv = ([shards.runs(side, (block,)) for block in range(shards.size)] for side in ("q", "kv"))
+    q, kv = ([shards.runs(side, (block,)) for block in range(shards.size * shards.parts)] for side in ("q", "kv"))
     return Pattern(visibility(q, kv, mask), even=shards.even)
 
 
@@ -248,7 +249,7 @@ class _Growing:
     the length, which two short lengths show."""
 
     def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
-        runs = len(LAYOUTS[layout](2 * size, size, 0)) * size
+        runs = len(NAMED[layout](2 * size, size, 0)) * size
         self.small, self.large = (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))
         self.mask, self.square = mask, square
         self.known: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}

@@ -76,7 +76,8 @@ def _steps(call: Call, direction: str) -> list:
 def _lowered(call: Call, direction: str, steps: Sequence, rank: int) -> Program:
     shape = call.shapes[0]
     name, size = call.recipe.schedule.name, call.recipe.size
-    return lower(name, direction, rank, size, tuple(steps), shape.travel == shape.wide)
+    wide = shape.travel == shape.wide
+    return lower(name, direction, rank, size, tuple(steps), wide, call.recipe.schedule.parts)
 
 
 def _renamed(program: Program, rank: int, at: Callable[[int], int]) -> Program:

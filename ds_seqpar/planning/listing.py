@@ -23,6 +23,7 @@ from .program import (
     ScatterStart,
     Transfer,
     Wait,
+    is_own,
 )
 
 
@@ -97,4 +98,4 @@ def _unit(unit: Unit) -> str:
 
 
 def _slot(slot: int) -> str:
-    return "own" if slot == OWN else f"[{slot}]"
+    return "own" if is_own(slot) else f"[{slot}]"

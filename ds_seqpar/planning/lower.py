@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
-from .actions import ACCUMULATORS, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit
+from .actions import ACCUMULATORS, OPERANDS, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit, owned
 from .program import (
     OWN,
     Assemble,
@@ -23,6 +23,8 @@ from .program import (
     Slot,
     Transfer,
     Wait,
+    is_own,
+    own_slot,
     renamed,
     slots_of,
 )
@@ -30,10 +32,10 @@ from .program import (
 KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
-def lower(name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool) -> Program:
+def lower(name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1) -> Program:
     """The program of one rank. wide_travel: whether results travel in the dtype that they are accumulated in; what
-    arrives is then added to where it lies, and sent on from there."""
-    lowering = _Lowering(direction, rank, size, wide_travel)
+    arrives is then added to where it lies, and sent on from there. parts: blocks that each rank owns."""
+    lowering = _Lowering(direction, rank, size, wide_travel, parts)
     for index, step in enumerate(steps):
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
@@ -42,6 +44,7 @@ def lower(name: str, direction: str, rank: int, size: int, steps: Steps, wide_tr
         direction=direction,
         rank=rank,
         size=size,
+        parts=parts,
         words=tuple(step.words(rank) for step in steps),
         **assign(code, buffers),
     )
@@ -50,12 +53,15 @@ def lower(name: str, direction: str, rank: int, size: int, steps: Steps, wide_tr
 class _Lowering:
     """Every unit gets a buffer of its own here; `assign` lets them share slots."""
 
-    def __init__(self, direction: str, rank: int, size: int, wide_travel: bool) -> None:
-        self.direction, self.rank, self.size, self.wide_travel = direction, rank, size, wide_travel
+    def __init__(self, direction: str, rank: int, size: int, wide_travel: bool, parts: int) -> None:
+        self.direction, self.rank, self.wide_travel = direction, rank, wide_travel
+        self.blocks, self.own = size * parts, owned(rank, parts)
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
         self.tickets = itertools.count()
-        self.operands: dict[Unit, int] = {("q", (rank,)): OWN, ("kv", (rank,)): OWN}
+        self.operands: dict[Unit, int] = {
+            (kind, (b,)): own_slot(n) for kind in OPERANDS for n, b in enumerate(self.own)
+        }
         self.messages: dict[Unit, int] = {}  # own operands as they are sent
         self.results: dict[Unit, int] = {}  # running ones -> their buffer
         self.arriving: dict[int, list[int]] = defaultdict(list)  # tickets of operands that are due at the end of a step
@@ -92,14 +98,14 @@ class _Lowering:
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
-        own = [(kind, (self.rank,)) for kind in ACCUMULATORS[self.direction]]
+        own = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.own]
         # a slot also for what nothing is added to: an empty block, or keys that no query sees
         self.code.append(Finish(last, tuple((unit, self.running(unit)) for unit in own)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
         """The buffer that an operand is sent from."""
-        if self.operands[unit] != OWN:
+        if not is_own(self.operands[unit]):
             return self.operands[unit]
         if unit not in self.messages:
             self.messages[unit] = self.buffer(unit[0], "operand", unit[1])
@@ -118,7 +124,7 @@ class _Lowering:
     def tag(self, unit: Unit) -> int:
         """The same on both ends without asking, and no other message's between the same two ranks meanwhile: a unit
         goes by its first block."""
-        return KINDS.index(unit[0]) * self.size + unit[1][0]
+        return KINDS.index(unit[0]) * self.blocks + unit[1][0]
 
     def product(self, index: int, compute: Compute) -> None:
         results = []
@@ -195,7 +201,7 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
     last = _last_uses(code)
     slots: list[Slot] = []
     free: dict[tuple, list[int]] = defaultdict(list)
-    place: dict[int, int] = {OWN: OWN}
+    place: dict[int, int] = {}
     dying: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, int] = {}  # slot -> where its last buffer ends
     lowered = []
@@ -211,7 +217,7 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
                     slots[place[buffer]] = slots[place[buffer]]._replace(keys=slots[place[buffer]].keys + wanted.keys)
                 dying[last[buffer]].append(buffer)
                 ends[place[buffer]] = last[buffer]
-        lowered.append(renamed(instruction, place.__getitem__))
+        lowered.append(renamed(instruction, lambda slot: slot if is_own(slot) else place[slot]))
         for buffer in dying.pop(at, []):
             wanted = buffers[buffer]
             free[wanted.kind, wanted.role, len(wanted.keys[0])].append(place[buffer])

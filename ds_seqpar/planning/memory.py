@@ -13,7 +13,6 @@ from typing import Any
 from .actions import Unit
 from .compile import Bound
 from .program import (
-    OWN,
     Assemble,
     Export,
     Finish,
@@ -25,6 +24,7 @@ from .program import (
     Product,
     ScatterStart,
     Wait,
+    is_own,
 )
 from .shape import ITEMSIZE
 from .tiles import PIECE, Tile
@@ -53,7 +53,7 @@ class _Result:
 
 class _Follower:
     def __init__(self, bound: Bound, delta: bool) -> None:
-        self.known = () if delta else (OWN,)  # queries whose output is at hand
+        self.delta = delta  # the output of own queries is not at hand either
         self.bound, self.shape, self.program = bound, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
         self.slots: dict[int, int] = {}
@@ -123,7 +123,7 @@ class _Follower:
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
     def product(self, one: Product) -> None:
-        if not self.forward and one.q_slot not in (*self.known, *self.outs):
+        if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
             self.see()
         for tile in self.bound.tiles(one.q, one.kv):
@@ -176,8 +176,14 @@ class _Follower:
         self.make(one.received)
 
     def finish(self, one: Finish) -> None:
-        """Results in the inputs' dtype, one tensor after the other."""
+        """Results in the inputs' dtype, one tensor after the other; several blocks' in one tensor, made at once."""
         done = 0
+        if self.program.parts > 1:
+            done = sum(self.rows(unit[0], self.bound.tokens(*unit)) for unit, _ in one.results)
+            for unit, slot in one.results:
+                self.settle(self.results.setdefault(unit, _Result()), slot, more=done)
+            self.see(done)
+            return
         for unit, slot in one.results:
             result = self.results.setdefault(unit, _Result())
             if (result.loose and result.whole and not result.wide) or (

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from .actions import ACCUMULATORS, Compute, Move, Step
+from .actions import ACCUMULATORS, Compute, Move, Step, owned, owner
 from .plan import Pattern, Plan
 from .simulate import Costs, communication, programs_of, simulate
 
@@ -20,8 +20,9 @@ Operand = tuple[int, str, int]  # rank, kind, block
 
 def overlapped(plan: Plan, needed: Pattern, sizes: Mapping[str, float]) -> Plan:
     """The same products on the same ranks and the same bytes in another order: a greedy list schedule under the model
-    of `simulate`, for products that take as long as the transfers do. Results go straight home; products that only a
-    group needed are left out.
+    of `simulate`, for products that take as long as the transfers do. Results go straight home, unless some rank
+    would then receive more than in the plan: then they go the plan's way. Products that only a group needed are left
+    out.
 
     Tried with gathered blocks passed on round their group, and, where there are gathers, with every block straight
     from its owner; what `simulate` finds fastest is returned, at worst the plan itself. sizes: bytes of a block of each
@@ -31,10 +32,10 @@ def overlapped(plan: Plan, needed: Pattern, sizes: Mapping[str, float]) -> Plan:
     if communication(plan, costs) == 0:
         return plan
     costs = costs.balanced(plan)
-    wanted = _wanted(_products(plan, needed))
+    wanted = _wanted(_products(plan, needed), plan.parts)
     routes = [_sources(plan, wanted)]
     if any(step.gathers for steps in plan.ranks for step in steps):
-        routes.append({unit: unit[2] for unit in wanted})
+        routes.append({unit: owner(unit[2], plan.parts) for unit in wanted})
     candidates = [plan, *(_ListScheduler(plan, needed, costs, route).run() for route in routes)]
     return min(candidates, key=lambda candidate: simulate(programs_of(candidate), costs).seconds)
 
@@ -44,15 +45,21 @@ class _ListScheduler:
     posted between products and queue for their links."""
 
     def __init__(self, plan: Plan, needed: Pattern, costs: Costs, source: dict[Operand, int]) -> None:
-        self.plan, self.costs, self.source = plan, costs, source
+        self.plan, self.costs, self.source, self.parts = plan, costs, source, plan.parts
         self.remaining = _products(plan, needed)
         self.pending = set(self.source)
-        self.arrival: dict[Operand, float] = {(r, k, r): 0.0 for r in range(plan.size) for k in ("q", "kv")}
+        own = [(r, b) for r in range(plan.size) for b in owned(r, plan.parts)]
+        self.arrival: dict[Operand, float] = {(r, k, b): 0.0 for r, b in own for k in ("q", "kv")}
         self.first_use: dict[Operand, int] = {}
-        # results that leave the rank: how many products are still to come into them
+        # results that leave the rank: how many products, and results of others, are still to come into them
         self.open = Counter(
             unit for r, pairs in enumerate(self.remaining) for p in pairs for unit in self.leaving(r, *p)
         )
+        self.next = _next(plan, set(self.open), source, costs.transfer)
+        for (_, kind, block), rank in self.next.items():
+            if rank != owner(block, self.parts):
+                self.open[rank, kind, block] += 1
+        self.coming: dict[int, list[Operand]] = defaultdict(list)  # slot -> results that get others' after its products
         self.link_in, self.link_out = [0.0] * plan.size, [0.0] * plan.size
         self.moves: list[tuple[int, Move]] = []
         self.computes: list[tuple[int, Compute]] = []
@@ -60,8 +67,8 @@ class _ListScheduler:
 
     def leaving(self, rank: int, q: int, kv: int) -> list[Operand]:
         """The results of a product that do not belong to the rank that computes it."""
-        owner = {"out": q, "dq": q, "dkv": kv}
-        return [(rank, kind, owner[kind]) for kind in ACCUMULATORS[self.plan.direction] if owner[kind] != rank]
+        found = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
+        return [unit for unit in found if owner(unit[2], self.parts) != rank]
 
     def run(self) -> Plan:
         slot = 0
@@ -98,7 +105,11 @@ class _ListScheduler:
         side, other = (0, "kv") if kind == "q" else (1, "q")
         mine = [pair for pair in self.remaining[rank] if pair[side] == block]
         gain = sum(1.0 if (rank, other, pair[1 - side]) in self.arrival else 0.1 for pair in mine)
-        return -gain / self.costs.transfer[kind], (rank - block) % self.plan.size, unit
+        return -gain / self.costs.transfer[kind], self.far(rank, block), unit
+
+    def far(self, rank: int, block: int) -> int:
+        """How many ranks before it the block's owner is."""
+        return (rank - owner(block, self.parts)) % self.plan.size
 
     def link_free(self, src: int, dst: int) -> float:
         return max(self.link_out[src], self.link_in[dst])
@@ -130,17 +141,20 @@ class _ListScheduler:
     def urgency(self, rank: int, q: int, kv: int) -> tuple:
         """What completes a result that has to leave comes first, a rank's own product last."""
         still = [self.open[unit] for unit in self.leaving(rank, q, kv)]
-        return (not still, min(still, default=0), (rank - q) % self.plan.size, (rank - kv) % self.plan.size)
+        return (not still, min(still, default=0), self.far(rank, q), self.far(rank, kv))
 
     def post_results(self, slot: int) -> None:
-        """Complete results go home after the slot's products, unless operands have taken the links."""
+        """Complete results go on after the slot's products, unless operands have taken the links."""
+        self.open.subtract(self.coming.pop(slot, []))
         for unit in sorted(unit for unit, count in self.open.items() if count == 0):
-            rank, kind, block = unit
-            if self.link_free(rank, block) < slot + 2:
-                move = Move(src=rank, dst=block, kind=kind, key=(block,))
+            (rank, kind, block), dst = unit, self.next[unit]
+            if self.link_free(rank, dst) < slot + 2:
+                move = Move(src=rank, dst=dst, kind=kind, key=(block,))
                 slots = math.ceil(self.carry(move, slot + 1)) - slot
                 self.results.append((slot, dataclasses.replace(move, within=slots)))
                 del self.open[unit]
+                if dst != owner(block, self.parts):
+                    self.coming[slot + slots].append((dst, kind, block))
 
     def emit(self, slots: int) -> Plan:
         steps: list[list[dict[str, list]]] = [
@@ -158,7 +172,7 @@ class _ListScheduler:
         ranks = tuple(
             tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in mine) for mine in steps
         )
-        return Plan(name=f"{self.plan.name}, overlapped", direction=self.plan.direction, ranks=ranks)
+        return dataclasses.replace(self.plan, name=f"{self.plan.name}, overlapped", ranks=ranks)
 
 
 def _products(plan: Plan, needed: Pattern) -> list[set[tuple[int, int]]]:
@@ -169,10 +183,38 @@ def _products(plan: Plan, needed: Pattern) -> list[set[tuple[int, int]]]:
     return found
 
 
-def _wanted(products: list[set[tuple[int, int]]]) -> set[Operand]:
+def _next(
+    plan: Plan, results: set[Operand], source: Mapping[Operand, int], sizes: Mapping[str, float]
+) -> dict[Operand, int]:
+    """The rank that each of the results that leave theirs goes to next."""
+    home = {unit: owner(unit[2], plan.parts) for unit in results}
+    planned = {
+        (move.src, move.kind, block): move.dst
+        for rank, steps in enumerate(plan.ranks)
+        for step in steps
+        for move in step.results
+        if move.src == rank
+        for block in move.key
+    }
+    brought = [0.0] * plan.size
+    for rank, kind, _ in [*source, *((dst, kind, block) for (_, kind, block), dst in home.items())]:
+        brought[rank] += sizes[kind]
+    more = any(a > b * (1 + 1e-9) for a, b in zip(brought, plan.received(sizes), strict=True))
+    if not (more and results <= set(planned)):
+        return home
+    for unit in results:
+        rank, kind, block = unit
+        while rank != home[unit] and (rank := planned[rank, kind, block]) != home[unit]:
+            if (rank, kind, block) in results:  # others have nothing to add
+                break
+        home[unit] = rank
+    return home
+
+
+def _wanted(products: list[set[tuple[int, int]]], parts: int) -> set[Operand]:
     """The foreign operand blocks that products read."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
-    return {unit for unit in units if unit[0] != unit[2]}
+    return {unit for unit in units if unit[0] != owner(unit[2], parts)}
 
 
 def _sources(plan: Plan, wanted: set[Operand]) -> dict[Operand, int]:
@@ -188,7 +230,7 @@ def _sources(plan: Plan, wanted: set[Operand]) -> dict[Operand, int]:
                     source.setdefault((rank, move.kind, block), move.src)
     reached: set[Operand] = set()
     for rank, kind, block in wanted:  # and whoever passes it on
-        while rank != block and (rank, kind, block) not in reached:
+        while rank != owner(block, plan.parts) and (rank, kind, block) not in reached:
             reached.add((rank, kind, block))
             rank = source[rank, kind, block]
     return {unit: source[unit] for unit in reached}

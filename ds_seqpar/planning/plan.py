@@ -64,19 +64,24 @@ class Pattern:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """A schedule for `size` inner ranks in one direction ("forward" or "backward"). ranks[p]: the steps of rank p, as
-    many on each."""
+    many on each. parts: blocks that each rank owns."""
 
     name: str
     direction: str
     ranks: tuple[Steps, ...]
+    parts: int = 1
 
     @classmethod
-    def of(cls, name: str, direction: str, size: int, steps: StepsOf) -> Plan:
-        return cls(name=name, direction=direction, ranks=tuple(steps(rank) for rank in range(size)))
+    def of(cls, name: str, direction: str, size: int, steps: StepsOf, parts: int = 1) -> Plan:
+        return cls(name=name, direction=direction, ranks=tuple(steps(rank) for rank in range(size)), parts=parts)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def blocks(self) -> int:
+        return self.size * self.parts
 
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Elements that each rank receives. units: elements of one block of each kind ("q", "kv", "out", ...)."""

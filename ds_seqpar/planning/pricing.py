@@ -32,7 +32,7 @@ from .program import (
 )
 from .recipes import recipe_of, shape_of
 from .shape import Shape
-from .shards import EvenShards, Shards
+from .shards import EvenShards, Shards, tokens_of
 from .simulate import Carried, Start, Traded
 from .tiles import tiles
 from .topology import Topology
@@ -100,7 +100,7 @@ class Call:
 @functools.lru_cache(maxsize=64)
 def _pattern(mask: Mask, shards: Shards) -> Pattern:
     if mask.scale_free and isinstance(shards, EvenShards):
-        runs = len(shards.runs("q", (0,))) * shards.size
+        runs = len(shards.runs("q", (0,))) * shards.size * shards.parts
         shards = dataclasses.replace(shards, seq=2 * runs)  # the same blocks meet
     return pattern_of(mask, shards)
 
@@ -218,7 +218,7 @@ class MachinePrices:
         """Bytes of Ulysses' exchange between two members of an inner rank, of which `other` has the heads."""
         shape, both = self.call.shapes[other], kind == (INWARD if self.direction == "forward" else OUTWARD)
         heads = shape.q_heads + (2 * shape.kv_heads if both else 0)
-        tokens = self.call.shards.tokens("q", (inner,)) / self.call.members
+        tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
         return tokens * heads * shape.head_dim * shape.batch * shape.itemsize
 
     def carried(self, src: int, dst: int, unit: Unit) -> Carried:

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 from .actions import Collective, Key, Unit
 
 LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
-OWN = -1  # in place of a slot: the caller's own tensors
+OWN = -1  # in place of a slot: the caller's own tensors, or those of its first block; see `own_slot`
+
+
+def own_slot(part: int) -> int:
+    """In place of a slot: the part of the caller's own tensors that is its block number `part`."""
+    return OWN - part
+
+
+def is_own(slot: int) -> bool:
+    return slot <= OWN
 
 
 class Transfer(NamedTuple):
@@ -119,7 +128,7 @@ class Fold(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What is left: the own block's results."""
+    """What is left: the own blocks' results."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
@@ -149,7 +158,7 @@ def slots_of(instruction: Instruction) -> list[int]:
         found += [transfer.slot for transfer in (*instruction.sends, *instruction.receives)]
     if isinstance(instruction, Product | Finish):
         found += [slot for _, slot in instruction.results]
-    return [slot for slot in found if slot != OWN]
+    return [slot for slot in found if not is_own(slot)]
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
@@ -174,8 +183,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """code: in order. slots: by number. frees[i]: slots that nobody names after instruction i. words[s]: what the rank
-    does in step s, for people."""
+    """parts: blocks that each rank owns. code: in order. slots: by number. frees[i]: slots that nobody names after
+    instruction i. words[s]: what the rank does in step s, for people."""
 
     name: str
     direction: str
@@ -185,6 +194,7 @@ class Program:
     slots: tuple[Slot, ...]
     frees: tuple[tuple[int, ...], ...]
     words: tuple[str, ...]
+    parts: int = 1
 
     def place(self, at: int, around: int = 2) -> str:
         """Where instruction `at` stands: its step, some before and after it, and the ranks that take part in it."""

@@ -9,7 +9,7 @@ from .masks import Mask
 from .memory import peak
 from .schedules import schedule
 from .shape import Shape
-from .shards import Shards
+from .shards import Shards, tokens_of
 from .topology import Topology
 
 
@@ -43,6 +43,6 @@ def fewest_stages(config: SequenceParallelConfig, recipe: Recipe, own: Shape, ma
         shape = shape_of(config.travel_dtype, own.dtype, own.batch, heads)
         taken = max(peak(compiler.bound(way, mask, shards, shape, False)) for way in ("forward", "backward"))
         whole = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
-        if taken <= whole * shards.tokens("q", (0,)):
+        if taken <= whole * tokens_of(shards, "q", 0):
             return count
     return free[-1]

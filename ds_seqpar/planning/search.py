@@ -16,7 +16,7 @@ from .candidates import Frame, travels
 from .closed import Closed, closed, sampled
 from .everyone import call_seconds, followed_ranks, programs
 from .footprint import footprint
-from .layout import LAYOUTS, contiguous
+from .layout import NAMED, contiguous
 from .machine import PER_PRODUCT, Machine
 from .masks import Mask
 from .needs import Footprint
@@ -98,7 +98,8 @@ class Guesser:
         shape = shape_of(its.given.get("travel_dtype", "fp32"), its.dtype, its.batch, heads)
         took, moved = [], 2 * exchanged
         for way, product in zip(DIRECTIONS, products, strict=True):
-            units = {kind: n * its.seq / frame.inner for kind, n in shape.bytes_per_token(way).items()}
+            block = its.seq / (frame.inner * frame.schedule.parts)
+            units = {kind: n * block for kind, n in shape.bytes_per_token(way).items()}
             carried = min(_seconds(its.machine, frame, way, side, units) for side in travels(frame, its.given)[way])
             took.append(max(product * (2 if lopsided else 1), carried) + exchanged)
             moved += carried
@@ -109,7 +110,7 @@ class Guesser:
     def lopsided(self, frame: Frame) -> bool:
         """Whether the last rank has about twice its share: causal attention on blocks in the order of the text, unless
         the schedule is made for that, and so takes nothing else."""
-        plain = self.question.mask.scale_free and LAYOUTS[frame.layout] is contiguous
+        plain = self.question.mask.scale_free and NAMED[frame.layout] is contiguous
         return plain and frame.inner > 1 and frame.schedule.takes(0, 1)
 
 

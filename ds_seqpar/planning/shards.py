@@ -10,16 +10,19 @@ from typing import Protocol
 
 from ..errors import InputError
 from ..handles import handle_of
-from .actions import Key
-from .layout import LAYOUTS, Run, Runs, join
+from .actions import Key, owned
+from .layout import NAMED, PARTS, Run, Runs, join
 
 
 class Shards(Protocol):
-    """The blocks of one sequence. `runs("q" or "kv", key)`: the tokens of some blocks, by position, which is the order
-    that they are kept in together."""
+    """The blocks of one sequence, `parts` for each of `size` inner ranks. `runs("q" or "kv", key)`: the tokens of some
+    blocks, by position, which is the order that they are kept in together."""
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def parts(self) -> int: ...
 
     @property
     def even(self) -> bool:
@@ -42,50 +45,64 @@ class EvenShards:
     size: int
 
     @property
+    def parts(self) -> int:
+        return PARTS.get(self.layout, 1)
+
+    @property
     def even(self) -> bool:
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        return join(LAYOUTS[self.layout](self.seq, self.size, block) for block in key)
+        return join(self._block(block) for block in key)
+
+    def _block(self, block: int) -> Runs:
+        rank, part = divmod(block, self.parts)
+        held = NAMED[self.layout](self.seq, self.size, rank)
+        return held if self.parts == 1 else held[part : part + 1]
 
     def tokens(self, side: str, key: Key) -> int:
-        return self.seq // self.size * len(key)
+        return self.seq // (self.size * self.parts) * len(key)
 
 
 class UnevenShards:
-    """Blocks of any runs: q[p] and kv[p] are those of inner rank p.
+    """Blocks of any runs: q[p] and kv[p] are those of inner rank p. With `parts` blocks a rank they are those of block
+    p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
 
     Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
     InputError. Hashable by value; the hash is kept.
     """
 
-    def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None) -> None:
+    def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, parts: int = 1) -> None:
         self.q = tuple(tuple(Run(*run) for run in runs) for runs in q)
         self.kv = self.q if kv is None else tuple(tuple(Run(*run) for run in runs) for runs in kv)
         if len(self.q) != len(self.kv):
             raise InputError(f"shards need runs of q and of kv for every rank; got {len(self.q)} and {len(self.kv)}")
-        self.size = len(self.q)
+        if type(parts) is not int or parts < 1 or len(self.q) % parts:
+            raise InputError(
+                f"shards need as many blocks for each rank, a whole number from 1; got {len(self.q)}, parts {parts!r}"
+            )
+        self.size, self.parts = len(self.q) // parts, parts
         self._lengths = {side: tuple(length(runs) for runs in blocks) for side, blocks in self._sides()}
         for side, blocks in self._sides():
-            _check_cover(side, blocks)
+            _check_cover(side, [sum(blocks[at : at + parts], ()) for at in range(0, len(blocks), parts)])
         self.even = all(len(set(lengths)) == 1 for lengths in self._lengths.values())
-        self._hash = hash((self.q, self.kv))
+        self._hash = hash((self.q, self.kv, parts) if parts > 1 else (self.q, self.kv))
         self.handle = handle_of(self)
 
     def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
         return ("q", self.q), ("kv", self.kv)
 
     def __reduce__(self) -> tuple:
-        return UnevenShards, (self.q, self.kv)
+        return UnevenShards, (self.q, self.kv, self.parts)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnevenShards) and (self.q, self.kv) == (other.q, other.kv)
+        return isinstance(other, UnevenShards) and self.__reduce__() == other.__reduce__()
 
     def __repr__(self) -> str:
-        return f"UnevenShards(q={self.q!r}, kv={self.kv!r})"
+        return f"UnevenShards(q={self.q!r}, kv={self.kv!r}{f', parts={self.parts}' if self.parts > 1 else ''})"
 
     def runs(self, side: str, key: Key) -> Runs:
         blocks = self.q if side == "q" else self.kv
@@ -98,7 +115,7 @@ class UnevenShards:
 def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
     """The global positions of the tokens of each Ulysses member of an inner rank: its tokens in order, cut into parts
     that differ by one token at most, so that after the all-to-all the inner rank holds its runs again."""
-    held = [p for run in shards.runs(side, (inner,)) for p in run.positions]
+    held = [p for run in shards.runs(side, owned(inner, shards.parts)) for p in run.positions]
     cuts = [len(held) * member // members for member in range(members + 1)]
     return [held[a:b] for a, b in itertools.pairwise(cuts)]
 
@@ -109,9 +126,20 @@ def positions(layout: str, seq: int, size: int, ulysses: int, index: int) -> lis
     return members_positions(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
 
 
+def tokens_of(shards: Shards, side: str, inner: int) -> int:
+    """How many tokens an inner rank holds."""
+    return shards.tokens(side, owned(inner, shards.parts))
+
+
+def rows_in(shards: Shards, side: str, block: int) -> slice:
+    """Where the tokens of a block stand among those of its owner."""
+    before = shards.tokens(side, tuple(range(block - block % shards.parts, block)))
+    return slice(before, before + shards.tokens(side, (block,)))
+
+
 def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
     """How many tokens each of them holds."""
-    held = shards.tokens(side, (inner,))
+    held = tokens_of(shards, side, inner)
     return [held * (member + 1) // members - held * member // members for member in range(members)]
 
 
@@ -119,7 +147,17 @@ def length(runs: Runs) -> int:
     return sum(run.length for run in runs)
 
 
-def _check_cover(side: str, blocks: tuple[Runs, ...]) -> None:
+def check_parts(shards: Shards, layout: str) -> None:
+    """Raises InputError for shards that have not as many blocks a rank as the layout."""
+    if shards.parts != (parts := PARTS.get(layout, 1)):
+        raise InputError(
+            f"attention needs shards of {parts} block{'s' * (parts > 1)} a rank, as the {layout} layout has; got "
+            f"{shards.parts}, give UnevenShards(..., parts={parts})"
+        )
+
+
+def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
+    """blocks: what each rank holds."""
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(

@@ -116,7 +116,10 @@ def communication(plan: Plan, costs: Costs) -> float:
 
 def programs_of(plan: Plan) -> list[Program]:
     """All ranks' programs, as they are for results that travel in the dtype that they are accumulated in."""
-    return [lower(plan.name, plan.direction, rank, plan.size, steps, True) for rank, steps in enumerate(plan.ranks)]
+    return [
+        lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
+        for rank, steps in enumerate(plan.ranks)
+    ]
 
 
 def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:

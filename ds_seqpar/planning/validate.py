@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
 from ..errors import PlanError
-from .actions import ACCUMULATORS, OPERANDS, Action, Compute, Key, Move, ReduceScatter, Step, Unit, name_of
+from .actions import ACCUMULATORS, OPERANDS, Action, Compute, Key, Move, ReduceScatter, Step, Unit, name_of, owned
 from .plan import Plan
 
 
@@ -37,12 +38,14 @@ def last_uses(steps: tuple[Step, ...], rank: int) -> list[set[Unit]]:
 
 
 class _Validator:
-    """Walks all ranks step by step. A set of products is an integer, bit i * size + j for q(i) * kv(j)."""
+    """Walks all ranks step by step. A set of products is an integer, bit i * blocks + j for q(i) * kv(j)."""
 
     def __init__(self, plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
-        self.plan, self.size = plan, plan.size
+        self.plan, self.size, self.blocks = plan, plan.size, plan.blocks
         self.needed = self.bits(needed)
-        self.operands: list[set[Unit]] = [{("q", (r,)), ("kv", (r,))} for r in range(plan.size)]
+        self.operands: list[set[Unit]] = [
+            {(kind, (b,)) for kind in OPERANDS for b in self.own(r)} for r in range(plan.size)
+        ]
         self.held: list[dict[Unit, int]] = [{} for _ in range(plan.size)]  # accumulator -> the products in it
         self.results: dict[int, list[tuple[Move, int]]] = defaultdict(list)  # due in step -> on their way
         self.arrivals: dict[int, list[Move]] = defaultdict(list)
@@ -50,8 +53,11 @@ class _Validator:
         self.done = 0
         self.step = 0
 
+    def own(self, rank: int) -> Key:
+        return owned(rank, self.plan.parts)
+
     def bits(self, pairs: Iterable[tuple[int, int]]) -> int:
-        size, found = self.plan.size, 0
+        size, found = self.blocks, 0
         rows: dict[int, int] = defaultdict(int)
         for i, j in pairs:
             rows[i] |= 1 << j
@@ -60,10 +66,10 @@ class _Validator:
         return found
 
     def column(self, j: int) -> int:
-        return self.bits((i, j) for i in range(self.size))
+        return self.bits((i, j) for i in range(self.blocks))
 
     def row(self, i: int) -> int:
-        return (1 << self.size) - 1 << i * self.size
+        return (1 << self.blocks) - 1 << i * self.blocks
 
     def side(self, kind: str, key: Key) -> int:
         """All products that belong into an accumulator of these blocks."""
@@ -73,7 +79,8 @@ class _Validator:
         return found
 
     def words(self, products: int) -> str:
-        pairs = [(i, j) for i in range(self.size) for j in range(self.size) if products >> i * self.size + j & 1]
+        size = self.blocks
+        pairs = [(i, j) for i in range(size) for j in range(size) if products >> i * size + j & 1]
         return ", ".join(f"q({i})*kv({j})" for i, j in pairs[:4]) + (", ..." if len(pairs) > 4 else "")
 
     def fail(self, rank: int, message: str) -> None:
@@ -211,12 +218,12 @@ class _Validator:
     def all_home(self) -> None:
         if missing := self.needed & ~self.done:
             first = (missing & -missing).bit_length() - 1
-            self.fail(first // self.size, f"the product {self.words(missing)} is missing")
+            self.fail(first // self.blocks // self.plan.parts, f"the product {self.words(missing)} is missing")
         for rank in range(self.size):
-            for kind in ACCUMULATORS[self.plan.direction]:
-                want = self.done & self.side(kind, (rank,))
-                if absent := want & ~self.held[rank].pop((kind, (rank,)), 0):
-                    self.fail(rank, f"{kind}({rank}) is not home: products {self.words(absent)} are not in it")
+            for kind, block in itertools.product(ACCUMULATORS[self.plan.direction], self.own(rank)):
+                want = self.done & self.side(kind, (block,))
+                if absent := want & ~self.held[rank].pop((kind, (block,)), 0):
+                    self.fail(rank, f"{kind}({block}) is not home: products {self.words(absent)} are not in it")
             for kind, key in self.held[rank]:
                 self.fail(rank, f"{kind}{name_of(key)} is left over and never sent home")
 

@@ -20,7 +20,7 @@ from ..errors import InputError, SeqParError, as_error
 from ..planning.heads import dealt
 from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
-from ..planning.shards import Shards, UnevenShards, members_tokens
+from ..planning.shards import Shards, UnevenShards, check_parts, members_tokens
 from . import keeping
 from .agreement import agree
 from .comm import TorchComm
@@ -94,7 +94,7 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         check_softcap(asked.softcap)
         check_sinks(asked.sinks, q)
         if asked.shards is not None:
-            check_shards(asked.shards, runtime.compiler.recipe.size)
+            check_shards(asked.shards, runtime.compiler.recipe.size, runtime.config.layout)
         check_shares(runtime, q, k, asked.mask, asked.shards, asked.softcap or 0.0)
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_error("attention needs a kernel and a program on every rank; making them failed", error)
@@ -257,15 +257,14 @@ def check_documents(mask: Mask, seq: int) -> None:
         )
 
 
-def check_shards(shards: object, size: int) -> None:
-    """Raises InputError for what are not shards of so many inner ranks."""
+def check_shards(shards: object, size: int, layout: str) -> None:
+    """Raises InputError for what are not shards of so many inner ranks, of as many blocks each as in the layout."""
     if not isinstance(shards, UnevenShards):
-        raise InputError(
-            "attention needs shards that are UnevenShards, or None for the configured layout; "
-            f"got {type(shards).__name__}"
-        )
+        got = type(shards).__name__
+        raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
     if shards.size != size:
         raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
+    check_parts(shards, layout)
 
 
 def _check_tokens(runtime: Runtime, member: int, q: Tensor, k: Tensor, shards: Shards) -> None:

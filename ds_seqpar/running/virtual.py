@@ -17,7 +17,7 @@ from ..config import SequenceParallelConfig
 from ..errors import ConfigError, InputError
 from ..planning.masks import Mask
 from ..planning.program import Wait
-from ..planning.shards import EvenShards, Shards, members_positions
+from ..planning.shards import EvenShards, Shards, members_positions, tokens_of
 from . import inputs, ulysses
 from . import sinks as sink
 from .buffers import Tensors
@@ -137,7 +137,7 @@ def attention(
         inputs.check_documents(meant, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
     else:
-        inputs.check_shards(shards, config.size // config.ulysses)
+        inputs.check_shards(shards, config.size // config.ulysses, config.layout)
         _check_whole(shards, q, k)
     inputs.check_softcap(softcap)
     inputs.check_sinks(sinks, q)
@@ -148,7 +148,7 @@ def attention(
 
 
 def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
-    held = [sum(shards.tokens(side, (block,)) for block in range(shards.size)) for side in ("q", "kv")]
+    held = [sum(tokens_of(shards, side, rank) for rank in range(shards.size)) for side in ("q", "kv")]
     if held != [q.shape[1], k.shape[1]]:
         raise InputError(
             f"attention needs shards that hold all {q.shape[1]} tokens of q and {k.shape[1]} of k and v; got some of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from ..planning.actions import Key, Unit
 from ..planning.compile import Bound, side_of
 from ..planning.program import (
-    OWN,
     Assemble,
     Export,
     Finish,
@@ -24,12 +24,13 @@ from ..planning.program import (
     ScatterStart,
     Transfer,
     Wait,
+    is_own,
 )
-from ..planning.shards import rows_of
+from ..planning.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors
 from .comm import Comm, Handle, Message
 from .kernels.accumulate import Running
-from .work import Work
+from .work import ALL, Work
 
 
 class Recorder(Protocol):
@@ -66,10 +67,17 @@ class Walk:
         self.at += 1
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
-        return self.work.own(unit[0]) if slot == OWN else self.buffers.tensors(slot, unit)
+        return self.own(unit) if is_own(slot) else self.buffers.tensors(slot, unit)
+
+    def own(self, unit: Unit, travels: bool = False) -> Tensors:
+        return self.work.own(unit[0], self.own_rows(*unit), travels)
+
+    def own_rows(self, kind: str, key: Key) -> slice:
+        """Where the tokens of an own block stand among the caller's."""
+        return ALL if self.program.parts == 1 else rows_in(self.bound.shards, side_of(kind), key[0])
 
     def pack(self, one: Pack) -> None:
-        own = self.work.own(one.unit[0], travels=True)
+        own = self.own(one.unit, travels=True)
         for target, tensor in zip(self.buffers.tensors(one.into, one.unit), own, strict=True):
             target.copy_(tensor)
 
@@ -160,7 +168,14 @@ class Walk:
             running.merge(*part)
 
     def finish(self, one: Finish) -> None:
-        self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
+        if self.program.parts == 1:
+            self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
+        else:
+            whole = self.work.whole()
+            for unit, slot in one.results:
+                rows = self.own_rows(*unit)
+                self.running(unit, slot).copy_into(tuple(x[:, rows] for x in whole[unit[0]]))
+            self.result = tuple(itertools.chain.from_iterable(whole.values()))
         self.results.clear()
 
     def rows(self, kind: str, whole: Key, part: Key) -> tuple[slice, ...]:

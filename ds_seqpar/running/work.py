@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..planning.program import OWN
 from ..planning.tiles import Tile
 from .buffers import Tensors
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
 
 PIECE = 1024  # tokens of a head
+ALL = slice(None)  # rows
 FEW = 256  # tokens of a head for which others are taken with it: calls would cost more than what they compute
 
 
@@ -23,8 +23,9 @@ class Work(Protocol):
 
     device: torch.device
 
-    def own(self, kind: str, travels: bool = False) -> Tensors:
-        """The caller's tensors of an operand; travels: all its fields in `planning.shape`, as a message has them."""
+    def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
+        """Some rows of the caller's tensors of an operand; travels: all its fields in `planning.shape`, as a message
+        has them."""
         ...
 
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
@@ -39,6 +40,10 @@ class Work(Protocol):
 
     def finish(self, results: list[Running]) -> Tensors: ...
 
+    def whole(self) -> dict[str, Tensors]:
+        """What `finish` returns, uninitialised, by kind: for results of several blocks."""
+        ...
+
 
 class Forward:
     """q (B, n, Hq, D), k and v (B, m, Hkv, D). Ends with (out as q, lse (B, n, Hq) wide)."""
@@ -47,8 +52,8 @@ class Forward:
         self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
         self.operands = {"q": (q,), "kv": (k, v)}
 
-    def own(self, kind: str, travels: bool = False) -> Tensors:
-        return self.operands[kind]
+    def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
+        return _cut(self.operands[kind], rows)
 
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
         return Softmax(make)
@@ -60,6 +65,10 @@ class Forward:
 
     def finish(self, results: list[Running]) -> Tensors:
         return results[0].finish(self.dtype, None)
+
+    def whole(self) -> dict[str, Tensors]:
+        (q,) = self.operands["q"]
+        return {"out": (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype)))}
 
 
 class Backward:
@@ -75,23 +84,20 @@ class Backward:
     ) -> None:
         self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
         self.q, self.kv, self.do, self.lse = q, (k, v), do, lse
-        self.outs: dict[int, Tensor] = {OWN: out} if out.dim() == q.dim() else {}
-        self.delta = None if self.outs else out
+        self.out, self.outs = out, dict[int, Tensor]()  # outs: by slot
 
-    def own(self, kind: str, travels: bool = False) -> Tensors:
+    def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
         if kind == "kv":
-            return self.kv
-        delta = self.delta
-        if travels and delta is None:
-            delta = rowsum(self.do, self.outs[OWN], self.lse.dtype)
-        return self.q, self.do, self.lse, *(() if delta is None else (delta,))
+            return _cut(self.kv, rows)
+        q, do, lse, out = _cut((self.q, self.do, self.lse, self.out), rows)
+        return q, do, lse, rowsum(do, out, lse.dtype) if travels and out.dim() == q.dim() else out
 
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
         return Sum(make)
 
     def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
         if q_slot not in self.outs:
-            self.outs[q_slot] = project(q[1], q[3])
+            self.outs[q_slot] = q[3] if q[3].dim() == q[1].dim() else project(q[1], q[3])
         dq, dkv = results
         backward(self.kernel, q[1], q[0], kv[0], kv[1], self.outs[q_slot], q[2], tiles, self.scale, dq, dkv)
 
@@ -101,6 +107,13 @@ class Backward:
     def finish(self, results: list[Running]) -> Tensors:
         dq, dkv = results
         return *dq.finish(self.dtype), *dkv.finish(self.dtype, self.dtype)
+
+    def whole(self) -> dict[str, Tensors]:
+        return {"dq": (self.q.new_empty(self.q.shape),), "dkv": tuple(x.new_empty(x.shape) for x in self.kv)}
+
+
+def _cut(tensors: Tensors, rows: slice) -> Tensors:
+    return tensors if rows == ALL else tuple(x[:, rows] for x in tensors)
 
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:

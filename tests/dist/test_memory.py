@@ -38,6 +38,10 @@ OTHERS = {
     "grouped heads dealt unevenly": ({"size": 3, "ulysses": 3}, Mask(), 4),
     "members that share heads": ({"size": 4, "ulysses": 4}, Mask(), 2),
     "members that share heads unevenly": ({"size": 3, "ulysses": 3}, Mask(), 2),
+    "two blocks a rank": ({"size": 6, "schedule": "triangle"}, Mask(), 8),
+    "two blocks a rank, bf16 travels": ({"size": 3, "schedule": "triangle", "travel_dtype": "bf16"}, Mask(), 2),
+    "two blocks a rank, overlap": ({"size": 3, "schedule": "triangle", "overlap": True}, Mask(window=700), 8),
+    "two blocks of a rank's members": ({"size": 6, "ulysses": 2, "schedule": "triangle"}, Mask(), 4),
 }
 
 

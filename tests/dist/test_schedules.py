@@ -26,6 +26,11 @@ CASES = {
         {"schedule": "attention2d", "ulysses": 2, "cols": 2, "placement": "collectives_intra"},
         {"schedule": "distflash", "ulysses": 2},
     ],
+    6: [
+        {"schedule": "triangle"},
+        {"schedule": "triangle", "overlap": True},
+        {"schedule": "triangle", "ulysses": 2, "placement": "ring_intra"},
+    ],
     8: [
         {"schedule": "mesh", "mesh": [2, 2, 2], "backward": "q"},
         {"schedule": "mesh", "mesh": [2, 2, 2], "overlap": True, "placement": ["z", "ulysses", "y", "x"]},
@@ -35,6 +40,8 @@ CASES = {
         {"schedule": "distflash"},
     ],
     9: [{"schedule": "attention2d", "rows": 3}, {"schedule": "distflash"}],
+    10: [{"schedule": "triangle"}, {"schedule": "triangle", "overlap": True}],
+    15: [{"schedule": "triangle"}, {"schedule": "triangle", "overlap": True}],
     16: [
         {"schedule": "attention2d", "rows": 4},
         {"schedule": "wallfacer", "team": 2, "overlap": True, "backward": "q"},
@@ -65,10 +72,15 @@ def expected(sp, seq):
         "forward": {"q": q, "kv": kv, "out": q + lse},
         "backward": {"q": 2 * q + 2 * lse, "kv": kv, "dq": q, "dkv": kv},
     }
+    parts = sp.runtime.compiler.recipe.schedule.parts  # blocks of a rank
+    units = {way: {kind: n // parts for kind, n in sizes.items()} for way, sizes in units.items()}
     return sum(planned(sp, seq, HEADS, units)) + 2 * (members - 1) * (2 * q + kv) // members
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=[pytest.mark.whole] if n > 8 else []) for n in sorted(CASES)])
+MANY = (9, 15, 16)  # ranks that are in the whole alone
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.whole if n in MANY else []) for n in sorted(CASES)])
 def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
     results = on_ranks(ranks, work, CASES[ranks], timeout=300)
     for rank, found in enumerate(results):

@@ -11,8 +11,8 @@ import math
 from hypothesis import strategies as st
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
-from ds_seqpar.config import KERNELS, LAYOUTS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
-from ds_seqpar.planning.layout import multiple
+from ds_seqpar.config import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
+from ds_seqpar.planning.layout import NAMED, multiple
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.topology import divisors
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
@@ -21,7 +21,7 @@ FLOATING = ("fp64", "fp32", "bf16", "fp16")
 ON_CPU = ("auto", "cpu_flash", "reference")
 GOOD_SCALES = ("None", "0.3", "1", "tiny", "2.0", "numpy")
 ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1, 1], [2, 1, 1], [1, 1, 2], {}, 10**30)
-WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
+WORDS = (*SCHEDULES, *NAMED, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
     "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles",
@@ -36,17 +36,18 @@ def sections(draw, sizes):
     """A good section for ranks of which `sizes` may share a sequence."""
     size = draw(st.sampled_from(sizes))
     ulysses = draw(st.sampled_from(divisors(size)))
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    inner, distflash = size // ulysses, schedule == "distflash"
+    inner = size // ulysses
+    schedule = draw(st.sampled_from(sorted(name for name, its in SCHEDULES.items() if list(its.shapes(inner)))))
+    its = SCHEDULES[schedule]
     axes, shape = draw(_shapes(schedule, inner))
     section = {
         "size": size,
         "ulysses": ulysses,
         "schedule": schedule,
         **shape,
-        "layout": draw(st.sampled_from(("auto", "contiguous") if distflash else ("auto", *LAYOUTS))),
-        "forward": draw(st.sampled_from(("auto", "kv") if distflash else TRAVELS)),
-        "backward": draw(st.sampled_from(("auto", "kv") if distflash else TRAVELS)),
+        "layout": draw(st.sampled_from(("auto", *its.layouts))),
+        "forward": draw(st.sampled_from(("auto", *its.travellers))),
+        "backward": draw(st.sampled_from(("auto", *its.travellers))),
         "overlap": draw(st.booleans()),
         "placement": draw(_placements(axes)),
         "travel_dtype": draw(st.sampled_from((*TRAVEL_DTYPES, "fp32"))),
@@ -75,7 +76,7 @@ def _shapes(draw, schedule, inner):
     if schedule == "mesh":
         more = draw(st.sampled_from(divisors(inner // rows)))
         return ("x", "y", "z"), draw(st.sampled_from([{}, {"mesh": [rows, more, inner // rows // more]}]))
-    return ("ring",), {}
+    return tuple(name for name, _ in SCHEDULES[schedule].axes(inner, {})), {}
 
 
 def _placements(axes):
@@ -87,9 +88,9 @@ def _placements(axes):
 @st.composite
 def calls(draw, section, largest=64):
     """What attention can be given under a good section; tokens are those of a rank."""
-    ulysses, distflash = section["ulysses"], section["schedule"] == "distflash"
+    ulysses, its = section["ulysses"], SCHEDULES[section["schedule"]]
     layout = section.get("layout", "auto")
-    layout = {"auto": "contiguous" if distflash else "zigzag"}.get(layout, layout)
+    layout = its.default_layout if layout == "auto" else layout
     tokens = multiple(layout, section["size"], ulysses) // section["size"]
     kv_heads = draw(st.sampled_from(divisors(ulysses))) * draw(st.sampled_from((1, 1, 2)))
     if ulysses % kv_heads and kv_heads % ulysses:
@@ -106,7 +107,7 @@ def calls(draw, section, largest=64):
         "head_dim": draw(st.sampled_from((1, 2, 3, 5, 8, 16, 31, 64, 80, 129, 256))),
         "dtype": draw(st.sampled_from(FLOATING)),
         "strides": draw(st.tuples(*[st.sampled_from(sorted(STRIDES))] * 4)),
-        "causal": "True" if distflash else draw(st.sampled_from(("True", "False"))),
+        "causal": draw(st.sampled_from(("True", "False") if its.takes(0, 1) else ("True",))),
         "scale": draw(st.sampled_from(GOOD_SCALES)),
         "grad": draw(st.tuples(*[st.booleans()] * 3)),
         "grads_differ": draw(st.booleans()),

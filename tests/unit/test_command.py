@@ -60,6 +60,11 @@ SHOWN = [
         {"schedule": "double_ring", "size": 8, "window": 4, "backward": "q"},
     ),
     (["--schedule", "distflash", "--size", 5], {"schedule": "distflash", "size": 5}),
+    (["--schedule", "triangle", "--size", 10], {"schedule": "triangle", "size": 10}),
+    (
+        ["--schedule", "triangle", "--size", 12, "--ulysses", 2, "--overlap"],
+        {"schedule": "triangle", "size": 12, "ulysses": 2, "overlap": True},
+    ),
     (
         ["--schedule", "attention2d", "--size", 6, "--rows", 2, "--cols", 3],
         {"schedule": "attention2d", "size": 6, "rows": 2, "cols": 3},

@@ -289,8 +289,9 @@ def test_a_field_of_another_schedule_is_refused(field, value, owner):
 
 
 def test_inner_axes_of_every_schedule_hold_the_inner_ranks():
-    for schedule in SCHEDULES:
-        for size, ulysses in ((1, 1), (4, 1), (8, 2), (16, 1), (12, 3), (7, 1)):
+    for schedule, its in SCHEDULES.items():
+        worlds = ((1, 1), (4, 1), (8, 2), (16, 1), (12, 3), (7, 1), (12, 2))
+        for size, ulysses in (world for world in worlds if list(its.shapes(world[0] // world[1]))):
             config = Config(size=size, ulysses=ulysses, schedule=schedule).resolve(size)
             assert math.prod(side for _, side in config.inner_axes) == size // ulysses, (schedule, size)
 

@@ -160,18 +160,18 @@ def no_device():
         yield watch
 
 
-def walk(kernel, mask=CAUSAL, shards=None, size=4, ulysses=1, **settings):
+def walk(kernel, mask=CAUSAL, shards=None, size=4, ulysses=1, seq=SEQ, **settings):
     """All ranks' forward and backward; how often PyTorch's two kernels were called."""
     config = SequenceParallelConfig(size=size, ulysses=ulysses, kernel=kernel, **settings)
     with no_device() as watch:
-        q, k, v, do = (torch.empty(1, SEQ, heads, DIM, dtype=torch.bfloat16, device="cuda") for heads in (2, 1, 1, 2))
+        q, k, v, do = (torch.empty(1, seq, heads, DIM, dtype=torch.bfloat16, device="cuda") for heads in (2, 1, 1, 2))
         found = attention(config, q, k, v, do, mask=mask, shards=shards)
         for x, like in ((found.out, q), (found.dq, q), (found.dk, k), (found.dv, v)):
             assert (x.shape, x.dtype, x.device) == (like.shape, like.dtype, like.device)
     return sorted(watch.calls.values())
 
 
-# with more than one rank on every axis that 4 ranks leave room for
+# with more than one rank on every axis that 4 ranks leave room for; numbers of ranks and tokens that it takes
 SHAPES = {
     "ring": {},
     "double_ring": {"window": 2},
@@ -179,6 +179,7 @@ SHAPES = {
     "attention2d": {"rows": 2},
     "wallfacer": {"team": 2},
     "mesh": {"mesh": (2, 1, 2)},
+    "triangle": {"size": 6, "seq": 60},
 }
 
 

@@ -21,9 +21,10 @@ HOW_IT_WORKS = Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md"
 
 def _bound(schedule, direction, travel):
     its = SCHEDULES[schedule]
-    recipe = Recipe(schedule=its, topology=shaped(schedule, 4))
+    ranks = 4 if list(its.shapes(4)) else 6
+    recipe = Recipe(schedule=its, topology=shaped(schedule, ranks))
     shape = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel=travel)
-    return Compiler(recipe, 1).bound(direction, CAUSAL, EvenShards(its.default_layout, 16, 4), shape, False)
+    return Compiler(recipe, 1).bound(direction, CAUSAL, EvenShards(its.default_layout, 4 * ranks, ranks), shape, False)
 
 
 @pytest.mark.parametrize("travel", ["float32", "bfloat16"])

@@ -21,6 +21,7 @@ from ds_seqpar.planning.validate import last_uses, validate
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
+    SINGLE,
     build,
     by_hand,
     causal_contiguous,
@@ -96,7 +97,7 @@ def test_a_plan_says_in_all_steps_of_all_ranks_what_its_ranks_do():
 SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SINGLE)
 def test_one_program_is_made_for_the_same_settings_whatever_the_length(schedule):
     recipe = Recipe(schedule=SCHEDULES[schedule], topology=topologies(schedule, 4)[-1])
     compiler = Compiler(recipe, 1)

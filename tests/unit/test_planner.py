@@ -57,6 +57,20 @@ def test_one_key_value_head_is_not_replicated(machine):
         assert getattr(best, way).received < getattr(replicated, way).received
 
 
+def test_causal_attention_between_nodes_takes_the_causal_floor_where_heads_are_many():
+    """28 nodes of one rank, links decide: 12.6 q blocks a rank against a mesh's 18.1; with few key/value heads rows of
+    a tile cost more than its columns, and a long mesh is better."""
+    apart = dataclasses.replace(MODEST, per_node=1, memory=1e15)
+    asked = {
+        "machine": apart,
+        "world": 28,
+        "seq": 28 * 1024,
+        "given": {"size": 28, "ulysses": 1, "travel_dtype": "bf16"},
+    }
+    assert _best(model=_model(16, 16), **asked).config.schedule == "triangle"
+    assert _best(model=_model(32, 4), **asked).config.schedule != "triangle"
+
+
 def test_33_heads_are_not_dealt_unevenly_to_8_where_that_is_slower():
     """Five heads are the most that one of 8 members has, so Ulysses 8 takes 40/33 of the time."""
     best = _best(model=_model(33, 33), given={"size": 8}, seq=131072)

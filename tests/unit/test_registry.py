@@ -15,7 +15,7 @@ from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning import schedules
 from ds_seqpar.planning.actions import Collective
-from ds_seqpar.planning.layout import LAYOUTS
+from ds_seqpar.planning.layout import NAMED
 from ds_seqpar.planning.plan import Plan
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.schedules.base import PLACEMENTS, TRAVELLERS, count
@@ -36,13 +36,13 @@ def _forms(schedule):
 
 def _taken(schedule, ranks):
     """All products that it can compute."""
-    return {pair for pair in everything(ranks) if schedule.takes(*pair)}
+    return {pair for pair in everything(ranks * schedule.parts) if schedule.takes(*pair)}
 
 
 def _plan(schedule, shape, direction, travels):
     ranks = shape.size(*shape.inner_axes)
-    steps = schedule.build(shape, pattern(ranks, _taken(schedule, ranks)), direction, travels)
-    return Plan.of(schedule.name, direction, ranks, steps)
+    steps = schedule.build(shape, pattern(ranks * schedule.parts, _taken(schedule, ranks)), direction, travels)
+    return Plan.of(schedule.name, direction, ranks, steps, schedule.parts)
 
 
 @ALL
@@ -51,7 +51,7 @@ def test_help_is_a_line_and_what_is_legal_exists(schedule):
         assert line
         assert "\n" not in line
     assert schedule.default_layout in schedule.layouts
-    assert set(schedule.layouts) <= set(LAYOUTS)
+    assert set(schedule.layouts) <= set(NAMED)
     assert set(schedule.travellers) <= set(TRAVELLERS)
     assert set(schedule.placements) <= set(PLACEMENTS)
     parser = argparse.ArgumentParser(prefix_chars="-")
@@ -70,7 +70,11 @@ def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule
             assert schedule.resolve(ranks, own, None) == own
             assert math.prod(size for _, size in schedule.axes(ranks, own)) == ranks
         for heads in (None, (8, 8), (8, 1)):
-            assert schedule.resolve(ranks, {}, heads) in shapes
+            if shapes:
+                assert schedule.resolve(ranks, {}, heads) in shapes
+            else:
+                with pytest.raises(ConfigError, match=f"inner ranks.*got {ranks}, use"):
+                    schedule.resolve(ranks, {}, heads)
 
 
 @ALL
@@ -99,15 +103,16 @@ def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedul
 def test_what_it_cannot_compute_is_refused(schedule):
     for shape, direction, travels in _forms(schedule):
         ranks = shape.size(*shape.inner_axes)
-        if not all(itertools.starmap(schedule.takes, everything(ranks))):
+        every = everything(ranks * schedule.parts)
+        if not all(itertools.starmap(schedule.takes, every)):
             with pytest.raises(ConfigError, match=schedule.name):
-                schedule.build(shape, pattern(ranks, everything(ranks)), direction, travels)
+                schedule.build(shape, pattern(ranks * schedule.parts, every), direction, travels)
 
 
 def test_schedules_are_found_by_themselves():
     files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")}
     assert set(SCHEDULES) <= files
-    assert len(SCHEDULES) == 6
+    assert len(SCHEDULES) == 7
     assert all(schedules.schedule(name) is its and its.name == name for name, its in SCHEDULES.items())
     assert schedules.schedule("auto") is SCHEDULES[schedules.DEFAULT]
 

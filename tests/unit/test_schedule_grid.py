@@ -14,7 +14,6 @@ from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL
 from ds_seqpar.planning.recipes import recipe_of
-from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape as PlanShape
 from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.running import work
@@ -23,6 +22,7 @@ from ds_seqpar.running.virtual import attention
 from ds_seqpar.running.work import project
 from tests.grids import cover, grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
+from tests.unit.plans import SINGLE
 
 RANKS = (4, 8, 9, 12, 16)
 # inner ranks -> schedule -> its own fields. A plan stands under one name: attention2d is a mesh without a ring, and
@@ -169,7 +169,7 @@ def test_every_schedule_equals_dense_attention(cases):
 
 def test_the_grid_has_every_schedule_on_every_number_of_ranks():
     met = {(case["shape"].schedule, case["shape"].size) for case in whole(_legal, **GRID)}
-    assert met == {(schedule, size) for schedule in SCHEDULES for size in RANKS}
+    assert met == {(schedule, size) for schedule in SINGLE for size in RANKS}
 
 
 @pytest.mark.parametrize("ranks", [9, pytest.param(16, marks=pytest.mark.whole)])

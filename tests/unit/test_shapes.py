@@ -184,13 +184,14 @@ CONFIGS = [
     {"schedule": "attention2d", "size": 12, "ulysses": 2, "rows": 2},
     {"schedule": "wallfacer", "size": 24, "ulysses": 2, "team": 2},
     {"schedule": "mesh", "size": 24, "ulysses": 2, "mesh": (3, 2, 2)},
+    {"schedule": "triangle", "size": 12, "ulysses": 2},
 ]
 # preset -> the axes that it puts first, of those that a schedule has
 FIRST = {
     "auto": ("ulysses",),
     "ulysses_intra": ("ulysses",),
     "collectives_intra": ("x", "y"),
-    "ring_intra": ("z", "window", "ring"),
+    "ring_intra": ("z", "window", "ring", "pair"),
 }
 
 

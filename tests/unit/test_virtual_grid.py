@@ -14,12 +14,12 @@ from ds_seqpar.planning.compile import pattern_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
 from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards, UnevenShards
 from ds_seqpar.running.kernels import KERNELS, accumulate
 from ds_seqpar.running.virtual import attention
 from tests.grids import cover, grouped, whole
 from tests.oracle import dense, error, errors, tensors
+from tests.unit.plans import SINGLE
 
 SIZES = (1, 2, 3, 4, 6, 8)
 HEADS = ((24, 24), (24, 6), (24, 2), (24, 1), (96, 24))
@@ -103,7 +103,7 @@ ODD_HEADS = ((14, 2), (33, 33), (25, 5), (7, 1))
 TAKEN = [
     pytest.param(heads, schedule, id=f"{heads}-{schedule}", marks=pytest.mark.whole if (n + m) % 2 else [])
     for n, heads in enumerate(ODD_HEADS)
-    for m, schedule in enumerate(sorted(SCHEDULES))
+    for m, schedule in enumerate(sorted(SINGLE))
 ]
 
 

@@ -17,6 +17,7 @@ from ds_seqpar.planning.shards import UnevenShards
 from ds_seqpar.planning.topology import divisors
 from ds_seqpar.running.virtual import attention
 from tests.oracle import dense, errors, seen, tensors
+from tests.unit.plans import SINGLE
 
 REFUSED = r"^distflash needs causal attention on the contiguous layout, .* queries of block \d+ that see keys of "
 NAMES = ("out", "dq", "dk", "dv")
@@ -134,7 +135,7 @@ def cases(draw, schedule, most):
     return Case(config, mask, seq, keys, draw(st.sampled_from(HEADS)), shards)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SINGLE)
 @settings(max_examples=25)
 @given(data=st.data())
 def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
@@ -143,7 +144,7 @@ def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
 
 @pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SINGLE)
 @settings(max_examples=1500)
 @given(data=st.data())
 def test_every_schedule_equals_dense_attention_under_many_masks(schedule, data):
@@ -172,12 +173,12 @@ def _grid(schedule, size, windows, layouts=LAYOUTS, packings=DOCUMENTS):
 @pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SINGLE)
 def test_every_window_and_packing_of_a_short_sequence(schedule, size):
     assert _grid(schedule, size, (None, *range(1, 17)))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SINGLE)
 def test_windows_and_packings_of_a_short_sequence(schedule):
     settings = ((None, "zigzag"), (1, "striped"), (5, "contiguous"))
     assert any([_grid(schedule, 4, (window,), (layout,), DOCUMENTS[1:3]) for window, layout in settings])

@@ -110,10 +110,10 @@ def documents(draw, most):
 
 @st.composite
 def packs(draw, schedule, world, most):
-    size = draw(st.integers(1, world))
-    heads = draw(st.sampled_from(HEADS))
-    ulysses = draw(st.sampled_from([1, *(u for u in divisors(size) if u <= heads[0])]))
     its = SCHEDULES[schedule]
+    heads = draw(st.sampled_from(HEADS))
+    size = draw(st.sampled_from([n for n in range(1, world + 1) if list(its.shapes(n))]))
+    ulysses = draw(st.sampled_from([1, *(u for u in divisors(size) if u <= heads[0] and list(its.shapes(size // u)))]))
     own = draw(st.sampled_from(list(its.shapes(size // ulysses))))
     config = SequenceParallelConfig(
         size=size,
@@ -126,7 +126,8 @@ def packs(draw, schedule, world, most):
     )
     lengths = draw(documents(most))
     seq = sum(lengths)
-    usual = its.default_layout == "contiguous"  # takes other masks and shards by chance only
+    usual = not its.takes(0, 1)  # takes other masks and shards by chance only
+    layouts = (its.default_layout, *(("balanced",) if its.parts == 1 else ())) if usual else LAYOUTS
     mask = Mask(
         causal=draw(st.sampled_from([True, True, usual])),
         window=draw(st.none() | st.integers(1, seq)),
@@ -134,7 +135,7 @@ def packs(draw, schedule, world, most):
     )
     return Pack(
         config,
-        draw(st.sampled_from(("contiguous", "balanced") if usual else LAYOUTS)),
+        draw(st.sampled_from(layouts)),
         lengths,
         mask,
         heads,

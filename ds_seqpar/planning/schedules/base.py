@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import SECTION, ConfigError
-from ..layout import LAYOUTS
+from ..layout import LAYOUTS, PARTS
 from ..plan import Pattern, StepsOf
 from ..topology import Axes, Topology
 
@@ -96,6 +96,11 @@ class Schedule:
     takes: Callable[[int, int], bool] = lambda q, kv: True
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Blocks that each inner rank owns, as its layouts deal them."""
+        return PARTS.get(self.default_layout, 1)
 
     @property
     def placements(self) -> dict[str, tuple[str, ...]]:
