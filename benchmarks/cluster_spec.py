@@ -14,6 +14,7 @@ from typing import Any
 # schedule -> the settings that its shape is, in order
 SHAPES = {
     "ring": (),
+    "triangle": (),
     "distflash": (),
     "double_ring": ("window",),
     "wallfacer": ("team",),

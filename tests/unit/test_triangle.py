@@ -371,3 +371,40 @@ def test_other_numbers_of_ranks_layouts_and_shards_are_refused():
         UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], parts=2)
     with pytest.raises(InputError, match="each rank's in order"):
         UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], parts=2)
+
+
+def _work(own, q, kv):
+    """Products of chunks that a rank can do, a chunk with itself counting half, of what it owns and receives."""
+    return sum((m > n) + (m == n) / 2 for m in {*own, *q} for n in {*own, *kv})
+
+
+def test_no_rank_can_do_its_share_with_fewer_chunks_than_the_triangles():
+    """All choices of the two chunks that a rank owns and of those that it receives, for T = 3; and for T = 4 of those
+    that see most: where chunks are as good as they can be, queries are the last and keys the first."""
+    chunks = range(6)
+    for own in itertools.combinations(chunks, 2):
+        for received in range(2):
+            for a in range(received + 1):
+                for q in itertools.combinations(chunks, a):
+                    for kv in itertools.combinations(chunks, received - a):
+                        assert _work(own, q, kv) < 3 * 2
+    for side in range(4, 25):
+        fewer = 2 * side - 5  # received, the triangle's less one
+        most = max((a + 2) * (fewer - a + 2) - 2 for a in range(fewer + 1))
+        assert most < side * (side - 1)
+        chunks = range(side * (side - 1))
+        best = 0
+        for a in range(fewer + 1):
+            q, kv = chunks[len(chunks) - a :], chunks[: fewer - a]
+            for own in itertools.combinations(chunks, 2) if side == 4 else ():
+                best = max(best, _work(own, q, kv))
+        assert best <= most
+
+
+def test_an_exact_solver_finds_no_better_placement():
+    pytest.importorskip("ortools", reason="waits for pip install '.[solver]'")
+    from benchmarks import triangle_optimum
+
+    assert triangle_optimum.received(3) == [2] * 3
+    assert triangle_optimum.received(4) == [4] * 6
+    assert triangle_optimum.fewest(3, 3, 60) == "6"
