@@ -96,7 +96,8 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
             for direction in ("forward", "backward"):
                 plan = recipe.plan(direction, pattern, shape)
                 at = [ranks[member, i] for i in range(recipe.size)]
-                sizes = {kind: size * tokens for kind, size in shape.bytes_per_token(direction).items()}
+                block = tokens // plan.parts
+                sizes = {kind: size * block for kind, size in shape.bytes_per_token(direction).items()}
                 edges += _edges(plan, sizes, at)
                 programs = programs_of(plan)
                 for i, sent in enumerate(_sent(programs, at, problem)):

@@ -167,10 +167,10 @@ class Bound:
 
 
 class Compiler:
-    """Makes and keeps the programs of one rank."""
+    """Makes and keeps the programs of one rank. early: of the transport; see `Comm`."""
 
-    def __init__(self, recipe: Recipe, rank: int) -> None:
-        self.recipe, self.rank = recipe, rank
+    def __init__(self, recipe: Recipe, rank: int, early: int = 0) -> None:
+        self.recipe, self.rank, self.early = recipe, rank, early
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
@@ -203,6 +203,7 @@ class Compiler:
                 self.recipe.steps(direction, pattern, shape, self.rank),
                 wide_travel,
                 self.recipe.schedule.parts,
+                self.early if self.recipe.overlap else 0,
             ),
         )
 

@@ -32,11 +32,16 @@ from .program import (
 KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
-def lower(name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1) -> Program:
+def lower(
+    name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1, early: int = 0
+) -> Program:
     """The program of one rank. wide_travel: whether results travel in the dtype that they are accumulated in; what
-    arrives is then added to where it lies, and sent on from there. parts: blocks that each rank owns."""
+    arrives is then added to where it lies, and sent on from there. parts: blocks that each rank owns. early: steps
+    before that of its transfer in which a message is asked for, where a transport profits from that."""
     lowering = _Lowering(direction, rank, size, wide_travel, parts)
     for index, step in enumerate(steps):
+        for later in range(lowering.asked, min(index + 1 + early, len(steps)) if early else 0):
+            lowering.ask(index, later, steps[later])
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
     return Program(
@@ -66,6 +71,7 @@ class _Lowering:
         self.results: dict[Unit, int] = {}  # running ones -> their buffer
         self.arriving: dict[int, list[int]] = defaultdict(list)  # tickets of operands that are due at the end of a step
         self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)  # results, after products
+        self.asked = 0  # steps whose messages were asked for before they leave
 
     def buffer(self, kind: str, role: str, key: Key) -> int:
         self.buffers.append(Slot(kind, role, (key,)))
@@ -77,22 +83,44 @@ class _Lowering:
             self.code.append(Wait(index, ticket))
             whole = self.operands[gather.kind, gather.whole] = self.buffer(gather.kind, "operand", gather.whole)
             self.code.append(Assemble(index, gather, received, whole))
+        asked = index < self.asked
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
-            receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
-            self.operands.update({move.unit: slot for move, slot in receives})
-            self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
+            receives = [] if asked else self.operands_of(moves)
+            if sends or receives:
+                self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
         for compute in step.computes:
             self.product(index, compute)
         self.merge(index, index)  # before results leave: what arrived may have to leave with them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
-            role = "wide" if self.wide_travel else "travel"
-            receives = [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
-            self.merging[index + within].append(self.post(index, sends, receives))
+            receives = [] if asked else self.results_of(moves)
+            if sends or receives:
+                self.merging[index + within].append(self.post(index, sends, receives))
         for reduce in [self.start_scatter(index, reduce) for reduce in step.reduces]:
             self.code += reduce
         self.code += [Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
+
+    def ask(self, index: int, later: int, step: Step) -> None:
+        """Posts in step `index` what is to be received in a later one."""
+        for within, moves in _by_within(step.moves):
+            if receives := self.operands_of(moves):
+                self.arriving[later + within - 1].append(self.post(index, [], receives)[0])
+        for within, moves in _by_within(step.results):
+            if receives := self.results_of(moves):
+                self.merging[later + within].append(self.post(index, [], receives))
+        self.asked = later + 1
+
+    def operands_of(self, moves: list[Move]) -> list[tuple[Move, int]]:
+        """Those that come here, each with its buffer."""
+        found = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
+        self.operands.update({move.unit: slot for move, slot in found})
+        return found
+
+    def results_of(self, moves: list[Move]) -> list[tuple[Move, int]]:
+        """The same of results."""
+        role = "wide" if self.wide_travel else "travel"
+        return [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
 
     def finish(self, steps: int) -> list[Instruction]:
         last = max(0, steps - 1)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, SeqParError
+from .devices import accelerated
 from .groups import Groups, timeout
 
 Group = dist.ProcessGroup | None  # None: of this rank alone
@@ -35,9 +36,11 @@ class Handle(Protocol):
 
 
 class Comm(Protocol):
-    """What a program is walked over. received: elements that arrived from other ranks, by kind."""
+    """What a program is walked over. received: elements that arrived from other ranks, by kind. early: steps before a
+    message leaves in which it is asked for, of plans with overlap."""
 
     received: Counter
+    early: int
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         """Starts all of them; after the handle's wait the receives' buffers are filled and the sends' free."""
@@ -162,6 +165,7 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
 
 
 EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a program
+EARLY = 1  # step: a word that one is ready to receive would stand in line behind what is being sent (gloo)
 AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come; others are in docs/performance.md
 
 
@@ -210,6 +214,7 @@ class TorchComm:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
+        self.early = EARLY if groups.inner is not None and accelerated(groups.inner) is None else 0
         self.received: Counter = Counter()
         self.received_bytes = 0
 

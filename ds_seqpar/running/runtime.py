@@ -37,7 +37,7 @@ class Runtime:
         self.recorder: Recorder | None = None
         self.staged: tuple[tuple, int] | None = None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
-        self.compiler = Compiler(recipe_of(config, topology), rank)
+        self.compiler = Compiler(recipe_of(config, topology), rank, comm.early)
         self.size = self.compiler.recipe.size
         self.last: dict[str, tuple[tuple, tuple[Bound, Kernel]]] = {}  # by direction: what was asked for last
         self.handle = handle_of(self)

@@ -25,7 +25,19 @@ from ds_seqpar.planning.program import (
     slots_of,
 )
 from ds_seqpar.planning.schedules import SCHEDULES
-from tests.unit.plans import FORMS, build, double_ring, everything, mesh, pattern, problems, ranks, ring, takes
+from tests.unit.plans import (
+    FORMS,
+    build,
+    double_ring,
+    everything,
+    mesh,
+    pattern,
+    problems,
+    ranks,
+    ring,
+    takes,
+    topologies,
+)
 
 _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 SIZES = {"q": 3, "kv": 4, "out": 5, "dq": 6, "dkv": 7}
@@ -191,12 +203,14 @@ DO = {
 }
 
 
-def _programs(plan, wide_travel=True):
-    return [lower(plan.name, plan.direction, r, plan.size, s, wide_travel) for r, s in enumerate(plan.ranks)]
+def _programs(plan, wide_travel=True, early=0):
+    return [
+        lower(plan.name, plan.direction, r, plan.size, s, wide_travel, early=early) for r, s in enumerate(plan.ranks)
+    ]
 
 
-def _check(plan, pairs, wide_travel):
-    programs, done = _programs(plan, wide_travel), Counter()
+def _check(plan, pairs, wide_travel, early=0):
+    programs, done = _programs(plan, wide_travel, early), Counter()
     for program in programs:
         model = Model(program)
         model.run()
@@ -227,15 +241,49 @@ def _assert_matched(programs):
 
 @_forms
 @settings(max_examples=12)
-@given(data=st.data(), wide_travel=st.booleans(), overlap=st.booleans(), even=st.booleans())
+@given(data=st.data(), wide_travel=st.booleans(), overlap=st.booleans(), even=st.booleans(), early=st.integers(0, 3))
 def test_slots_hold_what_is_read_and_programs_fit_each_other(
-    schedule, direction, travels, data, wide_travel, overlap, even
+    schedule, direction, travels, data, wide_travel, overlap, even, early
 ):
     topology, pairs = data.draw(problems(schedule, 9))
     plan = build(schedule, topology, direction, travels, pairs, even=even)
     if overlap:
         plan = overlapped(plan, pattern(plan.size, pairs), SIZES)
-    _check(plan, pairs, wide_travel)
+    _check(plan, pairs, wide_travel, early)
+
+
+@_forms
+@pytest.mark.parametrize("early", [1, 2])
+def test_messages_are_asked_for_before_they_leave_and_nothing_else_changes(schedule, direction, travels, early):
+    """As many steps before as there are, ahead of whatever leaves in that step; waits stay where they are due."""
+    size = 6
+    topology = next(one for one in topologies(schedule, size))
+    pairs = {(i, j) for i, j in everything(size) if j <= i} if schedule == "distflash" else everything(size)
+    plan = build(schedule, topology, direction, travels, pairs)
+    for plain, found in zip(_programs(plan), _programs(plan, early=early), strict=True):
+        asked, left = ({t: one.step for one in found.code if isinstance(one, Post) for t in transfers(one)}
+                       for transfers in (_received, _sent))  # fmt: skip
+        then = {t: one.step for one in plain.code if isinstance(one, Post) for t in _received(one)}
+        assert asked == {t: max(0, step - early) for t, step in then.items()}
+        assert left == {t: one.step for one in plain.code if isinstance(one, Post) for t in _sent(one)}
+        for step in range(len(plan.ranks[0])):
+            kinds = [bool(one.sends) for one in found.code if isinstance(one, Post) and one.step == step]
+            assert kinds == sorted(kinds)
+        alike = [[one for one in program.code if isinstance(one, Product | Merge)] for program in (plain, found)]
+        assert [_unplaced(one) for one in alike[0]] == [_unplaced(one) for one in alike[1]]
+
+
+def _received(post):
+    return [(t.peer, t.unit) for t in post.receives]
+
+
+def _sent(post):
+    return [(t.peer, t.unit) for t in post.sends]
+
+
+def _unplaced(one):
+    """Without its slots."""
+    return (one.step, one.q, one.kv) if isinstance(one, Product) else (one.step, one.unit)
 
 
 @pytest.mark.parametrize("wide_travel", [True, False])

@@ -15,6 +15,7 @@ from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
 from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.shards import EvenShards, UnevenShards
+from ds_seqpar.running import virtual
 from ds_seqpar.running.kernels import KERNELS, accumulate
 from ds_seqpar.running.virtual import attention
 from tests.grids import cover, grouped, whole
@@ -280,3 +281,20 @@ def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
         assert inner == sum(plan[rank // ulysses] for plan in planned)
         for kind, elements in exchanged.items():
             assert received[kind] == elements * (ulysses - 1) // ulysses
+
+
+@pytest.mark.parametrize("schedule", sorted(SINGLE))
+def test_what_is_asked_for_early_gives_the_same_bits(schedule, monkeypatch):
+    config = SequenceParallelConfig(size=6, ulysses=1, schedule=schedule, overlap=True)
+    q, k, v, do = tensors(1, 48, (6, 2), 16, torch.float32)
+    plain = attention(config, q, k, v, do=do)
+
+    class Early(virtual._VirtualComm):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.early = 2
+
+    monkeypatch.setattr(virtual, "_VirtualComm", Early)
+    found = attention(config, q, k, v, do=do)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(getattr(found, name), getattr(plain, name)), name
