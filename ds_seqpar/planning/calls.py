@@ -146,11 +146,13 @@ def parts_of(
     rank: int = 0,
     member: int | None = None,
     square: bool = False,
+    early: int = 0,
 ) -> tuple[Part, ...]:
     """The stages of a resolved configuration's attention over `tokens` of a rank.
 
     heads: (query heads, key/value heads, head_dim) of the model; rank: the inner one; member: of Ulysses, None for one
-    with the most heads; square: whether the kernel takes square causal tiles only.
+    with the most heads; square: whether the kernel takes square causal tiles only; early: as `Comm.early`, which is 0
+    but over gloo.
     """
     recipe = recipe_of(config, config.topology(world))
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
@@ -159,7 +161,7 @@ def parts_of(
     count = config.head_stages
     if count == "auto":
         count = fewest_stages(config, recipe, own, mask, shards)
-    compiler, parts = Compiler(recipe, rank), []
+    compiler, parts = Compiler(recipe, rank, early), []
     for stage in dealing.stages(q_heads, kv_heads, count):
         dealt = dealing.most(*stage.counts, config.ulysses)
         if member is not None:

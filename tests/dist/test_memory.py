@@ -71,7 +71,7 @@ def _measured(setting, mask, kv_heads, kept=None):
             return sp.attention(*tensors, mask=mask)
 
         seen = _least(lambda: live.measure(attend, q, k, v, do))
-        place = {"rank": sp.runtime.rank, "member": sp.runtime.member}
+        place = {"rank": sp.runtime.rank, "member": sp.runtime.member, "early": sp.comm.early}
         heads = HEADS, kv_heads, DIM
         parts = parts_of(sp.config, world=sp.size, tokens=TOKENS, mask=mask, heads=heads, **place)
         said = figures(parts, sp.config.ulysses, True if kept else None)

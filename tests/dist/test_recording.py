@@ -83,7 +83,8 @@ def planned(sp):
     for direction, (_, (bound, _)) in sp.runtime.last.items():
         compiler = sp.runtime.compiler
         plan = compiler.recipe.plan(direction, compiler.pattern(CAUSAL, shards), bound.shape)
-        plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, sp.runtime.rank
+        early = compiler.early if compiler.recipe.overlap else 0
+        plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, (sp.runtime.rank, early)
     return plans
 
 
@@ -110,22 +111,23 @@ def test_products_and_messages_are_those_of_the_plan(results, case):
         events, _, _, plans, _ = found[case]
         assert [walk.direction for walk, _ in walks(events)] == ["forward"] * stages + ["backward"] * stages
         for walk, its in walks(events):
-            steps, _, rank = plans[walk.direction]
+            steps, _, place = plans[walk.direction]
             products = [(e.step, e.label, e.blocks) for e in its if e.kind == "product"]
             assert products == [(n, str(c), (c.q, c.kv)) for n, one in enumerate(steps) for c in one.computes]
             messages = [(e.kind, e.step, e.label, e.what, e.blocks, e.peer, e.bytes) for e in its
                         if e.kind in ("move", "send")]  # fmt: skip
-            wanted = [m for n, one in enumerate(steps) for m in messages_of(n, one, rank, units[walk.direction])]
+            wanted = [m for n, one in enumerate(steps) for m in messages_of(n, one, *place, units[walk.direction])]
             assert Counter(messages) == Counter(wanted)
             assert [m[1] for m in messages] == sorted(m[1] for m in messages)
 
 
-def messages_of(number, step, rank, units):
-    """What a record has of a step's messages, in bytes of fp64."""
+def messages_of(number, step, rank, early, units):
+    """What a record has of a step's messages, in bytes of fp64; one that comes stands where it is asked for."""
     for move in (*step.moves, *step.results):
         kind, peer = ("send", move.dst) if move.src == rank else ("move", move.src)
+        posted = number if kind == "send" else max(0, number - early)
         size = 8 * units[move.kind] * len(move.key)
-        yield kind, number, str(move), move.kind, (move.key,), peer, size
+        yield kind, posted, str(move), move.kind, (move.key,), peer, size
     for its in (*step.gathers, *step.reduces):
         mine, others = len(its.part(rank)), len(its.ranks) - 1
         blocks = len(its.whole) - mine if isinstance(its, Gather) else mine * others
