@@ -20,7 +20,7 @@ from hf_integration.job import longest
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.families import model_of
 from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
-from tests.hf.trainers import documents, make, trained
+from tests.hf.trainers import collate, documents, make, trained
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -110,8 +110,6 @@ def lists(count=96):
 
 
 def collated(examples):
-    from tests.hf.trainers import collate
-
     return collate([{name: torch.as_tensor(x) for name, x in one.items()} for one in examples])
 
 
