@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 
 from .actions import ACCUMULATORS, OPERANDS, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit, owned
+from .asking import asked_early
 from .program import (
     OWN,
     Assemble,
@@ -25,9 +26,8 @@ from .program import (
     Wait,
     is_own,
     own_slot,
-    renamed,
-    slots_of,
 )
+from .slots import assign
 
 KINDS = ("q", "kv", "out", "dq", "dkv")
 
@@ -36,14 +36,14 @@ def lower(
     name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1, early: int = 0
 ) -> Program:
     """The program of one rank. wide_travel: whether results travel in the dtype that they are accumulated in; what
-    arrives is then added to where it lies, and sent on from there. parts: blocks that each rank owns. early: steps
-    before that of its transfer in which a message is asked for, where a transport profits from that."""
+    arrives is then added to where it lies, and sent on from there. parts: blocks that each rank owns. early: see
+    `asked_early`; 0 asks for each message in the step in which it leaves."""
     lowering = _Lowering(direction, rank, size, wide_travel, parts)
     for index, step in enumerate(steps):
-        for later in range(lowering.asked, min(index + 1 + early, len(steps)) if early else 0):
-            lowering.ask(index, later, steps[later])
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
+    if early:
+        code = asked_early(code, buffers, early)
     return Program(
         name=name,
         direction=direction,
@@ -71,7 +71,6 @@ class _Lowering:
         self.results: dict[Unit, int] = {}  # running ones -> their buffer
         self.arriving: dict[int, list[int]] = defaultdict(list)  # tickets of operands that are due at the end of a step
         self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)  # results, after products
-        self.asked = 0  # steps whose messages were asked for before they leave
 
     def buffer(self, kind: str, role: str, key: Key) -> int:
         self.buffers.append(Slot(kind, role, (key,)))
@@ -83,10 +82,10 @@ class _Lowering:
             self.code.append(Wait(index, ticket))
             whole = self.operands[gather.kind, gather.whole] = self.buffer(gather.kind, "operand", gather.whole)
             self.code.append(Assemble(index, gather, received, whole))
-        asked = index < self.asked
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
-            receives = [] if asked else self.operands_of(moves)
+            receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
+            self.operands.update({move.unit: slot for move, slot in receives})
             if sends or receives:
                 self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
         for compute in step.computes:
@@ -94,33 +93,13 @@ class _Lowering:
         self.merge(index, index)  # before results leave: what arrived may have to leave with them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
-            receives = [] if asked else self.results_of(moves)
+            role = "wide" if self.wide_travel else "travel"
+            receives = [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
             if sends or receives:
                 self.merging[index + within].append(self.post(index, sends, receives))
         for reduce in [self.start_scatter(index, reduce) for reduce in step.reduces]:
             self.code += reduce
         self.code += [Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
-
-    def ask(self, index: int, later: int, step: Step) -> None:
-        """Posts in step `index` what is to be received in a later one."""
-        for within, moves in _by_within(step.moves):
-            if receives := self.operands_of(moves):
-                self.arriving[later + within - 1].append(self.post(index, [], receives)[0])
-        for within, moves in _by_within(step.results):
-            if receives := self.results_of(moves):
-                self.merging[later + within].append(self.post(index, [], receives))
-        self.asked = later + 1
-
-    def operands_of(self, moves: list[Move]) -> list[tuple[Move, int]]:
-        """Those that come here, each with its buffer."""
-        found = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
-        self.operands.update({move.unit: slot for move, slot in found})
-        return found
-
-    def results_of(self, moves: list[Move]) -> list[tuple[Move, int]]:
-        """The same of results."""
-        role = "wide" if self.wide_travel else "travel"
-        return [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
 
     def finish(self, steps: int) -> list[Instruction]:
         last = max(0, steps - 1)
@@ -207,49 +186,3 @@ def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
     for move in moves:
         groups[move.within].append(move)
     return sorted(groups.items())
-
-
-def _last_uses(code: list[Instruction]) -> dict[int, int]:
-    """Buffer -> the last instruction that names it, or the wait for its transfer."""
-    last: dict[int, int] = {}
-    under_way: dict[int, list[int]] = {}  # ticket -> buffers
-    for at, instruction in enumerate(code):
-        named = slots_of(instruction)
-        if isinstance(instruction, Post | GatherStart | ScatterStart):
-            under_way[instruction.ticket] = named
-        if isinstance(instruction, Wait):
-            named = under_way[instruction.ticket]
-        last.update(dict.fromkeys(named, at))
-    return last
-
-
-def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
-    """Code, slots and frees of a program: a linear scan in which buffers of one size that do not live together share a
-    slot. A buffer lives from the first instruction that names it to its last use."""
-    last = _last_uses(code)
-    slots: list[Slot] = []
-    free: dict[tuple, list[int]] = defaultdict(list)
-    place: dict[int, int] = {}
-    dying: dict[int, list[int]] = defaultdict(list)
-    ends: dict[int, int] = {}  # slot -> where its last buffer ends
-    lowered = []
-    for at, instruction in enumerate(code):
-        for buffer in slots_of(instruction):
-            if buffer not in place:
-                wanted = buffers[buffer]
-                pool = free[wanted.kind, wanted.role, len(wanted.keys[0])]
-                place[buffer] = pool.pop() if pool else len(slots)
-                if place[buffer] == len(slots):
-                    slots.append(wanted)
-                else:
-                    slots[place[buffer]] = slots[place[buffer]]._replace(keys=slots[place[buffer]].keys + wanted.keys)
-                dying[last[buffer]].append(buffer)
-                ends[place[buffer]] = last[buffer]
-        lowered.append(renamed(instruction, lambda slot: slot if is_own(slot) else place[slot]))
-        for buffer in dying.pop(at, []):
-            wanted = buffers[buffer]
-            free[wanted.kind, wanted.role, len(wanted.keys[0])].append(place[buffer])
-    frees: list[list[int]] = [[] for _ in code]
-    for slot, at in ends.items():
-        frees[at].append(slot)
-    return {"code": tuple(lowered), "slots": tuple(slots), "frees": tuple(map(tuple, frees))}

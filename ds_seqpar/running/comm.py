@@ -37,7 +37,7 @@ class Handle(Protocol):
 
 class Comm(Protocol):
     """What a program is walked over. received: elements that arrived from other ranks, by kind. early: steps before a
-    message leaves in which it is asked for, of plans with overlap."""
+    message leaves in which it is asked for, at the latest, of plans with overlap: see `planning.asking`."""
 
     received: Counter
     early: int
@@ -165,7 +165,7 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
 
 
 EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a program
-EARLY = 1  # step: a word that one is ready to receive would stand in line behind what is being sent (gloo)
+EARLY = 1  # step, over gloo; see `Comm`
 AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come; others are in docs/performance.md
 
 

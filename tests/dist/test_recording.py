@@ -83,8 +83,7 @@ def planned(sp):
     for direction, (_, (bound, _)) in sp.runtime.last.items():
         compiler = sp.runtime.compiler
         plan = compiler.recipe.plan(direction, compiler.pattern(CAUSAL, shards), bound.shape)
-        early = compiler.early if compiler.recipe.overlap else 0
-        plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, (sp.runtime.rank, early)
+        plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, sp.runtime.rank
     return plans
 
 
@@ -111,21 +110,22 @@ def test_products_and_messages_are_those_of_the_plan(results, case):
         events, _, _, plans, _ = found[case]
         assert [walk.direction for walk, _ in walks(events)] == ["forward"] * stages + ["backward"] * stages
         for walk, its in walks(events):
-            steps, _, place = plans[walk.direction]
+            steps, code, rank = plans[walk.direction]
+            asked = {(t.peer, t.unit): one.step for one in code if isinstance(one, Post) for t in one.receives}
             products = [(e.step, e.label, e.blocks) for e in its if e.kind == "product"]
             assert products == [(n, str(c), (c.q, c.kv)) for n, one in enumerate(steps) for c in one.computes]
             messages = [(e.kind, e.step, e.label, e.what, e.blocks, e.peer, e.bytes) for e in its
                         if e.kind in ("move", "send")]  # fmt: skip
-            wanted = [m for n, one in enumerate(steps) for m in messages_of(n, one, *place, units[walk.direction])]
+            wanted = [m for n, one in enumerate(steps) for m in messages_of(n, one, rank, asked, units[walk.direction])]
             assert Counter(messages) == Counter(wanted)
             assert [m[1] for m in messages] == sorted(m[1] for m in messages)
 
 
-def messages_of(number, step, rank, early, units):
+def messages_of(number, step, rank, asked, units):
     """What a record has of a step's messages, in bytes of fp64; one that comes stands where it is asked for."""
     for move in (*step.moves, *step.results):
         kind, peer = ("send", move.dst) if move.src == rank else ("move", move.src)
-        posted = number if kind == "send" else max(0, number - early)
+        posted = number if kind == "send" else asked[move.src, move.unit]
         size = 8 * units[move.kind] * len(move.key)
         yield kind, posted, str(move), move.kind, (move.key,), peer, size
     for its in (*step.gathers, *step.reduces):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_seqpar.planning import asking
 from ds_seqpar.planning.actions import ACCUMULATORS, OPERANDS
 from ds_seqpar.planning.lower import lower
 from ds_seqpar.planning.overlap import overlapped
@@ -21,10 +22,13 @@ from ds_seqpar.planning.program import (
     Post,
     Product,
     ScatterStart,
+    Slot,
+    Transfer,
     Wait,
     slots_of,
 )
 from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.slots import pool_of
 from tests.unit.plans import (
     FORMS,
     build,
@@ -255,22 +259,53 @@ def test_slots_hold_what_is_read_and_programs_fit_each_other(
 @_forms
 @pytest.mark.parametrize("early", [1, 2])
 def test_messages_are_asked_for_before_they_leave_and_nothing_else_changes(schedule, direction, travels, early):
-    """As many steps before as there are, ahead of whatever leaves in that step; waits stay where they are due."""
-    size = 6
-    topology = next(one for one in topologies(schedule, size))
-    pairs = {(i, j) for i, j in everything(size) if j <= i} if schedule == "distflash" else everything(size)
-    plan = build(schedule, topology, direction, travels, pairs)
+    """So many steps before or more, ahead of whatever leaves in that step; waits stay where they are due."""
+    plan = _plan_of_six(schedule, direction, travels)
     for plain, found in zip(_programs(plan), _programs(plan, early=early), strict=True):
         asked, left = ({t: one.step for one in found.code if isinstance(one, Post) for t in transfers(one)}
                        for transfers in (_received, _sent))  # fmt: skip
         then = {t: one.step for one in plain.code if isinstance(one, Post) for t in _received(one)}
-        assert asked == {t: max(0, step - early) for t, step in then.items()}
+        assert set(asked) == set(then)
+        assert all(asked[t] <= max(0, step - early) for t, step in then.items())
         assert left == {t: one.step for one in plain.code if isinstance(one, Post) for t in _sent(one)}
         for step in range(len(plan.ranks[0])):
             kinds = [bool(one.sends) for one in found.code if isinstance(one, Post) and one.step == step]
             assert kinds == sorted(kinds)
         alike = [[one for one in program.code if isinstance(one, Product | Merge)] for program in (plain, found)]
         assert [_unplaced(one) for one in alike[0]] == [_unplaced(one) for one in alike[1]]
+
+
+@_forms
+@pytest.mark.parametrize("early", [1, 2])
+def test_more_steps_before_take_no_slot_more(schedule, direction, travels, early, monkeypatch):
+    plan = _plan_of_six(schedule, direction, travels)
+    found = _programs(plan, early=early)
+    monkeypatch.setattr(asking, "_sooner", lambda code, buffers, asks, at: at)
+    for program, without in zip(found, _programs(plan, early=early), strict=True):
+        assert Counter(map(pool_of, program.slots)) == Counter(map(pool_of, without.slots))
+
+
+def _plan_of_six(schedule, direction, travels):
+    topology = next(one for one in topologies(schedule, 6))
+    pairs = {(i, j) for i, j in everything(6) if j <= i} if schedule == "distflash" else everything(6)
+    return build(schedule, topology, direction, travels, pairs)
+
+
+@pytest.mark.parametrize(("tag", "wanted"), [(2, 0), (1, 2)])
+def test_a_message_is_asked_for_as_soon_as_a_buffer_is_free_for_it(tag, wanted):
+    """Two k/v buffers live until step 1 and one until 4: what comes into a third is asked for in 2, before which there
+    would be three. Of q there is one buffer, so in 0; but never before a message with the same tag that comes first."""
+
+    def receive(step, buffer, kind, tag):
+        return Post(step, buffer, (), (Transfer(1, (kind, (buffer,)), buffer, tag),))
+
+    code = [receive(0, 0, "kv", 0), receive(0, 1, "kv", 0), Wait(1, 0), Wait(4, 1), receive(5, 2, "kv", 1),
+            receive(5, 3, "q", tag), Wait(6, 2), Wait(6, 3)]  # fmt: skip
+    buffers = [Slot(kind, "operand", ((0,),)) for kind in ("kv", "kv", "kv", "q")]
+    found = asking.asked_early(code, buffers, 1)
+    asked = {one.receives[0].slot: one.step for one in found if isinstance(one, Post)}
+    assert asked == {0: 0, 1: 0, 2: 2, 3: wanted}
+    assert [one.step for one in found if isinstance(one, Wait)] == [1, 4, 6, 6]
 
 
 def _received(post):
