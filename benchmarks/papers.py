@@ -160,7 +160,20 @@ def papers() -> None:
 
 def scaling(seq: int, sizes: Sequence[int]) -> None:
     """All ranks share one sequence, for each number of ranks; seconds of a layer's attention."""
-    rows = [["ranks", "ring ms", "Ulysses 8 x ring ms", "planned ms", "by", "of perfect", "planned"]]
+    rows = [
+        [
+            "ranks",
+            "ring ms",
+            "Ulysses 8 x ring ms",
+            "planned ms",
+            "by",
+            "of perfect",
+            "step ms",
+            "ZeRO ms",
+            "copies ms",
+            "planned",
+        ]
+    ]
     for ranks in sizes:
         given = {"size": ranks, "travel_dtype": "bf16"}
         question = Question(
@@ -180,11 +193,13 @@ def scaling(seq: int, sizes: Sequence[int]) -> None:
                 *times,
                 "simulated" if best.simulated else "closed form",
                 f"{perfect / own:.0%}",
+                *(f"{1e3 * x:.1f}" for x in (best.time.seconds, best.time.parts["ZeRO"], best.time.parts["copies"])),
                 str(best.frame),
             ]
         )
     print(f"{seq} tokens, LLaMA-3-8B, h100-ib; a layer's attention, both directions")
     print("of perfect: its products at the best rate, over the planned time; ring, Ulysses x ring: closed form")
+    print("step: of all layers; ZeRO: what it takes of that beyond the work that it runs beside")
     print("\n".join(columns(rows)))
 
 
