@@ -27,7 +27,7 @@ WAYS = ("forward", "backward")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", nargs="+", default=["h100-ib", "modest"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[28, 120, 496], help="inner ones")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[28, 120], help="inner ones; 496 take minutes a cell")
     parser.add_argument("--ulysses", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--schedules", nargs="+", default=["triangle", "mesh", "ring"])
     parser.add_argument("--follow", type=int, default=600, metavar="RANKS")
