@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from benchmarks.blocks import block_bytes
 from benchmarks.cluster_spec import Spec
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning import heads as dealing
@@ -96,9 +97,7 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
             for direction in ("forward", "backward"):
                 plan = recipe.plan(direction, pattern, shape)
                 at = [ranks[member, i] for i in range(recipe.size)]
-                block = tokens // plan.parts
-                sizes = {kind: size * block for kind, size in shape.bytes_per_token(direction).items()}
-                edges += _edges(plan, sizes, at)
+                edges += _edges(plan, block_bytes(shape, direction, shards), at)
                 programs = programs_of(plan)
                 for i, sent in enumerate(_sent(programs, at, problem)):
                     count[at[i]] += sent

@@ -1,6 +1,9 @@
 """Compares the time of real transfers beside sleeping products with the plan's own critical path.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/overlap.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.overlap
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 6 -m benchmarks.overlap --causal
+
+Schedules that do not fit the number of ranks, or the mask, are left out.
 
 Products are sleeps, so that a small machine's cores do not decide; transfers are real, over gloo, with all that goes
 with them (buffers, copies, merging of results). What they take is measured first, in the same run, by the same plan
@@ -10,6 +13,7 @@ with products of no time; then products are made as slow as the links.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.blocks import block_bytes
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.compile import Bound
-from ds_seqpar.planning.masks import FULL
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning.compile import Bound, weight
+from ds_seqpar.planning.masks import CAUSAL, FULL
 from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
 from ds_seqpar.planning.tiles import Tile
 from ds_seqpar.running.buffers import Tensors
@@ -35,17 +41,18 @@ SETTINGS = [
     {"schedule": "attention2d", "rows": 2, "overlap": True},
     {"schedule": "mesh", "mesh": [2, 1, 2]},
     {"schedule": "mesh", "mesh": [2, 1, 2], "overlap": True},
+    {"schedule": "triangle"},
 ]
 
 
 class Sleeping(Forward):
-    """A forward whose products take a fixed time, room for their result included, and leave one of the right shape."""
+    """A forward whose visible pairs take a fixed time, room for their result included, and leave one of the right
+    shape."""
 
-    seconds = 0.0
+    pair = 0.0  # seconds of one
 
     def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
-        own = self.operands["q"][0].shape[1]  # tokens of a block
-        until = time.perf_counter() + self.seconds * (q[0].shape[1] // own) * (kv[0].shape[1] // own)
+        until = time.perf_counter() + self.pair * sum(tile.products for tile in tiles)
         results[0].placed()
         time.sleep(max(0.0, until - time.perf_counter()))
 
@@ -54,57 +61,62 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank; 16 heads of 64, fp32")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--causal", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    size = dist.get_world_size()
+    size, mask = dist.get_world_size(), CAUSAL if args.causal else FULL
     tensors = [torch.randn(1, args.tokens, 16, 64) for _ in range(3)]
     rows = []
     for setting in SETTINGS:
-        sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=1, **setting))
-        shape = bound_of(sp, tensors).shape
-        compiler = sp.runtime.compiler
-        plan = compiler.recipe.plan("forward", compiler.pattern(FULL, sp.runtime.shards(args.tokens)), shape)
-        programs = programs_of(plan)
-        bare = Costs(transfer=shape.bytes_per_token("forward"), product=0.0)
-        rate = repeated(sp, tensors, 0.0, args.repeats) / simulate(programs, bare).seconds
-        costs = Costs(transfer={kind: value * rate for kind, value in bare.transfer.items()}, product=1.0)
-        costs = costs.balanced(plan)
-        took = repeated(sp, tensors, costs.product, args.repeats)
-        bound = max(communication(plan, costs), computation(plan, costs))
-        rows.append((setting, bound, simulate(programs, costs).seconds, took))
+        try:
+            sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=1, **setting))
+            bound = sp.runtime.bound("forward", *tensors[:2], mask, sp.runtime.shards(args.tokens))[0]
+        except ConfigError:  # on all ranks
+            continue
+        rows.append((setting, *compared(sp, bound, tensors, args.repeats)))
     if dist.get_rank() == 0:
         print("| schedule | max(compute, links), s | critical path, s | measured, s | measured / critical path |")
         print("|---|---|---|---|---|")
-        for setting, bound, path, took in rows:
+        for setting, least, path, took in rows:
             name = " ".join(str(value) if key == "schedule" else f"{key} {value}" for key, value in setting.items())
-            print(f"| {name} | {bound:.3f} | {path:.3f} | {took:.3f} | {took / path:.2f} |")
+            print(f"| {name} | {least:.3f} | {path:.3f} | {took:.3f} | {took / path:.2f} |")
     dist.destroy_process_group()
+
+
+def compared(sp: SequenceParallel, bound: Bound, tensors: list[Tensor], repeats: int) -> tuple[float, float, float]:
+    """Seconds: the longer of products and links, the critical path, and what was measured."""
+    shape, shards, mask = bound.shape, bound.shards, bound.mask
+    recipe = sp.runtime.compiler.recipe
+    plan = recipe.plan("forward", sp.runtime.compiler.pattern(mask, shards), shape)
+    programs = programs_of(plan)
+    bare = Costs(transfer=block_bytes(shape, "forward", shards), product=0.0, weight=weight(mask, shards))
+    rate = repeated(sp, bound, tensors, 0.0, repeats) / simulate(programs, bare).seconds
+    transfer = {kind: value * rate for kind, value in bare.transfer.items()}
+    costs = dataclasses.replace(bare, transfer=transfer).balanced(plan)
+    whole = shards.tokens("q", (0,)) * shards.tokens("kv", (0,))
+    took = repeated(sp, bound, tensors, costs.product / whole, repeats)
+    return max(communication(plan, costs), computation(plan, costs)), simulate(programs, costs).seconds, took
+
+
+def repeated(sp: SequenceParallel, bound: Bound, tensors: list[Tensor], pair: float, repeats: int) -> float:
+    """The median over repeats, after a warm-up, of the slowest rank's seconds."""
+    return statistics.median([run(sp, bound, tensors, pair) for _ in range(repeats + 1)][1:])
+
+
+def run(sp: SequenceParallel, bound: Bound, tensors: list[Tensor], pair: float) -> float:
+    work = Sleeping(KERNELS["reference"], 1.0, *tensors)  # the kernel is never called: products are sleeps
+    work.pair = pair
+    dist.barrier()
+    began = time.perf_counter()
+    Walk(bound, work, sp.comm).run()
+    return slowest(time.perf_counter() - began)
 
 
 def slowest(seconds: float) -> float:
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.item()
-
-
-def bound_of(sp: SequenceParallel, tensors: list[Tensor]) -> Bound:
-    q, k, _ = tensors
-    return sp.runtime.bound("forward", q, k, FULL, sp.runtime.shards(q.shape[1]))[0]
-
-
-def repeated(sp: SequenceParallel, tensors: list[Tensor], product: float, repeats: int) -> float:
-    """The median over repeats, after a warm-up, of the slowest rank's seconds."""
-    return statistics.median([run(sp, tensors, product) for _ in range(repeats + 1)][1:])
-
-
-def run(sp: SequenceParallel, tensors: list[Tensor], product: float) -> float:
-    work = Sleeping(KERNELS["reference"], 1.0, *tensors)  # the kernel is never called: products are sleeps
-    work.seconds = product
-    dist.barrier()
-    began = time.perf_counter()
-    Walk(bound_of(sp, tensors), work, sp.comm).run()
-    return slowest(time.perf_counter() - began)
 
 
 if __name__ == "__main__":

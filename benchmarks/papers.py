@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planning.closed import closed
@@ -158,10 +158,23 @@ def papers() -> None:
     print("\n".join("| " + " | ".join(row) + " |" for row in rows[1:]))
 
 
-def scaling(seq: int) -> None:
-    """All ranks share one sequence; seconds of a layer's attention by the closed form."""
-    rows = [["ranks", "ring ms", "Ulysses 8 x ring ms", "planned ms", "by", "of perfect", "planned"]]
-    for ranks in (8, 16, 32, 64, 128, 256, 512, 1024):
+def scaling(seq: int, sizes: Sequence[int]) -> None:
+    """All ranks share one sequence, for each number of ranks; seconds of a layer's attention."""
+    rows = [
+        [
+            "ranks",
+            "ring ms",
+            "Ulysses 8 x ring ms",
+            "planned ms",
+            "by",
+            "of perfect",
+            "step ms",
+            "ZeRO ms",
+            "copies ms",
+            "planned",
+        ]
+    ]
+    for ranks in sizes:
         given = {"size": ranks, "travel_dtype": "bf16"}
         question = Question(
             model=LLAMA3_8B, machine=dataclasses.replace(H100, memory=1e15), world=ranks, seq=seq, given=given
@@ -180,11 +193,13 @@ def scaling(seq: int) -> None:
                 *times,
                 "simulated" if best.simulated else "closed form",
                 f"{perfect / own:.0%}",
+                *(f"{1e3 * x:.1f}" for x in (best.time.seconds, best.time.parts["ZeRO"], best.time.parts["copies"])),
                 str(best.frame),
             ]
         )
     print(f"{seq} tokens, LLaMA-3-8B, h100-ib; a layer's attention, both directions")
     print("of perfect: its products at the best rate, over the planned time; ring, Ulysses x ring: closed form")
+    print("step: of all layers; ZeRO: what it takes of that beyond the work that it runs beside")
     print("\n".join(columns(rows)))
 
 
@@ -192,11 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("papers", "scaling"), default="papers")
     parser.add_argument("--seq", type=int, default=4 * KI * KI)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2**n for n in range(3, 11)])
     args = parser.parse_args()
     if args.what == "papers":
         papers()
     else:
-        scaling(args.seq)
+        scaling(args.seq, args.ranks)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from benchmarks.blocks import block_bytes
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.config import TRAVEL_DTYPES, setting_names
 from ds_seqpar.planning.compile import pattern_of, weight
@@ -164,8 +165,7 @@ def inner(
     shards = EvenShards(config.layout, args.seq, recipe.size)
     shape = shape_of(config.travel_dtype, "float32", 1, (*most(*args.heads, members), args.head_dim))
     plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)
-    tokens = args.seq // recipe.size
-    transfer = {kind: size * tokens / rate for kind, size in shape.bytes_per_token(direction).items()}
+    transfer = {kind: size / rate for kind, size in block_bytes(shape, direction, shards).items()}
     costs = Costs(transfer=transfer, product=1.0, weight=weight(CAUSAL, shards))
     took = sum(e.end - e.start for e in measured.events if e.kind == "product" and e.direction == direction)
     work = sum(costs.compute(c.q, c.kv) for steps in plan.ranks for one in steps for c in one.computes) * members

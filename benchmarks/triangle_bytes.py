@@ -1,0 +1,78 @@
+"""Bytes of causal attention: the triangle beside the best mesh, a ring and the floor. The tables of docs/triangle.md.
+
+    python -m benchmarks.triangle_bytes [RANKS ...]
+
+Received by the busiest rank for one layer, as multiples of the q of its own tokens in bf16; of each schedule the shape
+and what travels that bring it least. Partial results and gradients travel in the dtype named. Nothing is built.
+
+The floor: a rank that has x query rows and y k/v rows, in its own tokens' number n, sees x y n^2 pairs at most, less
+the half of its own n^2 that the mask hides, and its share of S = A n tokens' pairs is A n^2 / 2. So x y >= (A + 1) / 2.
+Each query row that is not its own is received, and its partial result by somebody; each k/v row likewise, with
+gradients in backward. No equal share of work has a smaller mean over ranks, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+from benchmarks.blocks import block_bytes, unit
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.planning.actions import ACCUMULATORS
+from ds_seqpar.planning.compile import side_of
+from ds_seqpar.planning.layout import multiple
+from ds_seqpar.planning.recipes import recipe_of, shape_of
+from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.shape import Shape
+from ds_seqpar.planning.shards import EvenShards
+
+HEADS = {"MHA": (32, 32), "GQA 4:1": (32, 8), "GQA 8:1": (64, 8)}
+HEAD_DIM = 128
+RANKS = (6, 10, 15, 28, 36, 66, 120, 496)
+SHOWN = ("triangle", "mesh", "ring")
+
+
+def least(name: str, ranks: int, direction: str, shape: Shape) -> float:
+    """Units that the busiest rank receives, in the best of all shapes; inf where the schedule has none."""
+    schedule, found = SCHEDULES[name], math.inf
+    heads = shape.q_heads, shape.kv_heads
+    for own in schedule.shapes(ranks):
+        config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **own).resolve(ranks, heads)
+        recipe = recipe_of(config, config.topology(ranks))
+        shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
+        sizes = block_bytes(shape, direction, shards)
+        for travels in schedule.travellers:
+            found = min(found, max(recipe.received(direction, travels, sizes)) / unit(shape, shards))
+    return found
+
+
+def floor(ranks: int, direction: str, shape: Shape) -> float:
+    """Units that ranks receive on average at least."""
+    costs, sizes = {"q": 0.0, "kv": 0.0}, shape.bytes_per_token(direction)
+    for kind in ("q", "kv", *ACCUMULATORS[direction]):
+        costs[side_of(kind)] += sizes[kind] / shape.bytes_per_token("forward")["q"]
+    area = max(1.0, (ranks + 1) / 2)
+    x = min(area, max(1.0, math.sqrt(area * costs["kv"] / costs["q"])))
+    return costs["q"] * (x - 1) + costs["kv"] * (area / x - 1)
+
+
+def cell(ranks: int, direction: str, shape: Shape) -> str:
+    ours, mesh, ring = (least(name, ranks, direction, shape) for name in SHOWN)
+    found = " / ".join(f"{value:.2f}" for value in (ours, mesh, ring, floor(ranks, direction, shape)))
+    return f"{found}: {ours / mesh:.2f}"
+
+
+def main(numbers: Sequence[int]) -> None:
+    ways = [(way, travel) for way in ("forward", "backward") for travel in ("fp32", "bf16")]
+    for name, heads in HEADS.items():
+        print(f"\n{name} ({heads[0]}/{heads[1]} heads, D = {HEAD_DIM}): triangle / best mesh / ring / floor: "
+              "triangle over mesh\n")  # fmt: skip
+        print("| ranks | " + " | ".join(f"{way}, {travel}" for way, travel in ways) + " |\n" + "|---" * 5 + "|")
+        for ranks in numbers:
+            shapes = [(way, shape_of(travel, "bfloat16", 1, (*heads, HEAD_DIM))) for way, travel in ways]
+            print(f"| {ranks} | {' | '.join(cell(ranks, *one) for one in shapes)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]] or RANKS)
