@@ -26,9 +26,9 @@ class Tiling:
     """T blocks of R = `strips` strips of T - 1 chunks are the sequence: two chunks for each of A = R T (T - 1) / 2.
 
     Rank R (i (i - 1) / 2 + j) + p, j < i < T, computes q of strip p of block i with k/v of block j: it is in the row of
-    strip (i, p), which is number R i + p, and in the column of block j. Of strip (i, p) it owns chunk j, an early one;
-    of block j a late one, at T - 1 - i or more after the early ones of some strip. Chunks have two numbers: their
-    `place` in the sequence, and that of the plan, 2 rank for a late one and 2 rank + 1 for an early one.
+    strip (i, p), which is number R i + p, and in the column of block j. Of strip (i, p) it owns chunk j, an early one:
+    the first i are; of some strip of block j a late one, at j or after. Chunks have two numbers: their `place` in the
+    sequence, and that of the plan, 2 rank for a late one and 2 rank + 1 for an early one.
 
     What tiles leave over in a block costs a row or column nothing, where they are the same strip's early chunks, or
     late queries; the rest is the staircase: early queries of a strip with k/v of the strips before it in its block. Of
