@@ -98,10 +98,12 @@ class Tiling:
     # ---- the staircase
 
     def fetched(self, strip: int) -> int:
-        """How many of the first k/v chunks of a strip's block the row takes, of those before the strip: those of one
-        and a half strips' ... each rank at most, unless there is no column. The n-th goes to the row's rank n % i."""
+        """How many of the first k/v chunks of a strip's block the row takes, of those before the strip: 2, 6 or 12 a
+        rank at most for 2, 4 or 8 strips, unless there is no column to take the others. A query with its result costs
+        as much as R k/v chunks where R queries share a key; some more make work more even. The n-th chunk goes to the
+        row's rank n % i."""
         block, before = strip // self.strips, strip % self.strips * self.long
-        return min(before, 3 * self.strips // 2 * block) if block < self.long else before
+        return min(before, 3 * self.strips // 4 * 2 * block) if block < self.long else before
 
     def _left(self) -> list[int]:
         """Twice the products of chunks that each rank has of the diagonal and the staircase, but for its late queries'.
