@@ -14,7 +14,7 @@ from typing import Any
 # schedule -> the settings that its shape is, in order
 SHAPES = {
     "ring": (),
-    "triangle": (),
+    "triangle": ("strips",),
     "distflash": (),
     "double_ring": ("window",),
     "wallfacer": ("team",),

@@ -3,7 +3,8 @@
     python -m benchmarks.triangle_bytes [RANKS ...]
 
 Received by the busiest rank for one layer, as multiples of the q of its own tokens in bf16; of each schedule the shape
-and what travels that bring it least. Partial results and gradients travel in the dtype named. Nothing is built.
+and what travels that bring it least; in brackets the triangle's strips, where it has more than one. Partial results and
+gradients travel in the dtype named. Nothing is built.
 
 The floor: a rank that has x query rows and y k/v rows, in its own tokens' number n, sees x y n^2 pairs at most, less
 the half of its own n^2 that the mask hides, and its share of S = A n tokens' pairs is A n^2 / 2. So x y >= (A + 1) / 2.
@@ -24,18 +25,23 @@ from ds_seqpar.planning.compile import side_of
 from ds_seqpar.planning.layout import multiple
 from ds_seqpar.planning.recipes import recipe_of, shape_of
 from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.planning.schedules.base import Own
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import EvenShards
 
-HEADS = {"MHA": (32, 32), "GQA 4:1": (32, 8), "GQA 8:1": (64, 8)}
+TABLES = {  # heads, ranks
+    "MHA": ((32, 32), (6, 10, 12, 15, 20, 24, 28, 30, 36, 40, 48, 60, 66, 84, 120, 496)),
+    "GQA 4:1": ((32, 8), (6, 12, 20, 24, 28, 40, 48, 60, 84, 112, 120, 180, 496)),
+    "GQA 8:1": ((64, 8), (12, 24, 28, 40, 48, 60, 80, 112, 120, 168, 224, 360, 496)),
+}
 HEAD_DIM = 128
-RANKS = (6, 10, 15, 28, 36, 66, 120, 496)
 SHOWN = ("triangle", "mesh", "ring")
 
 
-def least(name: str, ranks: int, direction: str, shape: Shape) -> float:
-    """Units that the busiest rank receives, in the best of all shapes; inf where the schedule has none."""
-    schedule, found = SCHEDULES[name], math.inf
+def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, Own]:
+    """Units that the busiest rank receives, in the best of all shapes, and that; inf where the schedule has none."""
+    schedule = SCHEDULES[name]
+    found: tuple[float, Own] = math.inf, {}
     heads = shape.q_heads, shape.kv_heads
     for own in schedule.shapes(ranks):
         config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **own).resolve(ranks, heads)
@@ -43,7 +49,8 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> float:
         shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
         sizes = block_bytes(shape, direction, shards)
         for travels in schedule.travellers:
-            found = min(found, max(recipe.received(direction, travels, sizes)) / unit(shape, shards))
+            units = max(recipe.received(direction, travels, sizes)) / unit(shape, shards)
+            found = min(found, (units, own), key=lambda one: one[0])
     return found
 
 
@@ -58,21 +65,22 @@ def floor(ranks: int, direction: str, shape: Shape) -> float:
 
 
 def cell(ranks: int, direction: str, shape: Shape) -> str:
-    ours, mesh, ring = (least(name, ranks, direction, shape) for name in SHOWN)
-    found = " / ".join(f"{value:.2f}" for value in (ours, mesh, ring, floor(ranks, direction, shape)))
-    return f"{found}: {ours / mesh:.2f}"
+    (ours, own), *others = (least(name, ranks, direction, shape) for name in SHOWN)
+    beside = [units for units, _ in others] + [floor(ranks, direction, shape)]
+    strips = f" ({own['strips']})" if own.get("strips", 1) > 1 else ""
+    return f"{ours:.2f}{strips} / {' / '.join(f'{units:.2f}' for units in beside)}: {ours / beside[0]:.2f}"
 
 
 def main(numbers: Sequence[int]) -> None:
     ways = [(way, travel) for way in ("forward", "backward") for travel in ("fp32", "bf16")]
-    for name, heads in HEADS.items():
+    for name, (heads, usual) in TABLES.items():
         print(f"\n{name} ({heads[0]}/{heads[1]} heads, D = {HEAD_DIM}): triangle / best mesh / ring / floor: "
               "triangle over mesh\n")  # fmt: skip
         print("| ranks | " + " | ".join(f"{way}, {travel}" for way, travel in ways) + " |\n" + "|---" * 5 + "|")
-        for ranks in numbers:
+        for ranks in numbers or usual:
             shapes = [(way, shape_of(travel, "bfloat16", 1, (*heads, HEAD_DIM))) for way, travel in ways]
             print(f"| {ranks} | {' | '.join(cell(ranks, *one) for one in shapes)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or RANKS)
+    main([int(word) for word in sys.argv[1:]])

@@ -170,11 +170,14 @@ class SequenceParallelConfig:
                 f"use one of {divisors(world_size)}"
             )
         chosen = schedules.schedule(self.schedule)
-        layout = chosen.default_layout if self.layout == "auto" else self.layout
-        resolved = dataclasses.replace(self, size=size, schedule=chosen.name, layout=layout)
-        resolved._check_schedule(chosen)
+        self._check_own(chosen)
+        resolved = dataclasses.replace(self, size=size, schedule=chosen.name)
         resolved = dataclasses.replace(resolved, ulysses=resolved._ulysses(heads))
         resolved = dataclasses.replace(resolved, own=resolved._shape(heads))
+        chosen = chosen.at(size // resolved.ulysses, dict(resolved.own))
+        resolved._check_choices(chosen)
+        if self.layout == "auto":
+            resolved = dataclasses.replace(resolved, layout=chosen.default_layout)
         resolved.topology(world_size)  # which raises for a placement that is none
         return resolved
 
@@ -208,8 +211,8 @@ class SequenceParallelConfig:
             f"are {legal}"
         )
 
-    def _check_schedule(self, chosen: Schedule) -> None:
-        """Raises ConfigError for what this schedule has not, naming those that have it."""
+    def _check_own(self, chosen: Schedule) -> None:
+        """Raises ConfigError for a setting of another schedule's."""
         known = schedules.settings()
         for name, _ in self.own:
             if (owner := known[name][1]) is not chosen:
@@ -217,9 +220,12 @@ class SequenceParallelConfig:
                     f'{SECTION}.{name} belongs to schedule "{owner.name}"; got it with "{chosen.name}", '
                     f'set "schedule": "{owner.name}" or leave {name} out'
                 )
+
+    def _check_choices(self, chosen: Schedule) -> None:
+        """Raises ConfigError for what this schedule has not, naming those that have it."""
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
-            if isinstance(value, str) and value not in legal:
+            if isinstance(value, str) and value not in ("auto", *legal):
                 others = [other.name for other in schedules.SCHEDULES.values() if value in _choices(other)[name]]
                 raise ConfigError(
                     f'{SECTION}.{name} must be {in_words(legal)} with schedule "{chosen.name}"; got "{value}", change '

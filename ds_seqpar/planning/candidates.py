@@ -95,7 +95,7 @@ def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iter
 def _placed(
     world: int, size: int, ulysses: int, schedule: Schedule, own: Own, given: Mapping[str, Any]
 ) -> Iterator[Frame]:
-    axes = schedule.axes(size // ulysses, own)
+    axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
     placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)
     layouts = (
         [given["layout"]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+from .tiling import tiling
 
 
 class Run(NamedTuple):
@@ -43,32 +46,23 @@ def striped(seq: int, ranks: int, rank: int) -> Runs:
     return (Run(rank, ranks, seq // ranks),)
 
 
-def pair_of(rank: int) -> tuple[int, int]:
-    """The rank-th of the pairs (i, j), 0 <= j < i: (1, 0), (2, 0), (2, 1), (3, 0) ... The first T (T - 1) / 2 of them
-    have i < T, so that of T (T - 1) / 2 itself is (T, 0)."""
-    i = (1 + math.isqrt(1 + 8 * rank)) // 2
-    return i, rank - i * (i - 1) // 2
+def paired(ranks: int, rank: int, strips: int = 1) -> tuple[int, int]:
+    """The two of 2 A chunks that a rank of A = `strips` T (T - 1) / 2 holds: see `Tiling`."""
+    return tiling(ranks, strips).owned[rank]
 
 
-def paired(ranks: int, rank: int) -> tuple[int, int]:
-    """The two of 2 A chunks that rank (i, j) of A = T (T - 1) / 2 holds, where T blocks of T - 1 chunks each are the
-    sequence: one of block j, of which the ranks (., j) hold the last T - 1 - j in falling order; one of block i, of
-    which the ranks (i, .) hold the first i in rising order."""
-    (blocks, _), (i, j) = pair_of(ranks), pair_of(rank)
-    return j * blocks + blocks - 1 - i, i * (blocks - 1) + j
-
-
-def pairs(seq: int, ranks: int, rank: int) -> Runs:
-    """Rank (i, j) holds a chunk of block j and one of block i. For T (T - 1) / 2 ranks only."""
+def pairs(seq: int, ranks: int, rank: int, strips: int = 1) -> Runs:
+    """A rank holds a chunk of one block and one of a later block. For `strips` T (T - 1) / 2 ranks only."""
     size = seq // (2 * ranks)
-    return tuple(Run(chunk * size, 1, size) for chunk in paired(ranks, rank))
+    return tuple(Run(chunk * size, 1, size) for chunk in paired(ranks, rank, strips))
 
 
 def dealt(layout: str, tokens: int, ranks: int, rank: int) -> Runs:
     """The runs of a named layout for any number of tokens: ranks' shares differ by one token at most."""
     first, end = tokens * rank // ranks, tokens * (rank + 1) // ranks
-    if PARTS.get(layout, 1) > 1:  # an empty run is a block, too
-        ends = [(tokens * c // (2 * ranks), tokens * (c + 1) // (2 * ranks)) for c in paired(ranks, rank)]
+    if layout in STRIPS:  # an empty run is a block, too
+        chunks = paired(ranks, rank, STRIPS[layout])
+        ends = [(tokens * c // (2 * ranks), tokens * (c + 1) // (2 * ranks)) for c in chunks]
         return tuple(Run(low, 1, high - low) for low, high in ends)
     if layout == "striped":
         runs = [Run(rank, ranks, len(range(rank, tokens, ranks)))]
@@ -88,8 +82,14 @@ LAYOUTS: dict[str, Callable[[int, int, int], Runs]] = {
     "zigzag": zigzag,
 }
 # and those that not every number of ranks has: for the schedules that name them
-NAMED = {**LAYOUTS, "pairs": pairs}
-PARTS = {"pairs": 2}  # blocks that a rank holds, each a run of its own; elsewhere all that it holds is one block
+STRIPS = {"pairs": 1, "pairs2": 2, "pairs4": 4, "pairs8": 8}
+NAMED: dict[str, Callable[[int, int, int], Runs]] = {
+    **LAYOUTS,
+    **{name: functools.partial(pairs, strips=strips) for name, strips in STRIPS.items()},
+}
+PARTS = dict.fromkeys(
+    STRIPS, 2
+)  # blocks that a rank holds, each a run of its own; elsewhere all that it holds is one block
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:

@@ -29,7 +29,8 @@ def masked(settings):
 
 
 @pytest.mark.parametrize("settings", [
-    {"size": 6, "ulysses": 1},
+    {"size": 6, "ulysses": 1, "strips": 1},
+    {"size": 6, "ulysses": 1, "strips": 2},
     {"size": 6, "ulysses": 2, "overlap": True},
     {"size": 10, "ulysses": 1, "overlap": True},
 ], ids=str)  # fmt: skip

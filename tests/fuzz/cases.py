@@ -38,8 +38,8 @@ def sections(draw, sizes):
     ulysses = draw(st.sampled_from(divisors(size)))
     inner = size // ulysses
     schedule = draw(st.sampled_from(sorted(name for name, its in SCHEDULES.items() if list(its.shapes(inner)))))
-    its = SCHEDULES[schedule]
     axes, shape = draw(_shapes(schedule, inner))
+    its = SCHEDULES[schedule].at(inner, shape)
     section = {
         "size": size,
         "ulysses": ulysses,
@@ -76,7 +76,8 @@ def _shapes(draw, schedule, inner):
     if schedule == "mesh":
         more = draw(st.sampled_from(divisors(inner // rows)))
         return ("x", "y", "z"), draw(st.sampled_from([{}, {"mesh": [rows, more, inner // rows // more]}]))
-    return tuple(name for name, _ in SCHEDULES[schedule].axes(inner, {})), {}
+    own = draw(st.sampled_from(list(SCHEDULES[schedule].shapes(inner))))
+    return tuple(name for name, _ in SCHEDULES[schedule].axes(inner, own)), own
 
 
 def _placements(axes):

@@ -74,15 +74,23 @@ def blocks(schedule, size):
     return size * SCHEDULES[schedule].parts
 
 
-def takes(schedule, size):
-    """All products that a schedule can compute on so many ranks."""
-    return frozenset(pair for pair in everything(blocks(schedule, size)) if SCHEDULES[schedule].takes(*pair))
+def takes(schedule, size, shape=None):
+    """All products that a schedule can compute on so many ranks, in this shape of them."""
+    its = SCHEDULES[schedule] if shape is None else at(schedule, shape)
+    return frozenset(pair for pair in everything(blocks(schedule, size)) if its.takes(*pair))
+
+
+def at(schedule, shape):
+    """The schedule as it is with this topology."""
+    its, size = SCHEDULES[schedule], ranks(shape)
+    owns = (own for own in its.shapes(size) if topology(*its.axes(size, own)) == shape)
+    return next((its.at(size, own) for own in owns), its)
 
 
 def build(schedule, topology, direction, travels="kv", pairs=None, even=True):
     """The schedule's plan for these pairs; default: all that it can take."""
     size = ranks(topology)
-    meet = pattern(blocks(schedule, size), takes(schedule, size) if pairs is None else pairs, even)
+    meet = pattern(blocks(schedule, size), takes(schedule, size, topology) if pairs is None else pairs, even)
     return built(schedule, topology, direction, travels, meet)
 
 

@@ -29,9 +29,15 @@ ALL = pytest.mark.parametrize("schedule", [*SCHEDULES.values(), toy_schedule.SCH
 
 
 def _forms(schedule):
-    """(topology, direction, what travels) of every shape up to 16 ranks."""
-    shapes = [topology(*schedule.axes(ranks, own)) for ranks in RANKS for own in schedule.shapes(ranks)]
-    return itertools.product(shapes, DIRECTIONS, schedule.travellers)
+    """(the schedule as it is with it, topology, direction, what travels) of every shape up to 16 ranks."""
+    shapes = [
+        (schedule.at(ranks, own), topology(*schedule.axes(ranks, own)))
+        for ranks in RANKS
+        for own in schedule.shapes(ranks)
+    ]
+    return [
+        (*shape, *way) for shape, way in itertools.product(shapes, itertools.product(DIRECTIONS, schedule.travellers))
+    ]
 
 
 def _taken(schedule, ranks):
@@ -47,6 +53,10 @@ def _plan(schedule, shape, direction, travels):
 
 @ALL
 def test_help_is_a_line_and_what_is_legal_exists(schedule):
+    for its in (schedule.at(ranks, own) for ranks in RANKS for own in schedule.shapes(ranks)):
+        assert its.default_layout in its.layouts
+        assert set(its.layouts) <= set(NAMED)
+        assert its.parts == schedule.parts
     for line in (schedule.summary, *(setting.help for setting in schedule.settings)):
         assert line
         assert "\n" not in line
@@ -79,20 +89,20 @@ def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule
 
 @ALL
 def test_the_closed_form_is_what_a_plan_receives(schedule):
-    for shape, direction, travels in _forms(schedule):
+    for its, shape, direction, travels in _forms(schedule):
         axes = tuple((name, shape.size(name)) for name in shape.inner_axes)
-        plan = _plan(schedule, shape, direction, travels)
+        plan = _plan(its, shape, direction, travels)
         units = UNITS[direction]
-        assert schedule.received(axes, direction, travels, units) == plan.received(units), (axes, direction, travels)
+        assert its.received(axes, direction, travels, units) == plan.received(units), (axes, direction, travels)
 
 
 @ALL
 def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedule):
     met = set()
-    for shape, direction, travels in _forms(schedule):
+    for its, shape, direction, travels in _forms(schedule):
         ranks = shape.size(*shape.inner_axes)
-        plan = _plan(schedule, shape, direction, travels)
-        validate(plan, _taken(schedule, ranks))
+        plan = _plan(its, shape, direction, travels)
+        validate(plan, _taken(its, ranks))
         groups = {ranks: axis for axis in schedule.collective_axes for ranks in shape.groups(axis) if len(ranks) > 1}
         for action in (action for step in joint(plan) for action in step.actions if isinstance(action, Collective)):
             met.add(groups[action.ranks])
@@ -101,12 +111,12 @@ def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedul
 
 @ALL
 def test_what_it_cannot_compute_is_refused(schedule):
-    for shape, direction, travels in _forms(schedule):
+    for its, shape, direction, travels in _forms(schedule):
         ranks = shape.size(*shape.inner_axes)
-        every = everything(ranks * schedule.parts)
-        if not all(itertools.starmap(schedule.takes, every)):
+        every = everything(ranks * its.parts)
+        if not all(itertools.starmap(its.takes, every)):
             with pytest.raises(ConfigError, match=schedule.name):
-                schedule.build(shape, pattern(ranks * schedule.parts, every), direction, travels)
+                its.build(shape, pattern(ranks * its.parts, every), direction, travels)
 
 
 def test_schedules_are_found_by_themselves():

@@ -191,7 +191,7 @@ FIRST = {
     "auto": ("ulysses",),
     "ulysses_intra": ("ulysses",),
     "collectives_intra": ("x", "y"),
-    "ring_intra": ("z", "window", "ring", "pair"),
+    "ring_intra": ("z", "window", "ring", "strip", "pair"),
 }
 
 

@@ -244,7 +244,9 @@ def _found(config, inputs, **how):
 
 
 def _config(side, ulysses=1, **options):
-    return SequenceParallelConfig(size=_ranks(side) * ulysses, ulysses=ulysses, schedule="triangle", **options)
+    """Of square tiles."""
+    size = _ranks(side) * ulysses
+    return SequenceParallelConfig(size=size, ulysses=ulysses, schedule="triangle", strips=1, **options)
 
 
 @functools.lru_cache(maxsize=8)

@@ -115,6 +115,7 @@ def packs(draw, schedule, world, most):
     size = draw(st.sampled_from([n for n in range(1, world + 1) if list(its.shapes(n))]))
     ulysses = draw(st.sampled_from([1, *(u for u in divisors(size) if u <= heads[0] and list(its.shapes(size // u)))]))
     own = draw(st.sampled_from(list(its.shapes(size // ulysses))))
+    its = its.at(size // ulysses, own)
     config = SequenceParallelConfig(
         size=size,
         ulysses=ulysses,

@@ -75,6 +75,7 @@ class Schedule:
     settings: its own. shapes(ranks): all values that they can have together, one mapping a shape.
     resolve(ranks, given, heads): those of one shape, with what is given; the others are chosen, for these heads where
         known. Raises ConfigError for what does not fit.
+    by_shape(ranks, own): of these fields those that are others with one shape; see `at`.
     layouts, default_layout: those that it takes, and what "auto" is.
     travellers: the sides that it can let travel; "auto" takes what sends fewer bytes.
     takes(q block, kv block): whether it can compute that product at all.
@@ -90,12 +91,17 @@ class Schedule:
     settings: tuple[Setting, ...] = ()
     shapes: Callable[[int], Iterable[Own]] = lambda ranks: ({},)
     resolve: Callable[[int, Own, Heads | None], Own] = lambda ranks, given, heads: {}
+    by_shape: Callable[[int, Own], Mapping[str, Any]] = lambda ranks, own: {}
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     default_layout: str = "balanced"
     travellers: tuple[str, ...] = TRAVELLERS
     takes: Callable[[int, int], bool] = lambda q, kv: True
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
+
+    def at(self, ranks: int, own: Own) -> Schedule:
+        """The same as it is with this shape."""
+        return dataclasses.replace(self, **self.by_shape(ranks, own))
 
     @property
     def parts(self) -> int:

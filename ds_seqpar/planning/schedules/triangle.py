@@ -9,106 +9,74 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from ...errors import SECTION, ConfigError
 from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ..layout import pair_of
+from ..layout import STRIPS
 from ..plan import Counted, Pattern, bits
+from ..tiling import Stop, Tiling, pair_of, tiling
 from ..topology import Axes, Topology
-from .base import Heads, Own, Schedule
+from .base import Heads, Own, Schedule, count
 
 
 def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
     """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks, and of the
     diagonal what costs no bytes: of block i all early queries that see its own early k/v chunk, of block j all that its
     own late query chunk sees. Every rank then has T (T - 1) products of chunks to do, those half seen counted half.
+    With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
 
-    Chunks go round: q round the ranks (i, .), k/v round the ranks (., j), T - 2 hops each; then results on the same
-    ways to their owners. A hop of q starts in every second step and one of k/v between: each has two steps to arrive,
-    so that a rank need not have got both before it passes on the one. Plans number chunks by their owner: rank r has
-    2 r, which is late in block j, and 2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk,
-    or for travels="q" (both sides travel here).
+    Chunks go round: q round a row's ranks, T - 2 hops, k/v round a column's, R (T - 1) - 1; then results on the same
+    ways to their owners. A hop of k/v starts in every second step, one of q in the step before a k/v hop's, as many
+    apart as make both last as long; each has until the next one starts to arrive, so that a rank need not have got both
+    before it passes on the one. Plans number chunks by their owner: rank r has 2 r, which is late in block j, and
+    2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk, or for travels="q" (both sides
+    travel here).
     """
     if travels != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
+    its = tiling(topology.size("strip", "pair"), topology.size("strip"))
     seen = 0
-    for q in sorted(range(pattern.size), key=_place):
+    for q in its.chunks:
         seen |= 1 << q
         if later := pattern.rows[q] & ~seen:
             raise ConfigError(
                 "triangle needs causal attention, in which no query sees a later chunk; got queries of chunk "
                 f"{q} that see keys of chunk {next(bits(later))}, use a causal mask, or schedule ring or mesh"
             )
-    return _Triangle(topology.size("pair"), pattern, direction)
+    return _Triangle(its, pattern, direction)
 
 
 def takes(q: int, kv: int) -> bool:
-    """Whether the k/v chunk stands at the query chunk's place or before it, which hangs on their numbers alone."""
-    return _place(kv) <= _place(q)
+    """Whether the k/v chunk stands at the query chunk's place or before it, which without strips hangs on their numbers
+    alone."""
+    blocks = pair_of(max(q, kv) // 2)[0] + 1
+    return _taken(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
 
 
-def _place(chunk: int) -> tuple[int, int, int]:
-    """Sorts chunks by position: the block, early before late, and within each."""
-    i, j = pair_of(chunk // 2)
-    return (i, 0, j) if chunk % 2 else (j, 1, -i)
-
-
-class Stop(NamedTuple):
-    """A place on the way round a group. rank: who is there, None where the chunk's owner is outside of the group."""
-
-    chunk: int
-    rank: int | None
-
-
-class _Blocks:
-    """T blocks of T - 1 chunks, for `ranks` = T (T - 1) / 2."""
-
-    def __init__(self, ranks: int) -> None:
-        self.count = pair_of(ranks)[0]
-
-    def chunks(self, block: int) -> list[int]:
-        """Those of a block, in the order of positions: `block` early ones and then the late ones."""
-        early = [2 * rank + 1 for rank in self.group("q", block)]
-        return early + [2 * rank for rank in reversed(self.group("kv", block))]
-
-    def group(self, side: str, block: int) -> list[int]:
-        """The ranks that need all of a block's q: (block, .); or all of its k/v: (., block)."""
-        if side == "q":
-            return [_number(block, j) for j in range(block)]
-        return [_number(i, block) for i in range(block + 1, self.count)]
-
-    def way(self, side: str, block: int) -> list[Stop]:
-        """A group's way: each of the block's chunks starts at a stop and goes on by one a turn. Those that come from
-        outside stand evenly between the members', so that all members' results have as far to go."""
-        chunks, members = self.chunks(block), self.group(side, block)
-        own = [chunk for chunk in chunks if chunk // 2 in members]
-        foreign = iter([chunk for chunk in chunks if chunk // 2 not in members])
-        at = {number * len(chunks) // len(own): chunk for number, chunk in enumerate(own)}
-        return [Stop(at[n], at[n] // 2) if n in at else Stop(next(foreign), None) for n in range(len(chunks))]
-
-
-def _number(i: int, j: int) -> int:
-    return i * (i - 1) // 2 + j
+def _taken(its: Tiling, q: int, kv: int) -> bool:
+    return its.place[kv] <= its.place[q]
 
 
 class _Triangle(Counted):
-    def __init__(self, ranks: int, pattern: Pattern, direction: str) -> None:
-        self.ranks, self.pattern, self.direction, self.blocks = ranks, pattern, direction, _Blocks(ranks)
-        self.hops = max(0, self.blocks.count - 2)  # of a chunk that goes round
-        self.turn = self.comes("kv", self.hops)  # the first step in which results leave
-        self.steps = max(1, self.turn + 2 * self.hops)
+    def __init__(self, its: Tiling, pattern: Pattern, direction: str) -> None:
+        self.its, self.pattern, self.direction = its, pattern, direction
+        self.hops = {side: its.length(side) - 1 for side in ("q", "kv")}  # of a chunk that goes round
+        self.turn = self.comes("kv", self.hops["kv"])  # the first step in which results leave
+        self.steps = max(1, self.turn + 2 * self.hops["kv"])
         self.products = functools.cache(self._products)
+        self.rounds = functools.cache(self._rounds)
         self.reads = functools.cache(self._reads)
 
     def _products(self, rank: int) -> list[tuple[int, int]]:
-        """The (q chunk, k/v chunk) pairs of a rank that are needed: its tile and its share of the diagonal."""
-        i, j = pair_of(rank)
-        row, column = self.blocks.chunks(i), self.blocks.chunks(j)
+        """The (q chunk, k/v chunk) pairs of a rank that are needed: its tile and its share of the blocks' diagonal."""
+        i, _, j = self.its.tile(rank)
+        row, column = self.its.members("q", self.groups(rank, "q")[0]), self.its.members("kv", j)
         late = column.index(2 * rank)
         found = [(q, kv) for q in row for kv in column]
         found += [(q, row[j]) for q in row[j:i]]
         found += [(column[late], kv) for kv in column[: late + 1]]
+        found += self.its.staircase(rank)
         return [pair for pair in found if self.pattern(*pair)]
 
     def _reads(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
@@ -116,29 +84,47 @@ class _Triangle(Counted):
         pairs = self.products(rank)
         return frozenset(q for q, _ in pairs), frozenset(kv for _, kv in pairs)
 
-    def visits(self, side: str, block: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    def groups(self, rank: int, side: str) -> list[int]:
+        """The strips, or blocks, of which it has or gets a chunk: its row's first, or its block, then falling, so that
+        any two ranks have those that they share in one order."""
+        i, strip, j = self.its.tile(rank)
+        if side == "kv":
+            return [i, j]
+        late = self.its.place[2 * rank] // self.its.long
+        lent = {strip for strip, _ in self.its.lent_to(rank)}
+        return [i * self.its.strips + strip, *sorted({late, *lent}, reverse=True)]
+
+    def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Of every chunk that goes round a group: the members that read it, but for its owner, each with how many hops
-        it is away."""
-        if not self.blocks.group(side, block):
-            return
-        way = self.blocks.way(side, block)
+        it is away; and the same of those that the staircase takes."""
+        way = self.its.way(side, number)
         for start, (chunk, _) in enumerate(way):
             stops = [(way[(start + hop) % len(way)].rank, hop) for hop in range(1, len(way))]
             yield chunk, [(r, hop) for r, hop in stops if r is not None and chunk in self.reads(r)[side == "kv"]]
+        for chunk, ranks in self.its.stairs(side, number):
+            yield chunk, [(r, hop) for hop, r in enumerate(ranks, 1) if chunk in self.reads(r)[side == "kv"]]
 
-    def moves(self, side: str, block: int) -> Iterator[tuple[Move, int]]:
+    def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
+        """All moves of a group, each as what and in which step."""
+        moves = [("moves", *one) for one in self.moves(side, number)]
+        return moves + [("results", *one) for one in self.results(side, number)]
+
+    def moves(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
         """Operands round a group, each with its step: the chunk's owner sends to the first member, who passes it on."""
-        for chunk, visits in self.visits(side, block):
+        for chunk, visits in self.visits(side, number):
             holders = [chunk // 2, *(rank for rank, _ in visits)]
             for src, (rank, hop) in zip(holders, visits, strict=False):
-                yield Move(src=src, dst=rank, kind=side, key=(chunk,), within=2), self.starts(side, hop)
+                start, end = self.starts(side, hop), self.comes(side, hop)
+                yield Move(src=src, dst=rank, kind=side, key=(chunk,), within=end - start), start
 
-    def results(self, side: str, block: int) -> Iterator[tuple[Move, int]]:
+    def results(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
         """Results on the same way, each member's added to those before it, and at the end to the owner's."""
-        for chunk, visits in self.visits(side, block) if self.kind(side) else ():
+        kind = self.kind(side)
+        for chunk, visits in self.visits(side, number) if kind else ():
             ends = [*(rank for rank, _ in visits[1:]), chunk // 2]
             for (rank, hop), dst in zip(visits, ends, strict=False):
-                yield Move(src=rank, dst=dst, kind=self.kind(side), key=(chunk,), within=2), self.leaves(side, hop)
+                within = self.comes(side, hop) - self.starts(side, hop)
+                yield Move(src=rank, dst=dst, kind=kind, key=(chunk,), within=within), self.leaves(side, hop)
 
     def kind(self, side: str) -> str:
         """Of what is accumulated for this side's chunks and leaves the rank; "" for none."""
@@ -147,11 +133,10 @@ class _Triangle(Counted):
 
     def __call__(self, rank: int) -> Steps:
         steps: list[dict[str, list]] = [defaultdict(list) for _ in range(self.steps)]
-        for side, block in itertools.product(("q", "kv"), pair_of(rank)):  # of both blocks it owns a chunk
-            for name, found in (("moves", self.moves), ("results", self.results)):
-                for move, t in found(side, block):
-                    if rank in move.ranks:
-                        steps[t][name].append(move)
+        for side in ("q", "kv"):
+            for name, move, t in itertools.chain(*(self.rounds(side, number) for number in self.groups(rank, side))):
+                if rank in move.ranks:
+                    steps[t][name].append(move)
         for t, pairs in enumerate(self.timed(rank)):
             steps[t]["computes"] = [Compute(rank=rank, q=(q,), kv=(kv,)) for q, kv in pairs]
         return tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps)
@@ -176,46 +161,53 @@ class _Triangle(Counted):
 
     def away(self, rank: int, side: str) -> dict[int, int]:
         """How many hops each chunk that comes to a rank is away from it; 0 for its own."""
-        way = self.blocks.way(side, pair_of(rank)[side == "kv"])
-        here = next(n for n, stop in enumerate(way) if stop.rank == rank)
-        return {chunk: (here - n) % len(way) for n, (chunk, _) in enumerate(way)}
+        found: dict[int, int] = {}
+        for number in self.groups(rank, side):
+            for chunk, visits in self.visits(side, number):
+                for hop in (hop for visitor, hop in visits if visitor == rank):
+                    found[chunk] = hop
+        return found
 
     def starts(self, side: str, hop: int) -> int:
         """The step in which a chunk's hop of this number, from 1, starts."""
-        return 2 * (hop - 1) + (side == "kv") if hop else 0
+        if side == "kv":
+            return 2 * hop - 1 if hop else 0
+        return 2 * ((hop - 1) * self.hops["kv"] // self.hops["q"]) if hop else 0
 
     def comes(self, side: str, hops: int) -> int:
         """The first step that has a chunk from so many hops away."""
-        return self.starts(side, hops) + 2 if hops else 0
+        return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
         """The step in which the results of a chunk from so many hops away leave; those of own chunks stay."""
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        found: list[float] = [0] * self.ranks
-        for side, block in itertools.product(("q", "kv"), range(self.blocks.count)):
-            for move, _ in itertools.chain(self.moves(side, block), self.results(side, block)):
+        found: list[float] = [0] * self.its.ranks
+        for side, number in self.its.groups():
+            for _, move, _ in self.rounds(side, number):
                 found[move.dst] += units[move.kind]
         return found
 
 
 def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """T - 2 chunks of q and of k/v; and of their results as many, but for those that start with a rank, and one more
-    from the group that it is outside of."""
-    ((_, ranks),) = axes
-    blocks = _Blocks(ranks)
-    hops = max(0, blocks.count - 2)
+    """T - 2 chunks of q and R (T - 1) - 1 of k/v; and of their results as many, but for those that start with a rank,
+    and one more from the group that it is outside of. And of the staircase what `Tiling.stairs` says."""
+    its = _of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
-    found: list[float] = [hops * (units["q"] + units["kv"])] * ranks
-    for side, kind in kinds.items():
-        for block in range(blocks.count):
-            way = blocks.way(side, block) if blocks.group(side, block) else []
-            for n, (chunk, rank) in enumerate(way):
-                if rank is None:
-                    found[chunk // 2] += units[kind]
-                else:
-                    found[rank] += units[kind] * (hops - _foreign(way, n))
+    hops = {side: its.length(side) - 1 for side in ("q", "kv")}
+    found: list[float] = [sum(hops[side] * units[side] for side in hops)] * its.ranks
+    for side, number in its.groups():
+        result = units[kinds[side]] if side in kinds else 0
+        way = its.way(side, number)
+        for n, (chunk, rank) in enumerate(way):
+            found[chunk // 2 if rank is None else rank] += result * (
+                1 if rank is None else hops[side] - _foreign(way, n)
+            )
+        for chunk, ranks in its.stairs(side, number):
+            for rank, home in zip(ranks, [*ranks[1:], chunk // 2], strict=True):
+                found[rank] += units[side]
+                found[home] += result
     return found
 
 
@@ -224,32 +216,70 @@ def _foreign(way: Sequence[Stop], at: int) -> int:
     return next(n for n in range(len(way)) if way[at - 1 - n].rank is not None)
 
 
+def _of(axes: Mapping[str, int]) -> Tiling:
+    strips = axes.get("strip", 1)
+    return tiling(strips * axes["pair"], strips)
+
+
 def shapes(ranks: int) -> list[Own]:
-    return [{}] if pair_of(ranks)[1] == 0 else []
+    return [{"strips": strips} for strips in STRIPS.values() if _fits(ranks, strips)]
+
+
+def _fits(ranks: int, strips: int) -> bool:
+    blocks, more = pair_of(ranks // strips)
+    return not ranks % strips and not more and (blocks > 2 or strips == 1)
 
 
 def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
-    if not shapes(ranks):
-        below = pair_of(ranks)[0]
-        fits = [side * (side - 1) // 2 for side in (below, below + 1)]
+    """Where no number of strips is given, the one with which the busiest rank receives the fewest elements for these
+    heads, forward and backward together."""
+    legal = [own["strips"] for own in shapes(ranks)]
+    if not legal:
+        near = [next(n for n in numbers if shapes(n)) for numbers in (range(ranks, 0, -1), itertools.count(ranks))]
         raise ConfigError(
-            f"{SECTION}.schedule triangle needs T (T - 1) / 2 inner ranks, size / ulysses; got {ranks}, use "
-            f"{fits[0]} or {fits[1]}, or schedule mesh"
+            f"{SECTION}.schedule triangle needs 1, 2, 4 or 8 times T (T - 1) / 2 inner ranks, size / "
+            f"ulysses; got {ranks}, use {near[0]} or {near[1]}, or schedule mesh"
         )
-    return {}
+    strips = given.get("strips") or min(legal, key=lambda strips: _elements(ranks, strips, heads or (1, 1)))
+    if strips not in legal:
+        raise ConfigError(f"{SECTION}.strips must be one of {legal} for {ranks} inner ranks; got {strips}, change it")
+    return {"strips": strips}
+
+
+def _elements(ranks: int, strips: int, heads: Heads) -> float:
+    """What the busiest rank receives forward and backward, chunks of a head being one element."""
+    q, kv = heads[0], 2 * heads[1]
+    units = {"forward": {"q": q, "kv": kv, "out": q}, "backward": {"q": 2 * q, "kv": kv, "dq": q, "dkv": kv}}
+    return sum(max(received(axes(ranks, {"strips": strips}), way, "kv", units[way])) for way in units)
+
+
+def axes(ranks: int, own: Own) -> Axes:
+    return (("strip", own["strips"]), ("pair", ranks // own["strips"]))
+
+
+def by_shape(ranks: int, own: Own) -> Mapping[str, Any]:
+    """Each number of strips has a layout of its own, and its own order of chunks."""
+    layout = next(name for name, strips in STRIPS.items() if strips == own["strips"])
+    return {
+        "layouts": (layout,),
+        "default_layout": layout,
+        "takes": lambda q, kv: _taken(_of(dict(axes(ranks, own))), q, kv),
+    }
 
 
 SCHEDULE = Schedule(
     name="triangle",
     summary="causal attention only: ranks are the tiles of the causal triangle, 0.7 of a mesh's bytes",
     build=triangle,
-    axes=lambda ranks, own: (("pair", ranks),),
+    axes=axes,
     received=received,
+    settings=(count("strips", "of q, to each block of k/v: more for fewer k/v heads"),),
     shapes=shapes,
     resolve=resolve,
+    by_shape=by_shape,
     layouts=("pairs",),
     default_layout="pairs",
     travellers=("kv",),
     takes=takes,
-    ring_axes=("pair",),
+    ring_axes=("strip", "pair"),
 )
