@@ -87,14 +87,14 @@ class Placed:
     def placed(self): ...
 
 
-@pytest.mark.parametrize("ranks", [3, 6, 10, 28])
-@pytest.mark.parametrize("heads", triangle_bytes.HEADS.values(), ids=list(triangle_bytes.HEADS))
+@pytest.mark.parametrize("ranks", [3, 6, 12, 24, 28])
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_nothing_receives_less_than_the_floor(ranks, heads, direction):
     for travel in ("fp32", "bf16"):
         shape = shape_of(travel, "bfloat16", 1, (*heads, 128))
         floor = triangle_bytes.floor(ranks, direction, shape)
-        assert floor <= min(triangle_bytes.least(name, ranks, direction, shape) for name in triangle_bytes.SHOWN)
+        assert floor <= min(triangle_bytes.least(name, ranks, direction, shape)[0] for name in triangle_bytes.SHOWN)
         # the least over a grid of rows that have enough pairs is what is said, from above
         sizes, own = shape.bytes_per_token(direction), shape.bytes_per_token("forward")["q"]
         of_q = (sizes["q"] + sizes["out" if direction == "forward" else "dq"]) / own
@@ -113,5 +113,5 @@ def test_the_triangle_is_as_said_by_its_plan_and_near_the_floor(ranks):
     shards = EvenShards(config.layout, 4 * ranks, ranks)
     plan = recipe_of(config, config.topology(ranks)).plan("forward", pattern_of(CAUSAL, shards), shape)
     found = [size / unit(shape, shards) for size in plan.received(block_bytes(shape, "forward", shards))]
-    assert max(found) == pytest.approx(triangle_bytes.least("triangle", ranks, "forward", shape))
+    assert max(found) == pytest.approx(triangle_bytes.least("triangle", ranks, "forward", shape)[0])
     assert 0 < statistics.fmean(found) - triangle_bytes.floor(ranks, "forward", shape) < 1
