@@ -226,7 +226,7 @@ class SequenceParallelConfig:
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *legal):
-                others = [other.name for other in schedules.SCHEDULES.values() if value in _choices(other)[name]]
+                others = [n for n, s in schedules.SCHEDULES.items() if n != chosen.name and value in _choices(s)[name]]
                 raise ConfigError(
                     f'{SECTION}.{name} must be {in_words(legal)} with schedule "{chosen.name}"; got "{value}", change '
                     f"it{f', or use schedule {in_words(others)}' if others else ''}"
