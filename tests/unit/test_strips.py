@@ -315,7 +315,7 @@ def test_layouts_go_with_their_strips():
     assert (resolved(120, (64, 64)).strips, resolved(120).layout) == (1, "pairs")
     assert resolved(6, strips=2).layout == "pairs2"
     assert resolved(120, (64, 8)).resolve(120, (64, 8)) == found
-    with pytest.raises(ConfigError, match='layout must be "pairs2" with schedule "triangle"; got "pairs", change it$'):
+    with pytest.raises(ConfigError, match=r'layout must be "pairs2" with schedule "triangle"; got "pairs", change it$'):
         resolved(6, strips=2, layout="pairs")
     with pytest.raises(ConfigError, match=r"strips must be one of \[1, 2\] for 6 inner ranks; got 4, change it"):
         resolved(6, strips=4)
