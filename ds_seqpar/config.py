@@ -237,7 +237,7 @@ class SequenceParallelConfig:
         if heads:  # all members must choose alike: for the one with the most
             heads = dealing.most(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
-        return tuple(chosen.resolve(self.size // self.ulysses, dict(self.own), heads).items())
+        return tuple(chosen.shaped(self.size // self.ulysses, dict(self.own), heads, self.layout).items())
 
     @property
     def inner_axes(self) -> Axes:

@@ -23,7 +23,8 @@ class Ask(NamedTuple):
 
 def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> list[Instruction]:
     """The code, in which what is received is asked for at the start of an earlier step: `early` steps before it leaves,
-    or as many more as take no slot more than that. Nothing else moves."""
+    or as many more as take no slot more than that, though slots of two sizes may then be in use at once that were not.
+    Nothing else moves."""
     code, asks = _apart(code)
     at = [max(0, ask.step - early) for ask in asks]
     return _with(code, asks, _sooner(_with(code, asks, at), buffers, asks, at))
@@ -49,13 +50,14 @@ def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[Ask]]:
 
 def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instruction]:
     """The code with each of the asks at the start of a step."""
-    starting: dict[int, list[Instruction]] = defaultdict(list)
+    starting, begun = defaultdict[int, list[Instruction]](list), 0
     for (_, post), step in zip(asks, at, strict=True):
         starting[step].append(post._replace(step=step))
     found: list[Instruction] = []
     for one in code:
-        for step in [step for step in sorted(starting) if step <= one.step]:
-            found += starting.pop(step)
+        for step in range(begun, one.step + 1):
+            found += starting.pop(step, [])
+        begun = max(begun, one.step + 1)
         found.append(one)
     return found
 

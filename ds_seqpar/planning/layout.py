@@ -87,9 +87,8 @@ NAMED: dict[str, Callable[[int, int, int], Runs]] = {
     **LAYOUTS,
     **{name: functools.partial(pairs, strips=strips) for name, strips in STRIPS.items()},
 }
-PARTS = dict.fromkeys(
-    STRIPS, 2
-)  # blocks that a rank holds, each a run of its own; elsewhere all that it holds is one block
+# blocks that a rank holds, each a run of its own; elsewhere all that it holds is one block
+PARTS = dict.fromkeys(STRIPS, 2)
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:

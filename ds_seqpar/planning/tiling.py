@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..errors import ConfigError
+
 
 def pair_of(rank: int) -> tuple[int, int]:
     """The rank-th of the pairs (i, j), 0 <= j < i: (1, 0), (2, 0), (2, 1), (3, 0) ... The first T (T - 1) / 2 of them
@@ -37,7 +39,9 @@ class Tiling:
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
-        self.ranks, self.strips, self.blocks = ranks, strips, pair_of(ranks // strips)[0]
+        self.ranks, self.strips, (self.blocks, more) = ranks, strips, pair_of(ranks // strips)
+        if more or ranks % strips:
+            raise ConfigError(f"tiles of {strips} strips need {strips} times T (T - 1) / 2 ranks; got {ranks}")
         self.long = self.blocks - 1  # chunks of a strip
         self.lent: dict[tuple[int, int], int] = {}  # (strip, chunk in it) -> rank
         self.left = self._left()

@@ -314,9 +314,13 @@ def test_layouts_go_with_their_strips():
     assert (found.strips, found.layout) == (8, "pairs8")
     assert (resolved(120, (64, 64)).strips, resolved(120).layout) == (1, "pairs")
     assert resolved(6, strips=2).layout == "pairs2"
+    for size, layout, strips in ((6, "pairs", 1), (6, "pairs2", 2), (12, "pairs2", 2), (12, "pairs4", 4)):
+        assert {resolved(size, heads, layout=layout).strips for heads in (None, (32, 8), (32, 32))} == {strips}
     assert resolved(120, (64, 8)).resolve(120, (64, 8)) == found
     with pytest.raises(ConfigError, match=r'layout must be "pairs2" with schedule "triangle"; got "pairs", change it$'):
         resolved(6, strips=2, layout="pairs")
+    with pytest.raises(ConfigError, match="tiles of 8 strips need 8 times"):
+        tiling(1008, 8)
     with pytest.raises(ConfigError, match=r"strips must be one of \[1, 2\] for 6 inner ranks; got 4, change it"):
         resolved(6, strips=4)
     with pytest.raises(

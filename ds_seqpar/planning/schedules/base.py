@@ -103,6 +103,14 @@ class Schedule:
         """The same as it is with this shape."""
         return dataclasses.replace(self, **self.by_shape(ranks, own))
 
+    def shaped(self, ranks: int, given: Own, heads: Heads | None, layout: str) -> Own:
+        """What `resolve` says; or, of a layout that goes with other shapes only, the first of those."""
+        own = self.resolve(ranks, given, heads)
+        if layout in ("auto", *self.at(ranks, own).layouts):
+            return own
+        fits = (one for one in self.shapes(ranks) if layout in self.at(ranks, one).layouts)
+        return next((one for one in fits if given.items() <= one.items()), own)
+
     @property
     def parts(self) -> int:
         """Blocks that each inner rank owns, as its layouts deal them."""
