@@ -279,6 +279,8 @@ def test_messages_are_asked_for_before_they_leave_and_nothing_else_changes(sched
 @pytest.mark.parametrize("early", [1, 2])
 def test_more_steps_before_take_no_slot_more(schedule, direction, travels, early, monkeypatch):
     plan = _plan_of_six(schedule, direction, travels)
+    meet = {(q, kv) for steps in plan.ranks for step in steps for c in step.computes for q in c.q for kv in c.kv}
+    plan = overlapped(plan, pattern(plan.size, meet), SIZES)
     found = _programs(plan, early=early)
     monkeypatch.setattr(asking, "_sooner", lambda code, buffers, asks, at: at)
     for program, without in zip(found, _programs(plan, early=early), strict=True):
