@@ -5,6 +5,7 @@ fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh 
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import socket
@@ -12,6 +13,9 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
+
+from tests import costs
 
 # what ranks import sooner or later; a name that another release does not have is passed over
 PRELOAD = [
@@ -103,6 +107,10 @@ class Ranks:
 
     def close(self, patience=10):
         """Ends the ranks, after `patience` seconds those that still run too."""
+        if costs.FOLDER in os.environ:
+            for rank, process in enumerate(self.processes):
+                with contextlib.suppress(OSError):  # it ended before
+                    costs.rank_ended(process.pid, json.loads(Path(self.folder.name, f"{rank}.json").read_text()))
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -133,10 +141,13 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    began = time.process_time()
     outcome = True, None
     if patience is not None:
         store = f"file://{folder}/store"
         outcome = _outcome(dist.init_process_group, ("gloo", store, timedelta(seconds=patience), world, rank))
+    if costs.FOLDER in os.environ:
+        Path(folder, f"{rank}.json").write_text(json.dumps([began, time.process_time()]))
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:
