@@ -2,8 +2,8 @@
 
     python -m tests.costs -m "not whole" -n 2 tests        # all of pytest's own options
 
-Ranks are forked from a server, so the shell's `time` does not count them; here each rank's time is read while it stands.
-Load this module as a pytest plugin (`-p tests.costs`, with TESTS_COSTS set to a folder) to collect without the table.
+Ranks are forked from a server, so the shell's `time` does not count them; here each rank's time is read while it
+stands. As a pytest plugin (`-p tests.costs`, with TESTS_COSTS set to a folder) this module collects without the table.
 """
 
 import json
