@@ -1,9 +1,30 @@
-"""Grids of cases: the whole cartesian product, and a small cover of it that meets every pair of values."""
+"""Grids of cases: the whole cartesian product, and a small cover of it that meets every pair of values.
+
+`make test` runs covers and few drawn cases, `make test-all` all of them.
+"""
 
 import heapq
 import itertools
 
 import pytest
+from hypothesis import settings
+
+quick = False  # whether tests that are marked `whole` are left out; the root conftest knows
+
+
+def few_then_rest(few, rest):
+    """pytest parameters: `few`, and marked `whole` the rest."""
+    return [pytest.param(few, id="few"), pytest.param(rest, id="rest", marks=pytest.mark.whole)]
+
+
+def each_then_rest(few, rest):
+    """pytest parameters: each of `few`, and marked `whole` each of the rest."""
+    return [*few, *(pytest.param(value, marks=pytest.mark.whole) for value in rest)]
+
+
+def examples(count):
+    """How many cases hypothesis draws: `count`, a quarter of them in `make test`."""
+    return settings(max_examples=max(5, count // 4) if quick else count)
 
 
 def whole(legal=lambda case: True, **axes):

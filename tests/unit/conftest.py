@@ -7,10 +7,18 @@ from hypothesis import HealthCheck, settings
 
 from ds_seqpar.planning import schedules
 
-settings.register_profile(
-    "unit", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("unit")
+
+def pytest_configure(config):
+    few = "not whole" in config.getoption("markexpr")
+    settings.register_profile(
+        "unit",
+        max_examples=25 if few else 100,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("unit")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.balance import by_balance, by_layout, lognormal, packs, products, travelling
@@ -17,6 +17,7 @@ from ds_seqpar.planning.layout import LAYOUTS, Run
 from ds_seqpar.planning.masks import Mask
 from ds_seqpar.planning.shards import UnevenShards
 from ds_seqpar.planning.tiles import tiles
+from tests.grids import examples
 from tests.unit.plans import built, ring
 
 LENGTHS = st.one_of(
@@ -37,7 +38,7 @@ def _documents_on(runs, starts):
 
 
 @given(LENGTHS, st.integers(1, 16))
-@settings(max_examples=100)
+@examples(100)
 @example([1], 16)
 @example([7], 16)
 @example([1] * 15, 16)

@@ -183,8 +183,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("kernel", CUDA_KERNELS)
-@pytest.mark.parametrize("name", SCHEDULES)
+def _with_one_kernel(names):
+    """pytest parameters (name, kernel): each name with one kernel in turn, and marked `whole` with the other."""
+    few, rest = ([(name, CUDA_KERNELS[(n + other) % 2]) for n, name in enumerate(names)] for other in (0, 1))
+    return [*few, *(pytest.param(*pair, marks=pytest.mark.whole) for pair in rest)]
+
+
+@pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(SCHEDULES))
 def test_every_schedule_stays_on_the_device(name, kernel):
     travels = SCHEDULES[name].travellers[CUDA_KERNELS.index(kernel) % len(SCHEDULES[name].travellers)]
     calls = walk(kernel, schedule=name, forward=travels, backward=travels, **SHAPES[name])
@@ -202,8 +207,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kernel", CUDA_KERNELS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(OTHERS))
 def test_so_do_masks_uneven_shards_ulysses_and_overlap(name, kernel):
     assert len(walk(kernel, **OTHERS[name])) == (2 if kernel == "cuda_flash" else 0)
 

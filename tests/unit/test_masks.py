@@ -5,13 +5,14 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_seqpar.errors import InputError
 from ds_seqpar.planning.layout import LAYOUTS, Run, join
 from ds_seqpar.planning.masks import END, Mask, sees, visibility
 from ds_seqpar.planning.tiles import Tile, tiles
+from tests.grids import examples
 from tests.oracle import seen
 
 CAUSAL, FULL = Mask(), Mask(causal=False)
@@ -163,7 +164,7 @@ def _uneven(draw):
     return draw(pick), draw(pick)
 
 
-@settings(max_examples=300)
+@examples(300)
 # one query may be the first to see two keys, where runs of one step follow each other closely
 @example(((Run(1, 2, 3),), (Run(4, 2, 1), Run(5, 2, 1))), CAUSAL, False)
 # the keys end in a later document than the queries

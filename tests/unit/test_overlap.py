@@ -16,6 +16,7 @@ from ds_seqpar.planning.overlap import overlapped
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
 from ds_seqpar.planning.validate import validate
+from tests.grids import each_then_rest, few_then_rest
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -49,11 +50,14 @@ def _relations(schedule, size):
     return [causal_contiguous(size)] if schedule == "distflash" else [everything(size), causal_contiguous(size)]
 
 
+_sizes_of_plans = pytest.mark.parametrize("numbers", few_then_rest((3, 4), (2, 6, 8)))
+
+
 @functools.cache  # one test after the other looks at the same plans
-def _pairs(schedule, direction, travels):
-    """(needed pairs, plan, the same overlapped) of every shape."""
+def _pairs(schedule, direction, travels, numbers):
+    """(needed pairs, plan, the same overlapped) of every shape of these numbers of ranks."""
     found = []
-    for size in (2, 3, 4, 6, 8):
+    for size in numbers:
         for topology in topologies(schedule, size):
             for pairs in _relations(schedule, size):
                 plan = build(schedule, topology, direction, travels, pairs)
@@ -71,9 +75,10 @@ def _places(plan):
 # ---- the pass
 
 
+@_sizes_of_plans
 @_forms
-def test_every_needed_product_stays_on_its_rank(schedule, direction, travels):
-    for pairs, plan, better in _pairs(schedule, direction, travels):
+def test_every_needed_product_stays_on_its_rank(schedule, direction, travels, numbers):
+    for pairs, plan, better in _pairs(schedule, direction, travels, numbers):
         validate(better, pairs)
         found = _places(better)
         assert len(set(found)) == len(found)
@@ -87,9 +92,10 @@ def test_every_needed_product_stays_on_its_rank(schedule, direction, travels):
         )
 
 
+@_sizes_of_plans
 @_forms
-def test_operands_are_due_when_they_are_first_used_and_come_from_who_has_them(schedule, direction, travels):
-    for _, plan, better in _pairs(schedule, direction, travels):
+def test_operands_are_due_when_they_are_first_used_and_come_from_who_has_them(schedule, direction, travels, numbers):
+    for _, plan, better in _pairs(schedule, direction, travels, numbers):
         if better == plan:
             continue
         uses = _uses(better)
@@ -117,9 +123,10 @@ def _uses(plan):
     return uses
 
 
+@_sizes_of_plans
 @_forms
-def test_own_blocks_leave_in_the_first_step_unless_links_are_taken(schedule, direction, travels):
-    for _, plan, better in _pairs(schedule, direction, travels):
+def test_own_blocks_leave_in_the_first_step_unless_links_are_taken(schedule, direction, travels, numbers):
+    for _, plan, better in _pairs(schedule, direction, travels, numbers):
         if better == plan:
             continue
         steps = joint(better)
@@ -132,9 +139,10 @@ def test_own_blocks_leave_in_the_first_step_unless_links_are_taken(schedule, dir
                     assert move.src in sending or move.dst in receiving, f"{move} could have gone in step 0"
 
 
+@_sizes_of_plans
 @_forms
-def test_results_go_straight_home_once_all_of_their_products_are_done(schedule, direction, travels):
-    for _, plan, better in _pairs(schedule, direction, travels):
+def test_results_go_straight_home_once_all_of_their_products_are_done(schedule, direction, travels, numbers):
+    for _, plan, better in _pairs(schedule, direction, travels, numbers):
         if better == plan:
             continue
         products = defaultdict(list)
@@ -151,7 +159,7 @@ def test_results_go_straight_home_once_all_of_their_products_are_done(schedule, 
         assert sorted((move.src, move.kind, move.key) for _, move in results) == sorted(leaving)
 
 
-@pytest.mark.parametrize("size", [4, 8, 9, pytest.param(12, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("size", each_then_rest([4, 6], [8, 9, 12]))
 @_forms
 def test_no_plan_becomes_slower_for_mha_or_gqa(schedule, direction, travels, size):
     for topology in topologies(schedule, size):
@@ -181,7 +189,10 @@ RATIOS = {
 }
 
 
-@pytest.mark.parametrize(("shape", "direction", "travels"), RATIOS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "direction", "travels"),
+    [pytest.param(*case, marks=pytest.mark.whole if case[0] in ((2, 2, 4), (4, 4, 1)) else []) for case in RATIOS],
+)
 def test_meshes_take_little_longer_than_the_longer_of_products_and_transfers(shape, direction, travels):
     plan = build("mesh", mesh(*shape), direction, travels)
     for travel, most in (("bfloat16", RATIOS[shape, direction, travels]), ("float32", 1.36)):

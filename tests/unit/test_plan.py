@@ -6,7 +6,7 @@ test_validate.py breaks them. (diffusers#14265: forward right, gradients wrong.)
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.errors import ConfigError
@@ -18,6 +18,7 @@ from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import EvenShards
 from ds_seqpar.planning.validate import last_uses, validate
+from tests.grids import examples
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -44,7 +45,7 @@ _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 
 
 @_forms
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_every_schedule_builds_plans_that_validate(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 64))
@@ -52,7 +53,7 @@ def test_every_schedule_builds_plans_that_validate(schedule, direction, travels,
 
 
 @_forms
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_builders_are_pure_and_plans_are_frozen(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 16))
@@ -74,7 +75,7 @@ def test_a_plan_may_compute_more_than_is_needed(direction):
 
 
 @_forms
-@settings(max_examples=10)
+@examples(10)
 @given(data=st.data())
 def test_blocks_of_different_lengths_need_no_collectives(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 16))
@@ -144,7 +145,7 @@ def test_the_table_of_a_small_ring():
 # ---- what nobody needs is not sent (test_schedule_bytes.py has the rest)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 16), _sizes)
 def test_a_causal_contiguous_ring_sends_no_block_to_a_rank_that_precedes_it(size, units):
     forward, backward = (
@@ -157,7 +158,7 @@ def test_a_causal_contiguous_ring_sends_no_block_to_a_rank_that_precedes_it(size
 
 
 @_directions
-@settings(max_examples=40)
+@examples(40)
 @given(problem=problems("ring", 16))
 def test_a_ring_sends_never_more_than_the_full_one_and_only_towards_ranks_that_need_it(direction, problem):
     topology, pairs = problem
@@ -198,7 +199,7 @@ def _peak(plan, rank):
 
 @_forms
 @pytest.mark.parametrize("overlap", [False, True])
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_a_freed_operand_is_never_used_again(schedule, direction, travels, overlap, data):
     topology, pairs = data.draw(problems(schedule, 12))

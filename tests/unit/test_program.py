@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.planning import asking
@@ -29,6 +29,7 @@ from ds_seqpar.planning.program import (
 )
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.slots import pool_of
+from tests.grids import examples
 from tests.unit.plans import (
     FORMS,
     build,
@@ -244,7 +245,7 @@ def _assert_matched(programs):
 
 
 @_forms
-@settings(max_examples=12)
+@examples(12)
 @given(data=st.data(), wide_travel=st.booleans(), overlap=st.booleans(), even=st.booleans(), early=st.integers(0, 3))
 def test_slots_hold_what_is_read_and_programs_fit_each_other(
     schedule, direction, travels, data, wide_travel, overlap, even, early

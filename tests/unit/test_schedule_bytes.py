@@ -6,13 +6,14 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.planning.compile import Recipe
 from ds_seqpar.planning.overlap import overlapped
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape
+from tests.grids import examples, few_then_rest
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -228,9 +229,10 @@ def test_auto_weighs_what_partial_results_travel_in():
 SIZES = {direction: _bytes(direction, 8, 4, "bfloat16") for direction in DIRECTIONS}
 
 
+@pytest.mark.parametrize("numbers", few_then_rest((2, 3, 4, 6), (8, 9, 12)))
 @pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
-def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, travels):
-    for size in (2, 3, 4, 6, 8, 9, 12):
+def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, travels, numbers):
+    for size in numbers:
         pairs = causal_contiguous(size) if schedule == "distflash" else everything(size)
         for topology in topologies(schedule, size):
             plan = build(schedule, topology, direction, travels, pairs)
@@ -239,7 +241,7 @@ def test_an_overlapped_plan_receives_as_much_on_every_rank(schedule, direction, 
 
 
 @pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_an_overlapped_plan_never_moves_more(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 12))

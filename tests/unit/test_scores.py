@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
@@ -12,6 +12,7 @@ from ds_seqpar.errors import InputError, KernelError
 from ds_seqpar.running.kernels import KERNELS, BlockSpec, chunked, select
 from ds_seqpar.running.virtual import attention
 from tests import oracle
+from tests.grids import examples
 
 SHAPES = [
     {"size": 1},
@@ -88,7 +89,7 @@ def test_softcap_and_sinks_in_other_dtypes(dtype):
         assert oracle.error(ours, want) <= (1e-5 if dtype == torch.float32 else 2 * oracle.error(single, want))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_any_cap_sinks_scale_and_window(data):
     heads, kv_heads = data.draw(st.sampled_from([(2, 1), (4, 2), (4, 4), (8, 2)]))

@@ -5,13 +5,14 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.planning import simulate as simulator
 from ds_seqpar.planning.actions import Compute, Gather, Move, ReduceScatter, Step
 from ds_seqpar.planning.overlap import overlapped
 from ds_seqpar.planning.simulate import Costs, Event, communication, computation, programs_of
+from tests.grids import examples
 from tests.unit.plans import FORMS, build, by_hand, mesh, pattern, problems, ranks
 
 _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
@@ -193,7 +194,7 @@ _costs = st.builds(
 
 
 @_forms
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data(), costs=_costs, overlap=st.booleans())
 def test_no_plan_is_faster_than_its_products_or_its_transfers(schedule, direction, travels, data, costs, overlap):
     topology, pairs = data.draw(problems(schedule, 9))

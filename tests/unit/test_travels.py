@@ -5,7 +5,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.planning.balance import balanced
@@ -15,6 +15,7 @@ from ds_seqpar.planning.plan import Counted
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import EvenShards, UnevenShards
+from tests.grids import examples
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, FORMS, built, joint, pattern, problems, ranks, ring, topologies, topology
 
@@ -27,7 +28,7 @@ BOTH = [(name, direction) for name in SCHEDULES for direction in DIRECTIONS if l
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if len(SCHEDULES[form[0]].travellers) > 1], ids=str)
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_what_is_counted_without_steps_is_what_the_plan_receives(form, data):
     schedule, direction, travels = form

@@ -10,12 +10,13 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.errors import PlanError
 from ds_seqpar.planning.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
 from ds_seqpar.planning.validate import validate
+from tests.grids import examples
 from tests.unit.plans import (
     DIRECTIONS,
     FORMS,
@@ -318,7 +319,7 @@ def test_messages_between_two_ranks_out_of_order_are_noticed():
 
 
 @_forms
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_no_action_of_any_plan_can_be_dropped_or_doubled(schedule, direction, travels, data):
     topology, pairs = data.draw(problems(schedule, 10))

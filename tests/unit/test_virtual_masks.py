@@ -5,7 +5,7 @@ import functools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
@@ -16,6 +16,7 @@ from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import UnevenShards
 from ds_seqpar.planning.topology import divisors
 from ds_seqpar.running.virtual import attention
+from tests.grids import examples
 from tests.oracle import dense, errors, seen, tensors
 from tests.unit.plans import SINGLE
 
@@ -136,7 +137,7 @@ def cases(draw, schedule, most):
 
 
 @pytest.mark.parametrize("schedule", SINGLE)
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
     _check(data.draw(cases(schedule, 9)))
@@ -145,7 +146,7 @@ def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
 @pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
 @pytest.mark.parametrize("schedule", SINGLE)
-@settings(max_examples=1500)
+@examples(1500)
 @given(data=st.data())
 def test_every_schedule_equals_dense_attention_under_many_masks(schedule, data):
     _check(data.draw(cases(schedule, 16)))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_seqpar.config import SequenceParallelConfig
@@ -20,6 +20,7 @@ from ds_seqpar.planning.shards import UnevenShards
 from ds_seqpar.planning.topology import divisors
 from ds_seqpar.running.virtual import attention
 from tests import oracle
+from tests.grids import examples
 
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
@@ -149,7 +150,7 @@ def packs(draw, schedule, world, most):
 # axolotl#3608: packed documents attended to one another, loss 1.83 times too large; TransformerEngine#1930: packing
 # with context parallelism wrong; deepspeed#7384, #7842: lengths that ranks do not divide corrupt
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_packs_equal_dense_attention_under_every_schedule(schedule, data):
     check(data.draw(packs(schedule, 16, 64)))
@@ -157,7 +158,7 @@ def test_packs_equal_dense_attention_under_every_schedule(schedule, data):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=600)
+@examples(600)
 @given(data=st.data())
 def test_many_packs_equal_dense_attention_under_every_schedule(schedule, data):
     check(data.draw(packs(schedule, 16, 128)))
@@ -198,7 +199,7 @@ def test_many_documents_or_few_tokens(lengths, layout):
 
 
 @given(documents(64), st.integers(1, 6), st.sampled_from(LAYOUTS), st.data())
-@settings(max_examples=20)
+@examples(20)
 def test_a_document_full_of_nan_reaches_no_other(lengths, inner, layout, data):
     """Neither in out nor in gradients: what is not visible is not computed, and so not added as a nothing."""
     spoilt = data.draw(st.integers(0, len(lengths) - 1))
@@ -240,7 +241,7 @@ def _blocks(dice, tokens, inner):
 
 # Megatron#1764, TransformerEngine#2186: NaN where a rank, or half of it, had nothing to see
 @given(deserts(), st.sampled_from([1, 2, 3]), st.booleans())
-@settings(max_examples=60)
+@examples(60)
 @example((8, 0, UnevenShards([[(0, 1, 5)], [(5, 1, 3)]], [[], []]), Mask()), 2, False)
 @example((8, 0, UnevenShards([[(0, 1, 5)], [(5, 1, 3)]], [[], []]), Mask()), 2, True)
 @example((8, 1, UnevenShards([[(0, 2, 4)], [(1, 2, 4)]], [[], [(0, 1, 1)]]), Mask(window=1)), 1, True)
