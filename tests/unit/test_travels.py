@@ -15,7 +15,7 @@ from ds_seqpar.planning.plan import Counted
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shape import Shape
 from ds_seqpar.planning.shards import EvenShards, UnevenShards
-from tests.grids import examples
+from tests.grids import each_then_rest, examples
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, FORMS, built, joint, pattern, problems, ranks, ring, topologies, topology
 
@@ -89,7 +89,7 @@ def _patterns(size):
     return found
 
 
-@pytest.mark.parametrize("size", [4, 8, 16])
+@pytest.mark.parametrize("size", each_then_rest([4, 8], [16]))
 @pytest.mark.parametrize(("schedule", "direction"), BOTH)
 def test_auto_makes_the_busiest_rank_receive_no_more_than_either_side_would(schedule, direction, size):
     unlike = 0

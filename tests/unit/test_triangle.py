@@ -20,7 +20,7 @@ from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.planning.shards import EvenShards, UnevenShards, positions
 from ds_seqpar.planning.validate import validate
 from ds_seqpar.running.virtual import attention
-from tests.grids import grouped, whole
+from tests.grids import each_then_rest, grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import DIRECTIONS, build, built, joint, pattern, shaped
 from tests.unit.test_schedule_bytes import UNITS
@@ -121,7 +121,7 @@ def test_every_causal_product_is_computed_once_and_all_ranks_have_as_much_to_do(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("side", range(2, 9))
+@pytest.mark.parametrize("side", each_then_rest([2, 3, 4, 6], [5, 7, 8]))
 def test_its_plans_are_right_also_overlapped_and_as_many_bytes_are_received(side, direction):
     plan, meet = _plan(side, direction), _causal(side)
     validate(plan, meet.pairs())
@@ -266,11 +266,11 @@ GRID = {
 LONG = [
     pytest.param(whole(**{**GRID, "side": (side,)}), id=f"side_{side}", marks=pytest.mark.whole)
     for side in GRID["side"]
-    if side > 6
+    if side > 4
 ]
 
 
-@pytest.mark.parametrize("cases", [*grouped(("side",), **{**GRID, "side": (2, 3, 4, 5, 6)}), *LONG])
+@pytest.mark.parametrize("cases", [*grouped(("side",), **{**GRID, "side": (2, 3, 4)}), *LONG])
 def test_it_equals_dense_attention(cases):
     for case in cases:
         config = _config(case["side"], case["ulysses"], overlap=case["overlap"])
