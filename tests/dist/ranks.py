@@ -95,12 +95,12 @@ def everywhere(kind, *words):
 
 def only_one(kind, *words):
     """The wrong rank is told what is wrong; the others are told it too, and which rank it is."""
-    return {WRONG: (kind, *words), "others": ("DisagreementError", f"rank {WRONG} cannot go on", *words)}
+    return {WRONG: (kind, *words), "others": ("DisagreementError", f"rank {WRONG} cannot", *words)}
 
 
 def differ(*words):
     """All ranks are told what differs, and which ranks were given what."""
-    return everywhere("DisagreementError", "must be given the same", "rank 1: ", *words)
+    return everywhere("DisagreementError", "the same", f"rank {WRONG}: ", *words)
 
 
 def on_wrong(rank, **options):

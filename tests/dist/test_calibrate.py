@@ -40,16 +40,16 @@ def test_a_calibration_is_a_machine(tmp_path, per_node):
 
 
 def test_unequal_nodes_are_refused():
-    with pytest.raises(RankFailure, match=r"nodes of equally many ranks; got nodes of \[1, 3\]"):
+    with pytest.raises(RankFailure, match=r"ConfigError: .*nodes of \[1, 3\]"):
         on_ranks(4, small, [3, 3, 3, 1])
 
 
 def test_one_rank_has_no_links():
-    with pytest.raises(RankFailure, match="needs two ranks; got 1"):
+    with pytest.raises(RankFailure, match=r"ConfigError: .*two ranks.*got 1"):
         on_ranks(1, small, [1])
 
 
 def test_it_needs_ranks(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="calibrate runs on the ranks that are to train; RANK,"):
+    with pytest.raises(ConfigError, match=r"calibrate.*RANK,"):
         calibrate.run(None)

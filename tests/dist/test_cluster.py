@@ -47,10 +47,10 @@ def test_a_call_whose_products_sleep_as_long_as_links_carry():
     assert row["error"] < 1e-4
     assert min(row["seconds"]) >= row["compute"]  # it slept
     assert row["critical_path"] >= row["links"] * 0.95  # which count headers
-    with pytest.raises(ConfigError, match="only ours can sleep"):
+    with pytest.raises(ConfigError, match=r"sleep.*got deepspeed"):
         args.configurations = [parse("deepspeed")]
         cluster_balance.measure(args, dataclasses.replace(PROBLEM, per_node=1))
-    with pytest.raises(ConfigError, match="a link for each rank; got 2"):
+    with pytest.raises(ConfigError, match=r"link.*got 2"):
         cluster_balance.measure(args, PROBLEM)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests import scripts
 from tests.launch import free_port
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -72,7 +73,7 @@ def test_a_refusal_ends_every_rank_by_exit_code_1(tmp_path):
             assert [code for code, _ in ended] == [1] * 6, ended
             said = "".join(text for _, text in ended)
             assert "terminate called" not in said
-            assert said.count("size must divide the number of ranks; got size 4 on 6 ranks") == 1
+            assert said.count("size 4 on 6") == 1
             assert said.count("Traceback") == 1
             assert "[rank5]: ConfigError, see rank 0\n" in said
     finally:
@@ -110,27 +111,24 @@ ds_seqpar.initialize(model=model, config=config, **more)
 """
 
 
-SENTENCES = {
-    "early": "initialize takes no mpu, whose groups change the gradient scale; leave it out",
-    "late": "sequence_parallel.size must divide the number of ranks; got size 3 on {} ranks",
-}
+WORDS = {"early": "no mpu", "late": "size 3 on {}"}
 
 
 @pytest.mark.parametrize(
     ("when", "ranks"),
-    [("late", 2), *(pytest.param(when, 4, marks=pytest.mark.whole) for when in SENTENCES)],
+    [("late", 2), *(pytest.param(when, 4, marks=pytest.mark.whole) for when in WORDS)],
 )
 def test_the_launcher_shows_one_traceback(when, ranks, tmp_path):
     """It was 118 lines of 4 ranks. early: before ranks can talk, so that others say the sentence in a line."""
     (tmp_path / "train.py").write_text(MODEL)
     ran = scripts.launch("deepspeed", ranks, tmp_path, "train.py", when, threads=1)
-    sentence = SENTENCES[when].format(ranks)
+    words = WORDS[when].format(ranks)
     lines = [line for line in ran.stderr.splitlines() if line.startswith("[rank") or "Error" in line]
     assert ran.failed
     assert ran.stderr.count("Traceback (most recent call last)") == 1, ran.stderr
-    assert sum(f"errors.ConfigError: {sentence}" in line for line in lines) == 1, lines
+    assert sum(missing(line, "errors.ConfigError: ", words) == [] for line in lines) == 1, lines
     # ranks print at once, so that two may share a line
-    others = "see rank 0" if when == "late" else f"ConfigError: {sentence}"
+    others = "see rank 0" if when == "late" else words
     shorter = sum(line.count(others) for line in lines if "Traceback" not in line)
     assert shorter >= ranks - 1, lines
     assert len(lines) <= 36, lines

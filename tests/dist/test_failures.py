@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from ds_seqpar.running.kernels import KERNELS
 from tests import oracle
-from tests.dist.ranks import SECONDS, attend, make
+from tests.dist.ranks import SECONDS, attend, is_one_sentence, make
 from tests.launch import on_ranks
+from tests.words import missing
 
 WORLD, GONE = 4, 2  # the rank that ends or fails
 OTHERS = [rank for rank in range(WORLD) if rank != GONE]
-ENDED = "failed because another rank ended or gave up: see what that one says"
+ENDED = "another rank ended"
 
 
 def step(degree, direction, call, ends):
@@ -47,7 +48,7 @@ def assert_told_where(outcome, rank):
     kind, message, _ = outcome
     assert kind == "CommunicationError"
     first, *place = message.splitlines()
-    assert first == f"inner rank {rank}, a transfer {ENDED}"
+    assert missing(first, f"inner rank {rank}, ", "a transfer", ENDED) == []
     assert_place("\n".join(place), rank, r"\d")
 
 
@@ -87,7 +88,8 @@ def test_a_killed_rank_is_noticed_by_its_ulysses_peers(direction):
     assert gone[:2] == ("Died", "exit code 1")
     for kind, message, _ in others:
         assert kind == "CommunicationError"
-        assert message == f"the Ulysses all-to-all {ENDED}"
+        assert missing(message, "Ulysses all-to-all", ENDED) == []
+        assert is_one_sentence(message)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -120,4 +122,6 @@ def test_a_rank_that_is_gone_before_the_others_begin(what):
     assert gone[:2] == ("Died", "exit code 1")
     for kind, message, _ in others:
         assert kind == "CommunicationError"
-        assert message == f"{CALLS[what]} {ENDED}"
+        assert message.startswith(f"{CALLS[what]} ")
+        assert ENDED in message
+        assert is_one_sentence(message)

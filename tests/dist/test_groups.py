@@ -112,7 +112,7 @@ def one_without_a_device():
 def test_a_rank_without_a_device_is_told_of_on_all():
     for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device)):
         assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
-        assert "needs a device of its own" in message
+        assert "LOCAL_RANK 1" in message
 
 
 def test_gloo_has_nothing_on_a_device():

@@ -255,11 +255,11 @@ WINDOW = {"mask": Mask(window=5)}
 
 # name -> (what a rank calls, what it is to be told); 4 ranks with 4 tokens each
 REFUSED = {
-    "windows": (instead(WINDOW, {"mask": Mask(window=6)}), differ("mask 'causal, window 5", "mask 'causal, window 6")),
-    "a mask on one rank": (instead({}, WINDOW), differ("no mask", "mask 'causal, window 5")),
+    "windows": (instead(WINDOW, {"mask": Mask(window=6)}), differ("mask", "window 5", "window 6")),
+    "a mask on one rank": (instead({}, WINDOW), differ("no mask", "window 5")),
     "documents": (
         instead({"mask": Mask(documents=(0, 5))}, {"mask": Mask(documents=(0, 6))}),
-        differ("mask 'causal, 2 documents"),
+        differ("mask", "2 documents"),
     ),
     "causal or not": (
         instead({"mask": FULL}, {"mask": Mask(causal=False, window=5)}),
@@ -267,39 +267,39 @@ REFUSED = {
     ),
     "documents beyond the sequence": (
         asked(mask=Mask(documents=(0, 4, 16))),
-        everywhere("InputError", "within the sequence of 16 tokens", "got one at 16", "in the whole sequence"),
+        everywhere("InputError", "documents", "16 tokens", "at 16"),
     ),
     "one rank's documents": (
         instead({}, {"mask": Mask(documents=(0, 99))}),
-        only_one("InputError", "within the sequence of 16 tokens", "got one at 99"),
+        only_one("InputError", "documents", "16 tokens", "at 99"),
     ),
     "a tensor for a mask": (
         asked(mask=torch.ones(4, 4, dtype=torch.bool)),
-        everywhere("InputError", "causal True or False, or a Mask", "got a tensor"),
+        everywhere("InputError", "Mask", "got a tensor"),
     ),
     "one rank's word for a mask": (
         instead({}, {"mask": "window"}),
-        only_one("InputError", "causal True or False, or a Mask", "got 'window'"),
+        only_one("InputError", "Mask", "got 'window'"),
     ),
     "an array for a mask": (
         asked(mask=numpy.ones((9, 9))),
-        everywhere("InputError", "causal True or False, or a Mask", "got array(["),
+        everywhere("InputError", "Mask", "got array(["),
     ),
     "shards of other ranks": (
         asked(shards=UnevenShards(runs_of(4, 12))),
-        everywhere("InputError", "shards of the 4 inner ranks", "got some of 2 ranks"),
+        everywhere("InputError", "shards", "4 inner ranks", "2 ranks"),
     ),
     "a list for shards": (
         asked(shards=runs_of(4, 4, 4, 4)),
-        everywhere("InputError", "UnevenShards, or None for the configured layout", "got list"),
+        everywhere("InputError", "UnevenShards", "got list"),
     ),
     "one rank's tensor for shards": (
         instead({"shards": EVEN}, {"shards": torch.zeros(4)}),
-        only_one("InputError", "UnevenShards, or None for the configured layout", "got Tensor"),
+        only_one("InputError", "UnevenShards", "got Tensor"),
     ),
     "a named layout for shards": (
         asked(shards=EvenShards("zigzag", 16, 4)),
-        everywhere("InputError", "UnevenShards, or None for the configured layout", "got EvenShards"),
+        everywhere("InputError", "UnevenShards", "got EvenShards"),
     ),
     "shards": (
         instead({"shards": EVEN}, {"shards": UnevenShards(runs_of(3, 4, 5, 4))}),
@@ -308,35 +308,35 @@ REFUSED = {
     "shards on one rank": (instead({}, {"shards": EVEN}), differ("no shards", "shards 'of 4 ranks")),
     "one rank's head_dim": (
         instead({"shards": EVEN}, {"shards": EVEN, "dim": 16}),
-        differ("q '(1, 4, 8) torch.float64'", "q '(1, 4, 16) torch.float64'"),
+        differ("q '(1, 4, 8)", "q '(1, 4, 16)"),
     ),
     "one rank's tokens": (
         instead({"shards": EVEN}, {"shards": EVEN, "tokens": 5}),
-        only_one("InputError", "the tokens that the shards give this rank, 4 of q and 4 of k and v", "got 5 and 5"),
+        only_one("InputError", "shards", "4 of q", "5 and 5"),
     ),
     "one rank's keys": (
         instead({"shards": EVEN}, {"shards": EVEN, "keys": 5}),
-        only_one("InputError", "the tokens that the shards give this rank, 4 of q and 4 of k and v", "got 4 and 5"),
+        only_one("InputError", "shards", "4 of k", "4 and 5"),
     ),
     "keys of another length without shards": (
         asked(keys=5),
-        everywhere("InputError", "differs from q's in the number of heads only", "k (1, 5, 2, 8)"),
+        everywhere("InputError", "one shape", "k (1, 5, 2, 8)"),
     ),
 }
 EACH = [{"tokens": tokens} for tokens in (4, 3, 5, 4)]
 
 # on distflash
 CANNOT = {
-    "full": (asked(mask=FULL), everywhere("ConfigError", "distflash needs causal attention")),
+    "full": (asked(mask=FULL), everywhere("ConfigError", "distflash", "causal", "block")),
     "a window to both sides": (
         asked(mask=Mask(causal=False, window=20)),
-        everywhere("ConfigError", "distflash needs causal attention"),
+        everywhere("ConfigError", "distflash", "causal", "block"),
     ),
     "shards out of order": (
         asked(shards=UnevenShards(runs_of(4, 4, 4, 4)[::-1])),
-        everywhere("ConfigError", "distflash needs causal attention"),
+        everywhere("ConfigError", "distflash", "causal", "block"),
     ),
-    "one rank's mask": (instead({}, {"mask": FULL}), only_one("ConfigError", "distflash needs causal attention")),
+    "one rank's mask": (instead({}, {"mask": FULL}), only_one("ConfigError", "distflash", "causal", "block")),
 }
 
 
@@ -367,7 +367,7 @@ def test_members_tokens_must_be_their_own():
     for rank, (good, (kind, message)) in enumerate(on_ranks(4, members_tokens_refused)):
         assert good
         assert kind == ("InputError" if rank == WRONG else "DisagreementError")
-        assert "that the shards give this rank, 3 of q and 3 of k and v; got 4 and 4" in message
+        assert [word for word in ("shards", "3 of q", "4 and 4") if word not in message] == [], message
 
 
 def dropped():
@@ -422,12 +422,12 @@ def compiled(settings):
     "settings", [{}, pytest.param({"ulysses": 2}, marks=pytest.mark.whole)], ids=["ring", "ulysses"]
 )
 def test_masks_are_compiled(settings):
-    words = ["or a Mask; got 'window'", "mask 'causal, window 4", "UnevenShards"]
+    expected = [("InputError", "got 'window'"), ("DisagreementError", "window 4"), ("InputError", "UnevenShards")]
     for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200):
         assert max(error, made) < 1e-10
         assert breaks == 0
-        for (kind, message), word in zip(told, words, strict=True):
-            assert kind in ("InputError", "DisagreementError")
+        for (kind, message), (wanted, word) in zip(told, expected, strict=True):
+            assert kind == wanted, message
             assert word in message
             assert is_one_sentence(message)
 

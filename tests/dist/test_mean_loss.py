@@ -13,7 +13,6 @@ from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, everywhere, mak
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WANTED = "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
 
 
 def loss(rank=0):
@@ -21,27 +20,24 @@ def loss(rank=0):
 
 
 BAD = {
-    "none": (lambda sp, rank: sp.mean_loss([]), everywhere("InputError", f"{WANTED}; got none")),
-    "a number": (lambda sp, rank: sp.mean_loss([3]), everywhere("InputError", f"{WANTED}; got int")),
-    "nothing": (lambda sp, rank: sp.mean_loss(None), everywhere("InputError", f"{WANTED}; got NoneType")),
+    "none": (lambda sp, rank: sp.mean_loss([]), everywhere("InputError", "mean_loss", "got none")),
+    "a number": (lambda sp, rank: sp.mean_loss([3]), everywhere("InputError", "mean_loss", "got int")),
+    "nothing": (lambda sp, rank: sp.mean_loss(None), everywhere("InputError", "mean_loss", "got NoneType")),
     "one of many": (
         lambda sp, rank: sp.mean_loss([loss(), torch.zeros(3, 2)]),
-        everywhere("InputError", f"{WANTED}; got torch.float32 (3, 2)"),
+        everywhere("InputError", "mean_loss", "got torch.float32 (3, 2)"),
     ),
     "whole numbers": (
         lambda sp, rank: sp.mean_loss(torch.tensor(3)),
-        everywhere("InputError", f"{WANTED}; got torch.int64 ()"),
+        everywhere("InputError", "mean_loss", "got torch.int64 ()"),
     ),
     "one rank's": (
         lambda sp, rank: sp.mean_loss("loss" if rank == WRONG else loss()),
-        only_one("InputError", f"{WANTED}; got str"),
+        only_one("InputError", "mean_loss", "got str"),
     ),
     "as many on all ranks": (
         lambda sp, rank: sp.mean_loss([loss()] * (2 if rank == WRONG else 3)),
-        everywhere(
-            "DisagreementError",
-            "all ranks must be given the same losses; got rank 0: number of losses 3; rank 1: number of losses 2",
-        ),
+        everywhere("DisagreementError", "rank 0: number of losses 3", "rank 1: number of losses 2"),
     ),
 }
 

@@ -369,36 +369,36 @@ CU = {"position_ids": None}
 REFUSED = {
     "positions from 1": (
         given(position_ids=restarts(ROWS) + 1),
-        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "got 1 at token 0 of row 0", "or none where"),
+        everywhere("InputError", "position_ids", "got 1", "token 0"),
     ),
     "a gap in positions": (
         given(position_ids=restarts(ROWS) * 2),
-        everywhere("InputError", "position_ids must count 0, 1, 2, ...", "got 2 at token 1 of row 0"),
+        everywhere("InputError", "position_ids", "got 2", "token 1"),
     ),
     "one rank's positions": (
         given_to_wrong(position_ids=restarts(ROWS) + 1),
-        only_one("InputError", "position_ids must count 0, 1, 2, ..."),
+        only_one("InputError", "position_ids", "got 1", "token 0"),
     ),
     "floating positions": (
         given(position_ids=restarts(ROWS).float()),
-        everywhere("InputError", "position_ids must be a tensor of whole numbers", "got torch.float32"),
+        everywhere("InputError", "position_ids", "torch.float32"),
     ),
     "a list of positions": (
         given(position_ids=restarts(ROWS).tolist()),
-        everywhere("InputError", "position_ids must be a tensor of whole numbers", "got list"),
+        everywhere("InputError", "position_ids", "got list"),
     ),
     "positions of three axes": (
         given(position_ids=restarts(ROWS).expand(3, 2, 51)),
-        everywhere("InputError", "position_ids must be of shape (2, 51)", "(3, 2, 51)"),
+        everywhere("InputError", "position_ids", "(2, 51)", "(3, 2, 51)"),
     ),
     # transformers, accelerate: cumulative lengths of another micro-batch, used after an evaluation step
     "stale cumulative lengths": (
         given(cu_seq_lens_q=numbers(0, 20, 22, 51, 58, 67, 102)),
-        everywhere("InputError", "in all that says where they are", "in position_ids", "in cu_seq_lens_q"),
+        everywhere("InputError", "6 in position_ids", "in cu_seq_lens_q"),
     ),
     "one rank's stale cumulative lengths": (
         given_to_wrong(cu_seq_lens_q=numbers(0, 20, 51, 102)),
-        only_one("InputError", "in all that says where they are", "in cu_seq_lens_q"),
+        only_one("InputError", "6 in position_ids", "3 others", "in cu_seq_lens_q"),
     ),
     "keys' and queries' lengths": (
         given(**CU, cu_seq_lens_q=numbers(0, 20, 51, 102), cu_seq_lens_k=numbers(0, 21, 51, 102)),
@@ -406,83 +406,83 @@ REFUSED = {
     ),
     "lengths alone": (
         given(**CU, seq_lengths=[[20, 1, 30], [7, 9, 35]]),
-        everywhere("InputError", "documents must be said by position_ids", "got seq_lengths alone"),
+        everywhere("InputError", "position_ids", "got seq_lengths"),
     ),
     "a document across the end of a row": (
         given(**CU, cu_seqlens=numbers(0, 20, 60, 102)),
-        everywhere("InputError", "documents must end where their row does", "across token 51"),
+        everywhere("InputError", "cu_seqlens", "token 51"),
     ),
     "cumulative lengths beyond the tokens": (
         given(**CU, cu_seq_lens_q=numbers(0, 20, 103)),
-        everywhere("InputError", "cu_seq_lens_q must ascend from 0 to the batch's 102 tokens", "[0, 20, 103]"),
+        everywhere("InputError", "cu_seq_lens_q", "102 tokens", "[0, 20, 103]"),
     ),
     "cumulative lengths that fall": (
         given(**CU, cu_seqlens=numbers(0, 30, 20, 102)),
-        everywhere("InputError", "cu_seqlens must ascend from 0", "[0, 30, 20, 102]"),
+        everywhere("InputError", "cu_seqlens", "[0, 30, 20, 102]"),
     ),
     "cumulative lengths from 1": (
         given(**CU, cu_seqlens=numbers(1, 20, 102)),
-        everywhere("InputError", "cu_seqlens must ascend from 0"),
+        everywhere("InputError", "cu_seqlens", "[1, 20, 102]"),
     ),
     "floating cumulative lengths": (
         given(**CU, cu_seqlens=numbers(0, 20, 102).float()),
-        everywhere("InputError", "cu_seqlens must be a tensor of whole numbers"),
+        everywhere("InputError", "cu_seqlens", "torch.float32"),
     ),
     "numbers of another shape": (
         given(**CU, seq_idx=torch.zeros(1, 102, dtype=torch.int32)),
-        everywhere("InputError", "seq_idx must be of shape (2, 51); got (1, 102)"),
+        everywhere("InputError", "seq_idx", "(2, 51)", "(1, 102)"),
     ),
     "one rank's numbers of one dim": (
         given_to_wrong(document_ids=torch.zeros(51, dtype=torch.int64)),
-        only_one("InputError", "document_ids must be of shape (2, 51); got (51,)"),
+        only_one("InputError", "document_ids", "(2, 51)", "(51,)"),
     ),
     "numbers that are none": (
         given(**CU, seq_idx=torch.zeros(2, 51, dtype=torch.bool)),
-        everywhere("InputError", "seq_idx must be a tensor of whole numbers; got torch.bool"),
+        everywhere("InputError", "seq_idx", "torch.bool"),
     ),
     "a hole in the mask": (
         given(attention_mask=holed()),
-        everywhere("InputError", "padding must be before or after a row's tokens", "zeros between ones"),
+        everywhere("InputError", "attention_mask", "zeros between"),
     ),
     "one rank's hole": (
         given_to_wrong(attention_mask=holed()),
-        only_one("InputError", "padding must be before or after a row's tokens"),
+        only_one("InputError", "attention_mask", "zeros between"),
     ),
     "other documents on one rank": (
         given_to_wrong(position_ids=restarts(OTHER)),
-        differ("[0] position_ids 'int64 (2, 51) "),
+        differ("position_ids", "int64 (2, 51)"),
     ),
     "documents on one rank only": (
         lambda sp, rank: sp.shard_batch(packed(**({} if rank == WRONG else CU))),
-        differ("no [0] position_ids", "[0] position_ids 'int64 (2, 51) "),
+        differ("no [0] position_ids", "int64 (2, 51)"),
     ),
     "the same documents in another form on one rank": (
         given_to_wrong(**CU, cu_seqlens=numbers(0, 20, 21, 51, 58, 67, 102)),
-        differ("no [0] position_ids", "[0] cu_seqlens 'int32 (7,) "),
+        differ("no [0] position_ids", "cu_seqlens", "int32 (7,)"),
     ),
     "gather with the placement of fewer tokens": (
         gathered(ROWS, PACKS["of one token"]),
-        everywhere("InputError", "gather needs this rank's ", "of the placement", "got 2"),
+        everywhere("InputError", "gather", "placement", "got 2"),
     ),
     "gather with another placement on one rank": (
         gathered(ROWS, OTHER, only=True),
-        differ("tensor to gather", "placement 'of 102 tokens"),
+        differ("gather", "placement", "102 tokens"),
     ),
     "gather without the placement on one rank": (
         without,
-        differ("tensor to gather", "placement 'of 102 tokens", "no placement"),
+        differ("gather", "no placement", "102 tokens"),
     ),
     "gather of tokens without a row": (
         without_one,
-        everywhere("InputError", "gather of rows that lie end to end needs a tensor with 1 before the tokens"),
+        everywhere("InputError", "gather", "dim 0", "(1, tokens"),
     ),
     "shard of too few tokens": (
         sharded(101),
-        everywhere("InputError", "shard needs the 2 x 51 tokens of the placement", "got (1, 101) and dim 1"),
+        everywhere("InputError", "shard", "2 x 51", "(1, 101)", "dim 1"),
     ),
     "shard of too many tokens": (
         sharded(204),
-        everywhere("InputError", "shard needs the 2 x 51 tokens of the placement", "got (1, 204) and dim 1"),
+        everywhere("InputError", "shard", "2 x 51", "(1, 204)", "dim 1"),
     ),
 }
 
@@ -523,16 +523,16 @@ def wrong_placements():
     return {name: asked(model, sp, ROWS, placement=case) for name, case in cases.items()}
 
 
-POSITIONS = ("InputError", "the position_ids of the tokens that its placement gives this rank; got those of other tokens")
+POSITIONS = ("InputError", "position_ids", "placement", "other tokens")
 WRONG_PLACEMENTS = {
-    "another size": everywhere("InputError", "a placement must be of the 4 inner ranks; got 2"),
-    "fewer tokens": everywhere("InputError", "tokens that the placement gives this rank; got (1, 2"),
-    "no placement": everywhere("InputError", "placement must be a Placement, or None; got dict"),
+    "another size": everywhere("InputError", "placement", "4 inner ranks", "got 2"),
+    "fewer tokens": everywhere("InputError", "placement", "(1, 2"),
+    "no placement": everywhere("InputError", "Placement", "got dict"),
     "other documents": everywhere(*POSITIONS),
     "one rank's other documents": only_one(*POSITIONS),
     "rows beside one another": everywhere(*POSITIONS),
-    "left out": everywhere("InputError", "give the model what sp.shard_batches returns"),
-    "left out on one rank": only_one("InputError", "give the model what sp.shard_batches returns"),
+    "left out": everywhere("InputError", "tokens", "sp.shard_batches"),
+    "left out on one rank": only_one("InputError", "tokens", "sp.shard_batches"),
 }
 
 

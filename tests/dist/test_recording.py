@@ -198,7 +198,7 @@ def without(folder):
     keeping = [(recorder.HostClock, "mark"), (recorder.Recorder, "advancing"), (recorder.Recorder, "span")]
     with sp.record() as record:
         step(sp)
-        with pytest.raises(ConfigError, match="got a second, end the first one"), sp.record():
+        with pytest.raises(ConfigError, match=r"record.*got a second"), sp.record():
             pass
     once = record.events
     for owner, name in keeping:
@@ -210,7 +210,7 @@ def without(folder):
     step(sp)
     file = folder / f"{sp.rank}.json"
     record.save(file)
-    with pytest.raises(ConfigError, match="a trace needs a file that can be written"):
+    with pytest.raises(ConfigError, match=r"trace.*missing.*No such file"):
         record.save(folder / "missing" / "trace.json")
     assert record.events is once
     return len(once), len(broken.events), json.loads(file.read_text())

@@ -64,15 +64,15 @@ RING = {
     ),
     "nothing to shard": (
         lambda sp, rank: sp.shard(torch.arange(0), 0),
-        everywhere("InputError", "one token or more", "got 0"),
+        everywhere("InputError", "one token", "got 0"),
     ),
     "tokens to gather that are not this rank's": (
         lambda sp, rank: sp.gather(torch.zeros(4 * (rank == 0)), 0),
-        everywhere("InputError", "this rank's 1 tokens of 4"),
+        everywhere("InputError", "gather", "1 tokens of 4"),
     ),
     "query heads": (
         lambda sp, rank: attention(sp, heads=(2, 2), change=lambda q, k, v: (q[:, :, :1], k, v)),
-        everywhere("ConfigError", "multiple of key/value heads", "got 1 and 2"),
+        everywhere("ConfigError", "key/value heads", "1 and 2"),
     ),
     # EasyContext#47: backward shapes differed where the ranks' chunks were unequal
     "shapes": (
@@ -113,15 +113,15 @@ RING = {
     ),
     "three dims": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q[0], k, v))),
-        only_one("InputError", "(batch, local_seq, heads, head_dim)", "got q (4, 4, 8), k (1, 4, 2, 8)"),
+        only_one("InputError", "local_seq", "q (4, 4, 8)", "k (1, 4, 2, 8)"),
     ),
     "not a tensor": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, None, v))),
-        only_one("InputError", "(batch, local_seq, heads, head_dim)", "k NoneType"),
+        only_one("InputError", "local_seq", "k NoneType"),
     ),
     "k unlike v": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, k, v[:, :, :1]))),
-        only_one("InputError", "k and v of one shape", "v (1, 4, 1, 8)"),
+        only_one("InputError", "one shape", "v (1, 4, 1, 8)"),
     ),
     "one tensor's dtype": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, k.float(), v))),
@@ -137,15 +137,15 @@ RING = {
     ),
     "one rank gathers nothing": (
         lambda sp, rank: sp.gather(None if rank == WRONG else torch.zeros(8), 0),
-        only_one("InputError", "gather needs a tensor", "got NoneType"),
+        only_one("InputError", "gather", "got NoneType"),
     ),
     "no kernel on one rank": (
         without_kernel,
-        only_one("KernelError", "no attention kernel takes", "float64 on cpu", "cpu_flash is not installed here"),
+        only_one("KernelError", "float64 on cpu", "cpu_flash is not installed"),
     ),
     "no kernel": (
         lambda sp, rank: attention(sp, dtype=torch.int64, grad=False),
-        everywhere("KernelError", "no attention kernel takes int64 on cpu", "cpu_flash takes floating point"),
+        everywhere("KernelError", "int64 on cpu", "cpu_flash", "torch.int64"),
     ),
 }
 
@@ -153,11 +153,11 @@ RING = {
 ULYSSES = {
     "heads": (
         lambda sp, rank: attention(sp, heads=(1, 1)),
-        everywhere("ConfigError", "must be at most the number of query heads", "ulysses 2 for 1 query", "one of [1]"),
+        everywhere("ConfigError", "ulysses 2", "1 query", "[1]"),
     ),
     "key/value heads": (
         lambda sp, rank: attention(sp, heads=(6, 4)),
-        everywhere("ConfigError", "query heads must be a multiple of key/value heads; got 6 and 4"),
+        everywhere("ConfigError", "key/value heads", "6 and 4"),
     ),
     "return_lse": (
         lambda sp, rank: attention(sp, **on_wrong(rank, return_lse=True)),
@@ -170,7 +170,7 @@ ULYSSES = {
     ),
     "one rank's heads": (
         lambda sp, rank: attention(sp, **on_wrong(rank, heads=(1, 1))),
-        only_one("ConfigError", "ulysses 2 for 1 query", "use one of [1]"),
+        only_one("ConfigError", "ulysses 2", "1 query", "[1]"),
     ),
     "one rank's uneven heads": (
         lambda sp, rank: attention(sp, **on_wrong(rank, heads=(3, 3))),
@@ -179,7 +179,7 @@ ULYSSES = {
     "shapes": (lambda sp, rank: attention(sp, **on_wrong(rank, tokens=8)), differ("(1, 4, 4, 8)", "(1, 8, 4, 8)")),
     "no kernel": (
         lambda sp, rank: attention(sp, dtype=torch.int64, grad=False),
-        everywhere("KernelError", "no attention kernel takes int64 on cpu, 2/1 heads"),
+        everywhere("KernelError", "int64 on cpu", "2/1 heads"),
     ),
 }
 
@@ -210,51 +210,49 @@ def test_attention_of_one_group_is_refused_on_that_group():
     # the other group shares nothing with it here: it goes on, up to what the whole world does together
     assert first == second == (None, None)
     for kind, message in (third, fourth):
-        assert (kind, message) == (
-            "DisagreementError",
-            "all ranks that share a sequence must be given the same attention inputs; "
-            "got rank 2: causal True; rank 3: causal False",
-        )
+        assert kind == "DisagreementError"
+        assert is_one_sentence(message)
+        assert message.endswith("rank 2: causal True; rank 3: causal False")
 
 
 CONFIGURATIONS = {
     "size": (
         lambda rank: make(size=3),
-        everywhere("ConfigError", "size must divide the number of ranks", "3 on 4 ranks", "[1, 2, 4]"),
+        everywhere("ConfigError", "size 3", "4 ranks", "[1, 2, 4]"),
     ),
-    "size beyond the world": (lambda rank: make(size=8), everywhere("ConfigError", "size 8 on 4 ranks", "[1, 2, 4]")),
+    "size beyond the world": (lambda rank: make(size=8), everywhere("ConfigError", "size 8", "4 ranks", "[1, 2, 4]")),
     "ulysses beyond the size": (
         lambda rank: make(size=2, ulysses=4),
-        everywhere("ConfigError", "ulysses must divide", "ulysses 4, size 2", "[1, 2]"),
+        everywhere("ConfigError", "ulysses 4", "size 2", "[1, 2]"),
     ),
     # deepspeed#8291: a rank without a head
     "heads": (
         lambda rank: make((3, 1), ulysses=4),
-        everywhere("ConfigError", "so that every member has one", "ulysses 4 for 3 query and 1 key/value", "[1, 2]"),
+        everywhere("ConfigError", "ulysses 4", "3 query", "[1, 2]"),
     ),
     "heads that do not group": (
         lambda rank: make((4, 3), ulysses=1),
-        everywhere("ConfigError", "multiple of key/value heads", "got 4 and 3"),
+        everywhere("ConfigError", "key/value heads", "4 and 3"),
     ),
     "one number of heads": (
         lambda rank: make((4,)),
-        everywhere("ConfigError", "numbers of query and key/value heads", "got (4,)"),
+        everywhere("ConfigError", "heads", "got (4,)"),
     ),
     "words for heads on one rank": (
         lambda rank: make(("4", "2") if rank == WRONG else (4, 2)),
-        only_one("ConfigError", "numbers of query and key/value heads", "got ('4', '2')"),
+        only_one("ConfigError", "heads", "got ('4', '2')"),
     ),
     "a section instead of a configuration": (
         lambda rank: SequenceParallel({"size": 4}),
-        everywhere("ConfigError", "needs a SequenceParallelConfig; got dict", "from_dict"),
+        everywhere("ConfigError", "got dict", "SequenceParallelConfig.from_dict"),
     ),
     "a section on one rank": (
         lambda rank: SequenceParallel({} if rank == WRONG else None),
-        only_one("ConfigError", "needs a SequenceParallelConfig; got dict", "from_dict"),
+        only_one("ConfigError", "got dict", "SequenceParallelConfig.from_dict"),
     ),
     "size on one rank": (
         lambda rank: make(size=3 if rank == WRONG else 4),
-        only_one("ConfigError", "size must divide the number of ranks", "3 on 4 ranks"),
+        only_one("ConfigError", "size 3", "4 ranks", "[1, 2, 4]"),
     ),
     "layouts": (
         lambda rank: make(layout="striped" if rank == WRONG else "zigzag"),
@@ -262,11 +260,11 @@ CONFIGURATIONS = {
     ),
     "sizes": (
         lambda rank: make(size=2 if rank == WRONG else 4),
-        differ("configuration; got ranks 0, 2-3: size 4; rank 1: size 2"),
+        differ("ranks 0, 2-3: size 4", "rank 1: size 2"),
     ),
     "the models' heads": (
         lambda rank: make((4, 2) if rank == WRONG else (4, 4), ulysses=2),
-        differ("got ranks 0, 2-3: heads (4, 4); rank 1: heads (4, 2)"),
+        differ("ranks 0, 2-3: heads (4, 4)", "rank 1: heads (4, 2)"),
     ),
 }
 
@@ -283,13 +281,13 @@ def test_configurations():
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"schedule": "rings"}, ("schedule must be one of", "'rings'", "did you mean 'ring'")),
-        ({"layout": "zig-zag"}, ("layout must be one of", "'zig-zag'", "did you mean 'zigzag'")),
-        ({"kernel": "cpuflash"}, ("kernel must be one of", "'cpuflash'", "did you mean 'cpu_flash'")),
-        ({"ulises": 2}, ("takes size, ulysses", "'ulises'", "did you mean 'ulysses'")),
-        ({"size": 0}, ("size must be a whole number from 1", "got 0")),
-        ({"size": "4"}, ("size must be a whole number from 1", "got '4'")),
-        ({"ulysses": True}, ("ulysses must be a whole number from 1", "got True")),
+        ({"schedule": "rings"}, ("schedule", "'rings'", "'ring'")),
+        ({"layout": "zig-zag"}, ("layout", "'zig-zag'", "'zigzag'")),
+        ({"kernel": "cpuflash"}, ("kernel", "'cpuflash'", "'cpu_flash'")),
+        ({"ulises": 2}, ("'ulises'", "'ulysses'")),
+        ({"size": 0}, ("sequence_parallel.size", "got 0")),
+        ({"size": "4"}, ("sequence_parallel.size", "got '4'")),
+        ({"ulysses": True}, ("sequence_parallel.ulysses", "got True")),
     ],
 )
 def test_words_that_do_not_exist(section, words):

@@ -1,7 +1,6 @@
 """A rank that stays away: the timeout given to init_process_group holds for all that waits for it, and the sentence
 says what timed out."""
 
-import re
 import time
 
 import pytest
@@ -16,11 +15,7 @@ from tests.dist.ranks import attend, is_one_sentence, make
 from tests.launch import on_ranks
 
 PATIENCE, WORLD, AWAY = 3, 2, 1
-CLOSED = "failed because another rank ended or gave up: see what that one says"
-STAYED = (
-    "timed out after 3 s: a rank did not take part in it; all ranks must, not only rank 0, and one that caught an error "
-    "of its own cannot go on without the others"
-)
+STAYED = f"timed out after {PATIENCE} s"
 
 
 def out_of_memory(*args):
@@ -79,6 +74,6 @@ def test_a_rank_that_goes_on_without_the_others_makes_them_wait_no_longer_than_w
     for name, (message, seconds) in told.items():
         beginning = {**CALLS, **WORLDS}[name][2]
         first = message.splitlines()[0]
-        assert re.fullmatch(r"(inner rank 0, )?" + re.escape(f"{beginning} {STAYED}"), first), message
+        assert first.removeprefix("inner rank 0, ").startswith(f"{beginning} {STAYED}"), message
         assert is_one_sentence(first)
         assert PATIENCE - 0.5 < seconds < PATIENCE + 30, (name, seconds)

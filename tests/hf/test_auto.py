@@ -22,6 +22,7 @@ from tests.hf.families import model_of
 from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
 from tests.hf.trainers import collate, documents, make, trained
 from tests.launch import on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LINE = 'sequence_parallel: "auto" for '
@@ -51,7 +52,9 @@ def test_a_length_in_the_json_is_planned_for():
         assert len(lines) == (rank == 0)
         assert config == by_rank[0][2]
         assert config["seq_len"] == 48
-    assert by_rank[0][1][0].startswith(LINE + "48 tokens on 4 ranks of modest, 4 a node, is 4 ranks: ")
+    (line,) = by_rank[0][1]
+    assert line.startswith(LINE)
+    assert missing(line, "48 tokens", "4 ranks of modest") == []
 
 
 def sizes(cases):
@@ -86,10 +89,10 @@ def test_what_one_rank_cannot_plan_is_told_on_all(tmp_path):
         for kind, message in (found[name] for found in by_rank):
             assert kind in ("ConfigError", "DisagreementError")
             assert is_one_sentence(message), message
-    assert "0.json" in by_rank[1]["a file that is not there"][1]
-    assert "got rank 0: ranks a node 1; rank 1: ranks a node 2" in by_rank[0]["nodes of other sizes"][1]
-    assert "reduce_bucket_size must be a number from 0; got 'many'" in by_rank[1]["a number that is none"][1]
-    assert "let initialize make the SequenceParallel" in by_rank[0]["no model"][1]
+    assert missing(by_rank[1]["a file that is not there"][1], "0.json", "No such file") == []
+    assert missing(by_rank[0]["nodes of other sizes"][1], "rank 0: ranks a node 1", "rank 1: ranks a node 2") == []
+    assert missing(by_rank[1]["a number that is none"][1], "reduce_bucket_size", "got 'many'") == []
+    assert missing(by_rank[0]["no model"][1], "seq_len", "got 4096", "without a model") == []
 
 
 class Lazy(Dataset):

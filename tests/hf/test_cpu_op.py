@@ -13,6 +13,7 @@ import ds_seqpar
 from ds_seqpar import cpu_op
 from tests.hf.llama import llama, settings
 from tests.launch import on_ranks
+from tests.words import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -54,7 +55,7 @@ def test_the_lock_of_a_process_that_is_gone_is_removed(lock):
     cpu_op.wait(say=said.append)
     assert not lock.exists()
     (sentence,) = said
-    assert f"removed {lock}, the lock of a process that ended" in sentence
+    assert missing(sentence, f"removed {lock}", "ended") == []
 
 
 def test_a_lock_that_is_held_is_waited_for_aloud(lock):
@@ -71,8 +72,7 @@ def test_a_lock_that_is_held_is_waited_for_aloud(lock):
     finally:
         end(process)
     (sentence,) = said
-    assert "waiting for another process to compile DeepSpeed's deepspeed_shm_comm" in sentence
-    assert sentence.endswith(f"if there is none, remove {lock}")
+    assert missing(sentence, "waiting", "deepspeed_shm_comm", f"remove {lock}") == []
 
 
 def test_a_lock_that_cannot_be_judged_is_waited_for(lock, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_lock_that_cannot_be_judged_is_waited_for(lock, monkeypatch):
     said = []
     cpu_op.wait(patience=0.2, say=lambda sentence: (said.append(sentence), len(said) > 1 and lock.unlink()))
     assert len(said) == 2
-    assert all("waiting for another process" in sentence for sentence in said)
+    assert [missing(sentence, "waiting", f"remove {lock}") for sentence in said] == [[], []]
 
 
 @pytest.fixture(scope="module")
@@ -114,4 +114,4 @@ def test_python_m_ds_seqpar_prepare_goes_on_after_an_interrupted_run(compiled_fo
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"ds_seqpar: removed {lock}" in done.stderr
-    assert "DeepSpeed's CPU op is compiled" in done.stdout
+    assert "is compiled" in done.stdout

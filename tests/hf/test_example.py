@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_seqpar import SequenceParallelConfig
 from tests import scripts
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def test_the_launcher_of_deepspeed_starts_it(alone, tmp_path):
     ran = run(2, config_with(tmp_path, size=2, ulysses=1), tmp_path, launcher="deepspeed")
     assert not ran.failed, ran.stderr[-3000:]
     assert_same(log_of(tmp_path), alone)
-    assert "2 ranks a sequence: ulysses 1 x ring 2" in ran.stdout
+    assert "ulysses 1 x ring 2" in ran.stdout
 
 
 @pytest.mark.whole
@@ -136,25 +137,25 @@ def test_every_ready_configuration_is_complete(config):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"size": 3}, "size must divide the number of ranks; got size 3 on 2 ranks"),
-        ({"size": 4, "schedul": "ring"}, "did you mean 'schedule'?"),
-        ({"size": 4, "layout": "zigzig"}, "did you mean 'zigzag'?"),
+        ({"size": 3}, ("size 3 on 2 ranks",)),
+        ({"size": 4, "schedul": "ring"}, ("got 'schedul'", "'schedule'")),
+        ({"size": 4, "layout": "zigzig"}, ("got 'zigzig'", "'zigzag'")),
     ],
 )
 def test_bad_settings_end_it_with_a_sentence(section, words, tmp_path):
     ran = run(2, config_with(tmp_path, **section), tmp_path)
     assert ran.failed
-    assert words in ran.stdout + ran.stderr
+    assert missing(ran.stdout + ran.stderr, *words) == []
     assert "Traceback" not in ran.stderr
 
 
 def test_missing_json_ends_it_with_a_sentence(tmp_path):
     ran = run(1, tmp_path / "absent.json", tmp_path)
     assert ran.failed
-    assert "absent.json: No such file or directory" in ran.stdout + ran.stderr
+    assert "absent.json: No such file" in ran.stdout + ran.stderr
 
 
 def test_bad_degree_ends_it_with_a_sentence(tmp_path):
     ran = run(4, config_with(tmp_path, size=4, ulysses=3), tmp_path)
     assert ran.failed
-    assert "sequence_parallel.ulysses must divide sequence_parallel.size; got ulysses 3" in ran.stdout + ran.stderr
+    assert "ulysses 3, size 4" in ran.stdout + ran.stderr

@@ -18,6 +18,7 @@ from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step
 from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
 from tests.launch import on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
@@ -64,24 +65,24 @@ def refusals(cases):
 
 MISSPELT = ("sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sequence_parallelism", "sp")
 REFUSED_JSON = {
-    **{key: ({**without("sequence_parallel"), key: SECTION}, f'got "{key}", rename it') for key in MISSPELT},
-    "beside": (good(sequence_paralel={"size": 2}), 'under the key "sequence_parallel"; got "sequence_paralel"'),
+    **{key: ({**without("sequence_parallel"), key: SECTION}, f'got "{key}", rename') for key in MISSPELT},
+    "beside": (good(sequence_paralel={"size": 2}), 'got "sequence_paralel", rename'),
     "inside": (
         {**without("sequence_parallel"), "zero_optimization": {"stage": 2, "sequence_parallel": SECTION}},
-        'at the top of the DeepSpeed JSON; got "sequence_parallel" inside "zero_optimization"',
+        'inside "zero_optimization"',
     ),
-    "own accumulation": (good(managed_gradient_accumulation=False), 'must not set "managed_gradient_accumulation"'),
-    "sum": (good(gradient_allreduce_op="sum"), 'must not set "gradient_allreduce_op"'),
+    "own accumulation": (good(managed_gradient_accumulation=False), 'not set "managed_gradient_accumulation"'),
+    "sum": (good(gradient_allreduce_op="sum"), 'not set "gradient_allreduce_op"'),
     "zenflow": (
         good(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
-        'must not set "zero_optimization.zenflow"',
+        'not set "zero_optimization.zenflow"',
     ),
-    "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), 'must not set "expert_parallel"'),
-    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), 'must not set "tensor_parallel"'),
-    "auto batch": (good(train_micro_batch_size_per_gpu="auto"), '"auto" for train_micro_batch_size_per_gpu without'),
+    "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), 'not set "expert_parallel"'),
+    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), 'not set "tensor_parallel"'),
+    "auto batch": (good(train_micro_batch_size_per_gpu="auto"), '"auto" for train_micro_batch_size_per_gpu'),
     "auto others": (
         good(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer={"type": "SGD", "params": {"lr": "auto"}}),
-        '"auto" for gradient_clipping, optimizer.params.lr, bf16.enabled without a Trainer',
+        '"auto" for gradient_clipping, optimizer.params.lr, bf16.enabled',
     ),
 }
 
@@ -112,7 +113,7 @@ def test_a_key_given_twice(tmp_path):
     for path, text in zip(paths, texts.values(), strict=True):
         path.write_text(text)
     for key, path, (_, message) in zip(texts, paths, all_refused(refused_files, paths).values(), strict=True):
-        assert f'must have each key once; {path} has "{key}" twice' in message
+        assert missing(message, str(path), f'"{key}" twice') == []
 
 
 def other_sections():
@@ -140,23 +141,23 @@ def test_a_json_without_the_section_takes_the_sp_that_is_given():
             assert gap(result["gradients"], gradients) < 1e-5
             assert result["loss"] == pytest.approx(loss, rel=1e-5)
         assert kind == "ConfigError"
-        assert "got overlap True there and False in the JSON" in message
+        assert missing(message, "overlap True", "False in the JSON") == []
 
 
 # --- arguments
 
 REFUSED_ARGUMENTS = {
-    "mesh_param": ({"mesh_param": (2, 2)}, "takes no mesh_param, whose groups change the gradient scale"),
-    "mpu": ({"mpu": "mpu"}, "takes no mpu, whose groups change"),
-    "collate_fn": ({"collate_fn": list}, "takes no collate_fn, which belongs to training_data"),
-    "typo": ({"optimiser": None}, "takes no argument 'optimiser' (did you mean 'optimizer'?)"),
-    "unknown": ({"zzz": None}, "takes no argument 'zzz'; leave it out"),
+    "mesh_param": ({"mesh_param": (2, 2)}, "no mesh_param,"),
+    "mpu": ({"mpu": "mpu"}, "no mpu,"),
+    "collate_fn": ({"collate_fn": list}, "no collate_fn,"),
+    "typo": ({"optimiser": None}, "no argument 'optimiser' (did you mean 'optimizer'?)"),
+    "unknown": ({"zzz": None}, "no argument 'zzz';"),
     "two configurations": (
         {"args": argparse.Namespace(deepspeed_config="ds.json")},
-        "one DeepSpeed configuration; got config and args.deepspeed_config",
+        "got config and args.deepspeed_config",
     ),
-    "config_params too": ({"config_params": {}}, "one DeepSpeed configuration; got config and config_params"),
-    "prompt tuning": (lambda: {"model": prompt_tuned()}, "got a prompt learning method of peft"),
+    "config_params too": ({"config_params": {}}, "got config and config_params"),
+    "prompt tuning": (lambda: {"model": prompt_tuned()}, "prompt learning"),
 }
 
 
@@ -213,8 +214,8 @@ def test_one_process_without_a_launcher():
 # --- the loss
 
 WRONG_LOSSES = {
-    "ignores shift_labels": (lambda: with_loss(unshifted_loss), "a loss_function that gives"),
-    "ignores num_items_in_batch": (lambda: with_loss(local_mean), "a loss_function that gives"),
+    "ignores shift_labels": (lambda: with_loss(unshifted_loss), "loss_function that gives"),
+    "ignores num_items_in_batch": (lambda: with_loss(local_mean), "loss_function that gives"),
     "takes neither": (lambda: with_loss(lambda logits, labels: labels.sum()), "(TypeError: "),
     "forward drops num_items_in_batch": (own_forward, "where that is"),
 }
@@ -228,8 +229,7 @@ def refused_losses():
 def test_a_loss_that_does_not_use_what_it_is_given():
     """It trained, on labels shifted inside each shard or on each rank's own mean; only the Trainer tried it."""
     for name, (_, message) in all_refused(refused_losses).items():
-        assert "a loss that divides the sum of token losses on shift_labels by num_items_in_batch" in message
-        assert "or give initialize check_loss=False" in message
+        assert missing(message, "shift_labels", "num_items_in_batch", "initialize check_loss=False") == []
         assert WRONG_LOSSES.get(name, (None, "where that is"))[1] in message
 
 
@@ -300,7 +300,7 @@ def test_lora_is_taken_and_gets_the_gradients_of_the_unsplit_run():
             assert not any(g.any() for name, g in result["gradients"].items() if name not in expected)
             assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert kind == "InputError"
-        assert "labels must be shifted before sharding" in message
+        assert "no shift_labels" in message
 
 
 def compiled_models():

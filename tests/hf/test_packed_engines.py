@@ -10,6 +10,7 @@ from tests.hf.families import model_of
 from tests.hf.llama import gap, settings, step
 from tests.hf.test_families import batch_of, plain
 from tests.launch import on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 FEW = [("packed", "gemma2", 2, "checkpointed", "3"), ("odd", "gpt_oss", 1, "checkpointed", "2")]
@@ -93,12 +94,12 @@ def refused():
 
 
 WORDS = [
-    "a token for each of its 4 ranks; got 3 tokens",
-    "give the model what sp.shard_batches returns",
-    "tokens that the placement gives this rank",
-    "placement must be a Placement",
-    "position_ids of the tokens that its placement gives this rank",
-    "",
+    ("4 ranks", "got 3 tokens"),
+    ("tokens", "sp.shard_batches"),
+    ("tokens", "placement", "got (1, "),
+    ("Placement", "got str"),
+    ("position_ids", "placement", "other tokens"),
+    (),
 ]
 
 
@@ -107,5 +108,5 @@ def test_what_is_not_this_ranks_is_refused_before_anything_is_sent():
         assert received == 0
         for (kind, sentence), words in zip(said, WORDS, strict=True):
             assert kind in ("InputError", "DisagreementError"), words
-            assert words in sentence
+            assert missing(sentence, *words) == []
             assert is_one_sentence(sentence)

@@ -20,6 +20,7 @@ from ds_seqpar.errors import ConfigError, DisagreementError, InputError, SeqParE
 from hf_integration import patch_attention
 from tests.hf.llama import MODES, SEQ, held, ragged, settings, small
 from tests.launch import on_ranks
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
@@ -74,14 +75,14 @@ def patch_llama(sp, changes):
 
 
 UNFIT = [
-    ({"attention_dropout": 0.1}, "attention_dropout 0 (ranks would drop different weights); got 0.1"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type that does not depend"),
-    ({"is_causal": False}, "a causal model; got is_causal=False"),
-    ({"attention_dropout": 0.1, "is_causal": False}, "got 0.1 and a causal model"),
+    ({"attention_dropout": 0.1}, ("attention_dropout 0", "got 0.1")),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, ("rope_type", "got 'dynamic'")),
+    ({"is_causal": False}, ("causal model", "got is_causal=False")),
+    ({"attention_dropout": 0.1, "is_causal": False}, ("attention_dropout 0", "got 0.1", "got is_causal=False")),
     # deepspeed#8291: 6 heads on 4 ranks became [4, 4, 4, 0] and hung; here a Ulysses rank without a head
     (
         {"num_attention_heads": 1, "num_key_value_heads": 1},
-        "got ulysses 2 for 1 query and 1 key/value heads, use one of [1]",
+        ("ulysses 2", "1 query", "[1]"),
     ),
 ]
 
@@ -91,7 +92,7 @@ def test_a_llama_that_cannot_be_shared():
     for (_, words), outcomes in zip(UNFIT, found, strict=True):
         for kind, message in outcomes:
             assert kind is ConfigError
-            assert words in message
+            assert missing(message, *words) == []
 
 
 def patch_other(sp, name):
@@ -106,9 +107,9 @@ def patch_other(sp, name):
 
 
 OTHERS = {
-    "gpt2": "olmo3, phi3, qwen2, qwen3, qwen3_moe, smollm3; got a model of family 'gpt2', call sp.attention from",
-    "classifier": "got LlamaForSequenceClassification, whose head would see this rank's tokens only",
-    "module": "needs a transformers model; got Linear, call sp.attention in a model of your own",
+    "gpt2": ("qwen3, qwen3_moe, smollm3", "family 'gpt2'", "sp.attention"),
+    "classifier": ("got LlamaForSequenceClassification", "head"),
+    "module": ("transformers model", "got Linear", "sp.attention"),
 }
 
 
@@ -118,7 +119,7 @@ def test_other_models():
     for words, outcomes in zip(OTHERS.values(), found, strict=True):
         for kind, message in outcomes:
             assert kind is ConfigError
-            assert words in message
+            assert missing(message, *words) == []
 
 
 # --- inputs that are not this rank's
@@ -186,18 +187,17 @@ def no_tokens(sp, batch):
 
 
 SPOILT = {
-    whole_sequence: "needs this rank's tokens with their global position_ids; got none, give the model what "
-    "sp.shard_batches returns, or run it on whole sequences: with hf_integration.whole_sequences(model)",
-    whole_sequence_with_labels: "labels must be shifted before sharding; got no shift_labels, give the model what",
-    whole_sequence_with_positions: "global position_ids; got those of other tokens",
-    no_positions: "global position_ids; got none",
-    another_ranks_positions: "global position_ids; got those of other tokens",
-    labels_alone: "labels must be shifted before sharding; got no shift_labels",
-    padding: "a sharded forward takes no padding mask; got one with zeros",
-    with_cache: "no kv cache; got one, leave out use_cache and past_key_values",
-    with_past: "no kv cache; got one, leave out use_cache and past_key_values",
-    not_causal: "attention of this model is causal; got is_causal=False",
-    no_tokens: "needs input_ids or inputs_embeds; got neither",
+    whole_sequence: ("global position_ids", "got none", "sp.shard_batches", "hf_integration.whole_sequences(model)"),
+    whole_sequence_with_labels: ("got no shift_labels", "sp.shard_batches"),
+    whole_sequence_with_positions: ("global position_ids", "other tokens"),
+    no_positions: ("global position_ids", "got none"),
+    another_ranks_positions: ("global position_ids", "other tokens"),
+    labels_alone: ("got no shift_labels", "sp.shard_batches"),
+    padding: ("padding mask", "with zeros"),
+    with_cache: ("kv cache", "use_cache"),
+    with_past: ("kv cache", "past_key_values"),
+    not_causal: ("got is_causal=False", "leave it out"),
+    no_tokens: ("inputs_embeds", "got neither"),
 }
 
 
@@ -208,7 +208,8 @@ def test_a_batch_that_is_not_sharded_as_it_should_be(training):
     found = refusals(*((forward, spoil, training) for spoil in SPOILT))
     for words, outcomes in zip(SPOILT.values(), found, strict=True):
         assert InputError in [kind for kind, _ in outcomes]
-        assert all(words in message for _, message in outcomes)  # a rank with nothing wrong quotes one that has
+        for _, message in outcomes:  # a rank with nothing wrong quotes one that has
+            assert missing(message, *words) == []
 
 
 def length_that_does_not_fit(sp):
@@ -226,7 +227,7 @@ def test_a_length_that_does_not_fit():
     """deepspeed#7384, #7842: a length that the ranks do not divide corrupts attention."""
     for kind, message in refused(length_that_does_not_fit):
         assert kind is InputError
-        assert "needs 2 tokens on each rank, or a multiple of it, or a placement; got 11 tokens and none" in message
+        assert missing(message, "2 tokens", "placement", "got 11 tokens") == []
 
 
 def only_on(ranks, spoil):
@@ -246,14 +247,16 @@ def test_wrong_on_one_rank_is_refused_on_all():
     for outcomes in refusals(*((forward_one, spoil, 2) for spoil in spoils)):
         assert outcomes[2][0] is InputError
         for rank in (0, 1, 3):
-            assert outcomes[rank] == (DisagreementError, f"rank 2 cannot go on: {outcomes[2][1]}")
+            kind, message = outcomes[rank]
+            assert kind is DisagreementError
+            assert missing(message, "rank 2 cannot", outcomes[2][1]) == []
 
 
 def test_right_on_rank_0_only():
     """Contiguous positions that begin at 0 are those of rank 0, so that rank 0 sees nothing wrong."""
     outcomes = refused(contiguous_from_zero)
     assert [kind for kind, _ in outcomes] == [DisagreementError, InputError, InputError, InputError]
-    assert outcomes[0][1] == f"rank 1 cannot go on: {outcomes[1][1]}"
+    assert missing(outcomes[0][1], "rank 1 cannot", outcomes[1][1]) == []
 
 
 def contiguous_from_zero(sp):
@@ -289,7 +292,7 @@ def test_ranks_that_do_not_do_the_same():
     for outcomes in refusals((unequal, "batch"), (unequal, "mode"), (unequal, "checkpointing")):
         for kind, message in outcomes:
             assert kind is DisagreementError
-            assert "must be given the same model inputs; got ranks 0, 2-3: " in message
+            assert missing(message, "model inputs", "ranks 0, 2-3: ", "rank 1: ") == []
 
 
 def past_the_model(sp):
@@ -303,7 +306,7 @@ def past_the_model(sp):
 def test_an_attention_reached_past_its_model():
     for kind, message in refused(past_the_model):
         assert kind is InputError
-        assert message == "patched attention was reached past its model's forward; call the model that was patched"
+        assert missing(message, "patched attention", "past its model's forward") == []
 
 
 def dropout_set_later(sp):
@@ -318,7 +321,7 @@ def dropout_set_later(sp):
 def test_dropout_that_comes_later():
     for kind, message in refused(dropout_set_later):
         assert kind is ConfigError
-        assert message == "sequence parallel attention needs attention_dropout 0; got 0.1"
+        assert missing(message, "attention_dropout 0", "got 0.1") == []
 
 
 # --- ds_seqpar.initialize
@@ -358,17 +361,17 @@ def initialize_with(changes):
 
 
 JSON = [
-    ({"sequence_parallel_size": 4}, 'must not set "sequence_parallel_size"'),
-    ({"data_parallel_size": 1}, 'must not set "data_parallel_size"'),
-    ({"tensor_parallel": {"autotp_size": 2}}, 'must not set "tensor_parallel" with sequence parallelism: AutoTP'),
-    ({"curriculum_learning": {"enabled": True}}, 'must not set "curriculum_learning"'),
-    ({"data_efficiency": {"enabled": True}}, 'must not set "data_efficiency"'),
-    ({"gradient_allreduce_op": "sum"}, 'must not set "gradient_allreduce_op"'),
-    ({"sequence_parallel": {"size": 4, "ulises": 2}}, "got 'ulises' (did you mean 'ulysses'?)"),
-    ({"sequence_parallel": 4}, "must be an object such as"),
-    ({"sequence_parallel": {"size": 3}}, "got size 3 on 4 ranks, use one of [1, 2, 4]"),
-    ({"sequence_parallel": {"size": 4, "ulysses": 3}}, "got ulysses 3, size 4, use one of [1, 2, 4]"),
-    ({"train_batch_size": 3}, "train_batch_size counts sequences: it must be 4 ="),
+    ({"sequence_parallel_size": 4}, ('not set "sequence_parallel_size"',)),
+    ({"data_parallel_size": 1}, ('not set "data_parallel_size"',)),
+    ({"tensor_parallel": {"autotp_size": 2}}, ('not set "tensor_parallel"', "AutoTP")),
+    ({"curriculum_learning": {"enabled": True}}, ('not set "curriculum_learning"',)),
+    ({"data_efficiency": {"enabled": True}}, ('not set "data_efficiency"',)),
+    ({"gradient_allreduce_op": "sum"}, ('not set "gradient_allreduce_op"',)),
+    ({"sequence_parallel": {"size": 4, "ulises": 2}}, ("got 'ulises'", "'ulysses'")),
+    ({"sequence_parallel": 4}, ('"sequence_parallel"', "an object", "got 4")),
+    ({"sequence_parallel": {"size": 3}}, ("size 3", "4 ranks", "[1, 2, 4]")),
+    ({"sequence_parallel": {"size": 4, "ulysses": 3}}, ("ulysses 3", "size 4", "[1, 2, 4]")),
+    ({"train_batch_size": 3}, ("train_batch_size", "must be 4", "got 3")),
 ]
 
 
@@ -376,7 +379,7 @@ def test_json_that_breaks_the_contract():
     """deepspeed#6841 and what else the JSON can say to change the scale of gradients."""
     messages = refused_by_initialize(initialize_with, [changes for changes, _ in JSON])
     for (_, words), message in zip(JSON, messages, strict=True):
-        assert words in message
+        assert missing(message, *words) == []
 
 
 def initialize_from(path):
@@ -390,10 +393,10 @@ def test_json_that_cannot_be_read(tmp_path):
     paths[2].write_text("[1, 2]")
     paths[3].write_bytes(b"\xff{}")
     messages = refused_by_initialize(initialize_from, [str(paths[0]), *paths[1:]])
-    assert messages[0].endswith(f"{paths[0]}: No such file or directory")
-    assert f"{paths[1]}, line 3 column 23: Expecting ':' delimiter" in messages[1]
-    assert messages[2].endswith(f"{paths[2]} holds a list")
-    assert f"must be UTF-8 text; {paths[3]}" in messages[3]
+    assert f"{paths[0]}: No such file" in messages[0]
+    assert f"{paths[1]}, line 3 column 23" in messages[1]
+    assert f"{paths[2]} holds a list" in messages[2]
+    assert missing(messages[3], "UTF-8", str(paths[3])) == []
 
 
 def initialize_by_args(path):
@@ -416,8 +419,8 @@ def without(what):
 
 def test_what_is_missing():
     config, own = refused_by_initialize(without, ["config", "sequence_parallel"])
-    assert "got none, pass config= (a path or dict) or args with --deepspeed_config" in config
-    assert own.endswith("got Linear alone, pass sequence_parallel=sp")
+    assert missing(config, "got none", "config=", "--deepspeed_config") == []
+    assert missing(own, "got Linear alone", "sequence_parallel=sp") == []
 
 
 def with_argument(name):
@@ -432,9 +435,9 @@ def with_argument(name):
 def test_arguments_that_break_the_contract():
     """deepspeed#5248; axolotl#3920: peers of a sequence got different batches."""
     mpu, data, pipeline = refused_by_initialize(with_argument, ["mpu", "training_data", "pipeline"])
-    assert "takes no mpu, whose groups change the gradient scale" in mpu
-    assert "takes no training_data, whose loader gives ranks of one sequence different samples" in data
-    assert "takes no PipelineModule; give it the plain model" in pipeline
+    assert "no mpu," in mpu
+    assert "no training_data," in data
+    assert missing(pipeline, "no PipelineModule", "plain model") == []
 
 
 def with_another_sp(how):
@@ -449,8 +452,7 @@ def with_another_sp(how):
 
 def test_a_sequence_parallel_that_is_not_the_jsons():
     for message in refused_by_initialize(with_another_sp, ["given", "patched", "own"]):
-        assert 'the same settings as the JSON\'s "sequence_parallel" section' in message
-        assert "got size 2 there and 4 in the JSON" in message
+        assert missing(message, "the same settings", "size 2", "4 in the JSON") == []
 
 
 def two_sps(_):
@@ -463,7 +465,7 @@ def two_sps(_):
 
 def test_a_model_that_is_patched_with_another():
     (message,) = refused_by_initialize(two_sps, [None])
-    assert "patched with another SequenceParallel" in message
+    assert "another SequenceParallel" in message
 
 
 def warned(clipping):
@@ -479,6 +481,6 @@ def test_clipping_that_is_not_set_is_warned_of():
     """DeepSpeed clips at 1.0 where the JSON says nothing, which hides a wrong scale. The warning names the caller."""
     for unset, zero in on_ranks(WORLD, each, warned, [None, 0]):
         ((message, file),) = unset
-        assert message.endswith("DeepSpeed then clips at 1.0; set it (0 for none)")
+        assert missing(message, "clips at 1.0", "0 for none") == []
         assert file == __file__
         assert zero == []

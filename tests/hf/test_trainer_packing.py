@@ -16,6 +16,7 @@ from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import IGNORE
 from tests.hf.trainers import documents, settings
 from tests.launch import on_ranks
+from tests.words import missing
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
 TOKENS = 64
@@ -74,25 +75,25 @@ def test_a_batch_says_where_its_documents_end():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda: Packs(numbered(3), 8), ["packs of 8 tokens need documents of 1 to 8; got one of", "cut it"]),
+        (lambda: Packs(numbered(3), 8), ["8 tokens", "got one of", "cut it"]),
         (lambda: Packs([{"input_ids": []}], 8), ["got one of 0", "leave it out"]),
-        (lambda: Packs([], 8), ["one document or more; got none"]),
-        (lambda: Packs(numbered(3), 0), ["whole number of tokens from 1 on; got 0"]),
-        (lambda: Packs(numbered(3), 64.0), ["whole number of tokens from 1 on; got 64.0"]),
-        (lambda: Packs([{"text": "a"}], 8), ["need input_ids; got text alone, tokenize"]),
-        (lambda: PackingCollator()([{"text": "a"}]), ["need input_ids; got text alone, tokenize"]),
-        (lambda: PackingCollator()([[3]]), ["need input_ids; got int alone"]),
-        (lambda: PackingCollator()([]), ["one document or more; got none"]),
-        (lambda: PackingCollator()([{"input_ids": [1, 2], "labels": [1]}]), ["got 2 tokens and 1 labels"]),
-        (lambda: PackingCollator()([{"input_ids": []}]), ["got 0 tokens and 0 labels"]),
-        (lambda: PackingCollator()([{"input_ids": [1, 0], "attention_mask": [1, 0]}]), ["without padding; got"]),
+        (lambda: Packs([], 8), ["data set", "one document", "got none"]),
+        (lambda: Packs(numbered(3), 0), ["packs", "tokens", "got 0"]),
+        (lambda: Packs(numbered(3), 64.0), ["packs", "tokens", "got 64.0"]),
+        (lambda: Packs([{"text": "a"}], 8), ["input_ids", "got text", "tokenize"]),
+        (lambda: PackingCollator()([{"text": "a"}]), ["input_ids", "got text", "tokenize"]),
+        (lambda: PackingCollator()([[3]]), ["input_ids", "got int"]),
+        (lambda: PackingCollator()([]), ["batch", "one document", "got none"]),
+        (lambda: PackingCollator()([{"input_ids": [1, 2], "labels": [1]}]), ["2 tokens", "1 labels"]),
+        (lambda: PackingCollator()([{"input_ids": []}]), ["0 tokens", "0 labels"]),
+        (lambda: PackingCollator()([{"input_ids": [1, 0], "attention_mask": [1, 0]}]), ["padding", "attention_mask"]),
     ],
 )
 def test_what_cannot_be_packed_is_refused_in_a_sentence(given, words):
     with pytest.raises(InputError) as refused:
         given()
     assert is_one_sentence(str(refused.value))
-    assert not [word for word in words if word not in str(refused.value)], refused.value
+    assert missing(str(refused.value), *words) == [], refused.value
 
 
 def example(ranks, folder, texts):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 from tests import scripts
 from tests.hf.llama import llama
 from tests.hf.trainers import settings
+from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
@@ -131,7 +132,7 @@ def test_accelerate_launch_without_deepspeed_is_told_what_is_missing(launcher, t
     ran = started_by_accelerate_alone(launcher, tmp_path)
     assert ran.failed
     (said,) = [line for line in ran.stderr.splitlines() if line.startswith("rank 0: ")]
-    assert "add --use_deepspeed, --num_processes" in said
+    assert missing(said, "--use_deepspeed", "--num_processes") == []
 
 
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.whole)])
@@ -141,5 +142,5 @@ def test_bad_settings_end_the_example_with_a_sentence(launcher, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(content))
     ran = run(launcher, 4, tmp_path / "ds.json", tmp_path)
     assert ran.failed
-    assert "size must divide the number of ranks; got size 3 on 4 ranks" in ran.stdout + ran.stderr
+    assert "size 3 on 4 ranks" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_transformers_that_is_too_old_is_refused():
-    with pytest.raises(ConfigError, match=r"needs transformers 5\.18 to 5\.23; got 5\.17\.3") as caught:
+    with pytest.raises(ConfigError, match=r"5\.18 to 5\.23.*got 5\.17\.3") as caught:
         check_transformers("5.17.3")
     assert is_one_sentence(str(caught.value))
 

@@ -69,13 +69,13 @@ def test_every_token_is_dealt_once_and_evenly(lengths, ranks):
 
 @pytest.mark.parametrize("lengths", [[0], [3, -1], [2, 1.5], [True]])
 def test_lengths_that_are_none_are_refused(lengths):
-    with pytest.raises(InputError, match="one token or more each"):
+    with pytest.raises(InputError, match=f"documents.*got a length of {lengths[-1]!r}"):
         balanced(lengths, 2)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, True])
 def test_numbers_of_ranks_that_are_none_are_refused(ranks):
-    with pytest.raises(InputError, match="a whole number of ranks"):
+    with pytest.raises(InputError, match=f"ranks.*got {ranks!r}"):
         balanced([4], ranks)
 
 

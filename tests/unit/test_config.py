@@ -12,6 +12,7 @@ from ds_seqpar.config import KERNELS, SequenceParallelConfig, even_ulysses, lega
 from ds_seqpar.errors import ConfigError, SeqParError
 from ds_seqpar.planning.schedules import SCHEDULES
 from ds_seqpar.running.kernels import KERNELS as KERNEL_OBJECTS
+from tests.words import missing
 
 Config = SequenceParallelConfig
 
@@ -45,23 +46,21 @@ def test_a_config_is_frozen_and_its_error_a_value_error():
 @pytest.mark.parametrize("value", [True, False, 0, -1, 2.0, "2", None, [2], "Auto"])
 def test_sizes_are_whole_numbers_or_auto(field, value):
     message = _message(Config, **{field: value})
-    assert message == f'sequence_parallel.{field} must be a whole number from 1 or "auto"; got {value!r}'
+    assert missing(message, f"sequence_parallel.{field}", '"auto"', f"got {value!r}") == []
 
 
 @pytest.mark.parametrize(
     ("field", "value", "known", "nearest"),
     [
-        ("schedule", "rings", "auto, ring", "'ring'"),
-        ("layout", "zig-zag", "auto, balanced, contiguous, striped, zigzag", "'zigzag'"),
-        ("layout", "stripes", "auto, balanced, contiguous, striped, zigzag", "'striped'"),
-        ("kernel", "cpuflash", "auto, cpu_flash, cuda_flash, flash_attn, reference", "'cpu_flash'"),
+        ("schedule", "rings", "auto ring", "'ring'"),
+        ("layout", "zig-zag", "auto balanced contiguous striped zigzag", "'zigzag'"),
+        ("layout", "stripes", "auto balanced contiguous striped zigzag", "'striped'"),
+        ("kernel", "cpuflash", "auto cpu_flash cuda_flash flash_attn reference", "'cpu_flash'"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(field, value, known, nearest):
     message = _message(Config, **{field: value})
-    listed = message.split(";")[0].removeprefix(f"sequence_parallel.{field} must be one of ").split(", ")
-    assert set(known.split(", ")) <= set(listed)
-    assert message.endswith(f"got {value!r} (did you mean {nearest}?)")
+    assert missing(message, f"sequence_parallel.{field}", *known.split(), f"got {value!r}", nearest) == []
 
 
 @pytest.mark.parametrize("field", ["schedule", "layout", "kernel"])
@@ -71,10 +70,11 @@ def test_names_are_words_that_exist(field, value):
 
 
 def test_an_unknown_key_is_answered_with_all_keys_and_the_nearest():
+    assert tuple(Config().settings()) == KEYS
     message = _message(Config.from_dict, {"ulyses": 2})
-    assert message == f"\"sequence_parallel\" takes {', '.join(KEYS)}; got 'ulyses' (did you mean 'ulysses'?)"
+    assert missing(message, ", ".join(KEYS), "got 'ulyses'", "'ulysses'") == []
     assert _message(Config, ulyses=2) == message
-    assert _message(Config.from_dict, {"cosl": 2}).endswith("got 'cosl' (did you mean 'cols'?)")
+    assert missing(_message(Config.from_dict, {"cosl": 2}), "got 'cosl'", "'cols'") == []
     assert "got 'own'" in _message(Config.from_dict, {"own": {"window": 2}})
     assert _message(Config.from_dict, {"qqqq": 2}).endswith("got 'qqqq'")
     assert "got 5" in _message(Config.from_dict, {5: 2})
@@ -99,7 +99,7 @@ def test_from_a_deepspeed_dict_or_file(tmp_path):
 def test_a_misspelt_section_is_named(key):
     """It was passed over, and the run took every default."""
     message = _message(Config.from_deepspeed, {"train_batch_size": 8, key: {"size": 4}})
-    assert message == f'sequence parallelism is set under the key "sequence_parallel"; got "{key}", rename it'
+    assert missing(message, '"sequence_parallel"', f'got "{key}"', "rename") == []
 
 
 def test_keys_of_deepspeed_that_are_near_are_no_misspelling():
@@ -110,61 +110,54 @@ def test_keys_of_deepspeed_that_are_near_are_no_misspelling():
 
 def test_a_section_inside_another_is_found():
     message = _message(Config.from_deepspeed, {"zero_optimization": {"stage": 3, "sequence_parallel": {"size": 4}}})
-    assert 'must stand at the top of the DeepSpeed JSON; got "sequence_parallel" inside "zero_optimization"' in message
+    assert missing(message, "at the top", '"sequence_parallel"', 'inside "zero_optimization"') == []
 
 
 def test_a_key_that_is_given_twice_is_refused(tmp_path):
     """The last one won."""
     path = tmp_path / "ds.json"
     path.write_text('{"sequence_parallel": {"size": 2, "ulysses": 2, "size": 4}}', encoding="utf-8")
-    assert f'must have each key once; {path} has "size" twice in one object' in _message(Config.from_deepspeed, path)
+    assert missing(_message(Config.from_deepspeed, path), str(path), '"size" twice') == []
 
 
 def test_a_file_that_does_not_exist_or_cannot_be_read(tmp_path):
-    missing = tmp_path / "none.json"
-    assert f"must be a readable JSON file; {missing}: No such file" in _message(Config.from_deepspeed, missing)
-    assert f"must be a readable JSON file; {tmp_path}: Is a directory" in _message(Config.from_deepspeed, tmp_path)
+    absent = tmp_path / "none.json"
+    assert missing(_message(Config.from_deepspeed, absent), f"{absent}: No such file") == []
+    assert missing(_message(Config.from_deepspeed, tmp_path), f"{tmp_path}: Is a directory") == []
 
 
 def test_a_malformed_file_is_named_with_its_line(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{\n  "train_batch_size": 8,\n  "sequence_parallel": {"size": 4,}\n}\n', encoding="utf-8")
     message = _message(Config.from_deepspeed, str(path))
-    assert f"must be valid JSON; {path}, line 3 column " in message
+    assert f"{path}, line 3 column " in message
 
 
 def test_a_file_that_is_no_text_or_no_object(tmp_path):
     path = tmp_path / "ds.json"
     path.write_bytes(b'{"a": "\xff"}')
-    assert f"must be UTF-8 text; {path}" in _message(Config.from_deepspeed, path)
+    assert missing(_message(Config.from_deepspeed, path), "UTF-8", str(path)) == []
     path.write_text("[1, 2]", encoding="utf-8")
-    assert f"must be a JSON object; {path} holds a list" in _message(Config.from_deepspeed, path)
+    assert f"{path} holds a list" in _message(Config.from_deepspeed, path)
 
 
 def test_size_divides_the_ranks():
-    assert _message(Config(size=3).resolve, 8) == (
-        "sequence_parallel.size must divide the number of ranks; got size 3 on 8 ranks, use one of [1, 2, 4, 8]"
-    )
-    assert "got size 16 on 8 ranks" in _message(Config(size=16).resolve, 8)
+    assert missing(_message(Config(size=3).resolve, 8), "size 3", "8 ranks", "[1, 2, 4, 8]") == []
+    assert missing(_message(Config(size=16).resolve, 8), "size 16", "8 ranks", "[1, 2, 4, 8]") == []
 
 
 def test_ulysses_divides_the_size():
-    assert _message(Config(size=4, ulysses=3).resolve, 8) == (
-        "sequence_parallel.ulysses must divide sequence_parallel.size; got ulysses 3, size 4, use one of [1, 2, 4]"
-    )
+    assert missing(_message(Config(size=4, ulysses=3).resolve, 8), "ulysses 3", "size 4", "[1, 2, 4]") == []
 
 
 # deepspeed#8291: heads split [4, 4, 4, 0] and a hang; verl#850, prime-rl#3042: kv heads fewer than ranks
 def test_every_member_has_a_head_or_the_legal_degrees_are_listed():
-    assert _message(Config(size=8, ulysses=8).resolve, 8, (6, 2)) == (
-        "sequence_parallel.ulysses must be at most the number of query heads, so that every member has one; "
-        "got ulysses 8 for 6 query and 2 key/value heads, use one of [1, 2, 4]"
-    )
-    assert "use one of [1, 2, 3, 4, 6]" in _message(Config(size=12, ulysses=12).resolve, 12, (7, 7))
-    assert "query heads must be a multiple of key/value heads; got 6 and 4" in _message(
-        Config(size=2).resolve, 2, (6, 4)
-    )
-    assert "query and key/value heads; got (6, 0)" in _message(Config(size=2, ulysses=2).resolve, 2, (6, 0))
+    message = _message(Config(size=8, ulysses=8).resolve, 8, (6, 2))
+    assert missing(message, "ulysses 8", "6 query", "2 key/value", "[1, 2, 4]") == []
+    message = _message(Config(size=12, ulysses=12).resolve, 12, (7, 7))
+    assert missing(message, "ulysses 12", "7 query", "[1, 2, 3, 4, 6]") == []
+    assert missing(_message(Config(size=2).resolve, 2, (6, 4)), "key/value heads", "6 and 4") == []
+    assert missing(_message(Config(size=2, ulysses=2).resolve, 2, (6, 0)), "key/value heads", "(6, 0)") == []
 
 
 @pytest.mark.parametrize("heads", [(33, 33), (25, 5), (14, 2), (40, 10), (7, 1), (24, 6)])
@@ -230,35 +223,32 @@ _COUNTS = ["window", "rows", "cols", "team"]
 @pytest.mark.parametrize("value", [True, 0, -1, 2.0, "2", None])
 def test_sides_of_schedules_are_whole_numbers_or_auto(field, value):
     message = _message(Config, **{field: value})
-    assert message == f'sequence_parallel.{field} must be a whole number from 1 or "auto"; got {value!r}'
+    assert missing(message, f"sequence_parallel.{field}", '"auto"', f"got {value!r}") == []
 
 
 @pytest.mark.parametrize("value", [[2, 2], [2, 2, 1, 1], [2, 2, 0], [2, 2, True], [2, 2, "1"], "2x2x1", 4, None])
 def test_a_mesh_is_three_whole_numbers_or_auto(value):
     message = _message(Config, mesh=value)
-    assert message == f'sequence_parallel.mesh must be three whole numbers [a, b, R] or "auto"; got {value!r}'
+    assert missing(message, "sequence_parallel.mesh", "[a, b, R]", f"got {value!r}") == []
 
 
 @pytest.mark.parametrize("value", [0, 1, "true", None, "yes"])
 def test_overlap_is_true_or_false(value):
-    assert _message(Config, overlap=value) == f"sequence_parallel.overlap must be true or false; got {value!r}"
+    assert missing(_message(Config, overlap=value), "sequence_parallel.overlap", f"got {value!r}") == []
 
 
 @pytest.mark.parametrize("field", ["forward", "backward"])
 def test_what_travels_is_kv_q_or_auto(field):
-    assert _message(Config, **{field: "k"}) == f"sequence_parallel.{field} must be one of auto, kv, q; got 'k'" + (
-        " (did you mean 'kv'?)"
-    )
+    assert missing(_message(Config, **{field: "k"}), f"sequence_parallel.{field}", "got 'k'", "'kv'") == []
 
 
 def test_travel_dtype_and_placement_have_names():
-    assert "must be one of bf16, fp32; got 'float32'" in _message(Config, travel_dtype="float32")
-    assert "must be one of bf16, fp32; got None" in _message(Config, travel_dtype=None)
+    for given in ("float32", None):
+        assert missing(_message(Config, travel_dtype=given), "travel_dtype", "bf16", "fp32", f"got {given!r}") == []
     # gradients of a mean loss over 16,384 tokens were 33 % off in it
-    assert "must be fp32 or bf16" in _message(Config, travel_dtype="fp16")
+    assert missing(_message(Config, travel_dtype="fp16"), "travel_dtype", 'got "fp16"', '"bf16"') == []
     message = _message(Config, placement="ring_inter")
-    assert message.startswith("sequence_parallel.placement must be one of auto, collectives_intra, ring_intra, ")
-    assert message.endswith("got 'ring_inter' (did you mean 'ring_intra'?)")
+    assert missing(message, "sequence_parallel.placement", "collectives_intra", "'ring_inter'", "'ring_intra'") == []
 
 
 def test_a_list_in_json_is_as_good_as_a_tuple():
@@ -283,9 +273,9 @@ def test_a_field_of_another_schedule_is_refused(field, value, owner):
         if schedule == owner:
             assert config.resolve(4).schedule == owner
         else:
-            message = _message(config.resolve, 4)
-            assert message.startswith(f'sequence_parallel.{field} belongs to schedule "{owner}"; got it with "')
-            assert f'set "schedule": "{owner}" or leave {field} out' in message
+            chosen = "ring" if schedule == "auto" else schedule
+            words = (f"sequence_parallel.{field}", f'"schedule": "{owner}"', f'"{chosen}"')
+            assert missing(_message(config.resolve, 4), *words) == []
 
 
 def test_inner_axes_of_every_schedule_hold_the_inner_ranks():
@@ -298,21 +288,16 @@ def test_inner_axes_of_every_schedule_hold_the_inner_ranks():
 
 @pytest.mark.parametrize("value", [[1, 2], [["ring"]], ["ring", None]])
 def test_a_placement_is_made_of_names(value):
-    assert _message(Config, placement=value) == (
-        f"sequence_parallel.placement must be a list of names of axes; got {value!r}"
-    )
+    assert missing(_message(Config, placement=value), "sequence_parallel.placement", "list", f"got {value!r}") == []
 
 
 def test_a_placement_of_axes_that_do_not_exist_is_refused():
     message = _message(Config(size=8, placement="collectives_intra").resolve, 8)
-    assert message == (
-        'sequence_parallel.placement must be "auto", "ulysses_intra" or "ring_intra" with schedule "ring"; got '
-        '"collectives_intra", change it, or use schedule "attention2d", "mesh" or "wallfacer"'
-    )
+    legal, others = ('"ulysses_intra"', '"ring_intra"'), ('"attention2d"', '"mesh"', '"wallfacer"')
+    assert missing(message, "sequence_parallel.placement", '"ring"', '"collectives_intra"', *legal, *others) == []
     for placement in (["ring"], ["ring", "ulysses", "x"], ["ring", "ring", "ulysses"], []):
         message = _message(Config(size=8, placement=placement).resolve, 8)
-        assert "must order the axes ulysses, ring (data is last unless named)" in message
-        assert message.endswith(f"got {placement}")
+        assert missing(message, "sequence_parallel.placement", "axes ulysses, ring", f"got {placement}") == []
 
 
 @pytest.mark.parametrize(
@@ -338,7 +323,5 @@ def test_ulysses_auto_leaves_room_for_the_shape_that_is_given(given, ulysses):
 
 
 def test_a_shape_that_fits_no_ulysses_is_refused_with_what_there_is():
-    assert _message(Config(size=8, schedule="mesh", mesh=[3, 1, 1]).resolve, 8, (8, 2)) == (
-        "sequence_parallel.mesh must fit the inner ranks, size / ulysses; got mesh (3, 1, 1) for size 8, whose ulysses "
-        "degrees that divide 8 query and 2 key/value heads equally are [1, 2, 4, 8]"
-    )
+    message = _message(Config(size=8, schedule="mesh", mesh=[3, 1, 1]).resolve, 8, (8, 2))
+    assert missing(message, "sequence_parallel.mesh", "mesh (3, 1, 1)", "size 8", "[1, 2, 4, 8]") == []

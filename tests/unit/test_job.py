@@ -12,6 +12,7 @@ from ds_seqpar.planning.machine import DEFAULT, Machine
 from ds_seqpar.planning.needs import Model, Zero
 from ds_seqpar.planning.planner import plan
 from ds_seqpar.running.devices import ranks_a_node
+from tests.words import missing
 
 Config = SequenceParallelConfig
 MODEL = Model(
@@ -71,7 +72,7 @@ def test_a_length_said_goes_before_that_of_the_data():
 
 def test_a_length_without_a_model_is_refused():
     for job in (None, Job(), dataclasses.replace(JOB, model=None)):
-        with pytest.raises(ConfigError, match=r"seq_len plans for a model whose numbers are known; got 4096 without a"):
+        with pytest.raises(ConfigError, match=r"seq_len.*got 4096.*model"):
             _planned(job=job, seq_len=4096)
 
 
@@ -100,7 +101,7 @@ def test_sizes_keep_the_sequences_of_a_step(job, sizes):
     found = _planned(job=job)
     assert found.config.size in sizes
     assert all(one.config.size in sizes for one in found.choice.ranked)
-    assert any("a step's sequences cannot be shared" in why for _, why in found.choice.rejected)
+    assert any("sequences cannot be" in why for _, why in found.choice.rejected)
 
 
 def test_a_json_says_what_is_trained():
@@ -118,14 +119,14 @@ def test_a_machine_is_supposed_by_the_name_of_the_device():
     supposed = Machine.supposed("", "float32")
     for way in ("forward", "backward"):
         assert supposed.best_rate("float32", way) == known.best_rate("bfloat16", way)
-    with pytest.raises(ConfigError, match="has rates for bfloat16; got a model in float32"):
+    with pytest.raises(ConfigError, match=r"bfloat16.*float32"):
         known.needs("float32")
 
 
 def test_a_machine_that_is_named_has_the_ranks_that_launch():
     asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).choice.question
     assert (asked.machine.name, asked.machine.per_node) == ("a100-ib", 4)
-    with pytest.raises(ConfigError, match="a machine is one of modest"):
+    with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
         _planned(machine="a100")
 
 
@@ -135,18 +136,16 @@ def test_too_little_memory_is_said_and_the_fastest_taken():
     line = line_of(found.choice)
     needed = found.choice.best.memory.peak.total
     assert needed > _seen().usable
-    assert f"{needed / 2**30:.1f} GiB a rank where the machine has {_seen().usable / 2**30:.1f}" in line
+    assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
 
 
 def test_the_line_names_the_choice_and_the_runner_up():
     choice = _planned(world=64).choice
     best, other = choice.ranked[:2]
     line = line_of(choice)
-    assert line.startswith(
-        'sequence_parallel: "auto" for 65536 tokens on 64 ranks of h100-ib, 8 a node, is '
-        f"{best.frame}, predicted {best.seconds:.3g} s a sequence; next is {other.frame}, "
-        f"{other.seconds / best.seconds:.2f} times as long"
-    )
+    assert missing(line, "sequence_parallel", "65536 tokens", "64 ranks of h100-ib", f"{best.seconds:.3g} s") == []
+    assert missing(line, f"{other.frame}, {other.seconds / best.seconds:.2f} times") == []
+    assert 0 < line.index(f"{best.frame}, ") < line.index(f"{other.frame}, ")
     assert "\n" not in line
 
 
@@ -175,13 +174,19 @@ def _wins(question, changed, best, other):
 
 def test_changes_are_small_ones_first_and_real():
     question = question_of(Config(), JOB, 65536, 16, _seen())
-    found = dict(runner_up.changes(question))
-    assert list(found)[:2] == ["links between nodes 2 times slower", "links inside nodes 2 times slower"]
+    found = list(runner_up.changes(question))
+    (first, _), (second, _) = found[:2]
+    assert missing(first, "between", "2 times slower") == missing(second, "inside", "2 times slower") == []
+
+    def changed(*words):
+        (one,) = [it for said, it in found if not missing(said, *words)]
+        return one
+
     machine = question.machine
-    assert found["links between nodes 4 times slower"].machine.between.rate == machine.between.rate / 4
-    assert found["links inside nodes 8 times faster"].machine.inside.rate == machine.inside.rate * 8
-    assert found["sequences 2 times as long"].seq == 131072
-    assert found["sequences 1/4 as long"].seq == 16384
+    assert changed("between", "4 times slower").machine.between.rate == machine.between.rate / 4
+    assert changed("inside", "8 times faster").machine.inside.rate == machine.inside.rate * 8
+    assert changed("sequences", " 2 times").seq == 131072
+    assert changed("sequences", "1/4").seq == 16384
     one_node = dict(runner_up.changes(question_of(Config(), JOB, 65536, 8, _seen())))
     assert not any("between" in words for words in one_node)
 

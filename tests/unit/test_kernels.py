@@ -6,6 +6,7 @@ import torch
 from ds_seqpar.errors import KernelError
 from ds_seqpar.running.kernels import KERNELS, BlockSpec, select
 from tests.kernel_suite import KernelSuite, LowerRight, cases
+from tests.words import missing
 
 CPU = BlockSpec("cpu", torch.float32, 8, 2, 64)
 CUDA = BlockSpec("cuda", torch.bfloat16, 8, 2, 64)
@@ -47,17 +48,16 @@ def test_a_folder_that_only_has_the_name_of_a_package_is_no_kernel(fresh, monkey
     (tmp_path / "flash_attn" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert select("auto", CPU).name == "cpu_flash"
-    assert "needs the flash-attn package (pip install 'ds_seqpar[flash]')" in KERNELS["flash_attn"].reasons(CUDA)
+    assert any("ds_seqpar[flash]" in reason for reason in KERNELS["flash_attn"].reasons(CUDA))
 
 
 def test_a_named_kernel_is_taken_where_it_can_and_no_other(fresh):
     assert select("reference", CPU).name == "reference"
     with pytest.raises(KernelError) as caught:
         select("cuda_flash", CPU)
-    assert str(caught.value) == (
-        "no attention kernel takes float32 on cpu, 8/2 heads of 64: "
-        "cuda_flash runs on CUDA, not on cpu and takes bf16 and fp16, not torch.float32"
-    )
+    message = str(caught.value)
+    assert missing(message, "float32 on cpu", "8/2 heads of 64", *KERNELS["cuda_flash"].reasons(CPU)) == []
+    assert [name for name in KERNELS if name in message] == ["cuda_flash"]
 
 
 def test_without_any_kernel_all_reasons_are_given(fresh):
@@ -74,9 +74,11 @@ def test_without_any_kernel_all_reasons_are_given(fresh):
 def test_reasons_name_what_is_asked_and_what_is_taken():
     cuda_flash, cpu_flash = KERNELS["cuda_flash"], KERNELS["cpu_flash"]
     assert cuda_flash.reasons(CUDA) == []
-    assert cpu_flash.reasons(CUDA) == ["runs on the CPU, not on cuda"]
+    (reason,) = cpu_flash.reasons(CUDA)
+    assert missing(reason, "CPU", "cuda") == []
     odd = BlockSpec("cuda", torch.bfloat16, 8, 2, 260)
-    assert cuda_flash.reasons(odd) == ["takes head_dim up to 256 in multiples of 8, not 260"]
+    (reason,) = cuda_flash.reasons(odd)
+    assert missing(reason, "head_dim", "256", "260") == []
 
 
 def test_the_reference_is_never_chosen_by_itself_on_a_gpu(fresh):

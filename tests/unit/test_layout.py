@@ -1,6 +1,7 @@
 """Layouts partition a sequence, and tiles cover the visible part of (queries x keys) exactly, in few kernel calls."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_exactly_the_multiples_can_be_shared(layout):
 
 @pytest.mark.parametrize("run", [(3, -1, 4), (0, 0, 4), (0, 1, -2), (-1, 1, 4), (0, 1.0, 4), (True, 1, 4)])
 def test_a_run_that_does_not_go_forward_is_refused(run):
-    with pytest.raises(InputError, match=r"a run of q is \(start, step, length\), whole numbers from 0 on and a step"):
+    with pytest.raises(InputError, match=f"run of q.*got {re.escape(str(run))}"):
         UnevenShards([[run], [(4, 1, 4)]])
 
 

@@ -8,6 +8,7 @@ import pytest
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning.machine import DEFAULT, FIELDS, Machine, Wire, ZeroCosts, interpolated, machine_of, presets
 from ds_seqpar.planning.tiles import Tile
+from tests.words import missing
 
 H100 = presets()["h100-ib"]
 
@@ -73,29 +74,29 @@ def test_what_zero_takes_is_read():
 
 
 WRONG = [
-    (("per_node",), 0, "per_node must be a whole number from 1; got 0"),
-    (("inside", "rate"), 0, "inside.rate must be a number above 0; got 0"),
-    (("between", "latency"), -1, "between.latency must be a number from 0; got -1"),
-    (("between",), 3, "between must be an object; got 3"),
-    (("uplink",), "fast", "uplink must be a number above 0; got 'fast'"),
-    (("duplex",), 1, "duplex must be true or false; got 1"),
-    (("spare",), 1, "spare must be a share from 0 to below 1; got 1"),
-    (("attention", "bfloat16", "forward", "full"), [], "bfloat16.forward.full must be a list of [tokens, flops/s]"),
-    (("attention", "bfloat16", "forward", "full"), [[2, 1], [1, 1]], "tokens ascending; got [[2, 1], [1, 1]]"),
-    (("attention", "bfloat16", "forward"), {"full": [[1, 1]]}, "needs full, causal; it has no causal"),
-    (("gemm", "bfloat16"), None, "gemm.bfloat16 must be a number above 0; got None"),
-    (("host",), {"instruction": 0, "ahead": True, "ahed": 1}, "takes instruction, ahead; got 'ahed' (did you mean"),
-    (("sources",), {"memory": 3}, "sources must be an object of texts"),
-    (("memory",), float("nan"), "memory must be a number above 0; got nan"),
-    (("zero",), {"ranks": 4}, "zero needs ranks, gather, reduce, all_reduce, forward, backward; it has no gather"),
-    (("zero",), {**ZERO, "ranks": 1}, "zero.ranks must be a whole number from 2; got 1"),
-    (("zero",), {**ZERO, "reduce": {"latency": 0, "rate": 0}}, "zero.reduce.rate must be a number above 0; got 0"),
-    (("zero",), {**ZERO, "forward": -1}, "zero.forward must be a number from 0; got -1"),
+    (("per_node",), 0, ("per_node", "got 0")),
+    (("inside", "rate"), 0, ("inside.rate", "got 0")),
+    (("between", "latency"), -1, ("between.latency", "got -1")),
+    (("between",), 3, ("between", "got 3")),
+    (("uplink",), "fast", ("uplink", "got 'fast'")),
+    (("duplex",), 1, ("duplex", "got 1")),
+    (("spare",), 1, ("spare", "got 1")),
+    (("attention", "bfloat16", "forward", "full"), [], ("bfloat16.forward.full", "got []")),
+    (("attention", "bfloat16", "forward", "full"), [[2, 1], [1, 1]], ("bfloat16.forward.full", "[[2, 1], [1, 1]]")),
+    (("attention", "bfloat16", "forward"), {"full": [[1, 1]]}, ("bfloat16.forward", "no causal")),
+    (("gemm", "bfloat16"), None, ("gemm.bfloat16", "got None")),
+    (("host",), {"instruction": 0, "ahead": True, "ahed": 1}, ("host", "'ahed'", "'ahead'")),
+    (("sources",), {"memory": 3}, ("sources", "{'memory': 3}")),
+    (("memory",), float("nan"), ("memory", "got nan")),
+    (("zero",), {"ranks": 4}, ("zero", "no gather")),
+    (("zero",), {**ZERO, "ranks": 1}, ("zero.ranks", "got 1")),
+    (("zero",), {**ZERO, "reduce": {"latency": 0, "rate": 0}}, ("zero.reduce.rate", "got 0")),
+    (("zero",), {**ZERO, "forward": -1}, ("zero.forward", "got -1")),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "sentence"), WRONG, ids=lambda value: str(value)[:30])
-def test_a_wrong_file_is_refused_in_one_sentence(path, value, sentence):
+@pytest.mark.parametrize(("path", "value", "words"), WRONG, ids=lambda value: str(value)[:30])
+def test_a_wrong_file_is_refused_in_one_sentence(path, value, words):
     content = copy.deepcopy(H100)
     place = content
     for name in path[:-1]:
@@ -103,19 +104,18 @@ def test_a_wrong_file_is_refused_in_one_sentence(path, value, sentence):
     place[path[-1]] = value
     with pytest.raises(ConfigError) as caught:
         machine_of("ours", content)
-    assert sentence in str(caught.value)
-    assert str(caught.value).startswith("machine ours: ")
+    assert missing(str(caught.value), "machine ours", *words) == []
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_missing_or_no_machine_at_all_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="it has no memory"):
+    with pytest.raises(ConfigError, match="no memory"):
         machine_of("ours", {name: value for name, value in H100.items() if name != "memory"})
-    with pytest.raises(ConfigError, match="must be an object; got 3"):
+    with pytest.raises(ConfigError, match="an object; got 3"):
         machine_of("ours", 3)
-    with pytest.raises(ConfigError, match="did you mean 'h100-ib'"):
+    with pytest.raises(ConfigError, match=r"got 'h100'.*'h100-ib'"):
         Machine.load("h100")
-    with pytest.raises(ConfigError, match="must be a readable JSON file"):
+    with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
         Machine.load(str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match="has rates for bfloat16; got a model in float64"):
+    with pytest.raises(ConfigError, match=r"h100-ib.*bfloat16.*float64"):
         Machine.load("h100-ib").needs("float64")

@@ -14,6 +14,7 @@ from ds_seqpar.planning.masks import END, Mask, sees, visibility
 from ds_seqpar.planning.tiles import Tile, tiles
 from tests.grids import examples
 from tests.oracle import seen
+from tests.words import missing
 
 CAUSAL, FULL = Mask(), Mask(causal=False)
 
@@ -102,26 +103,26 @@ def test_masks_say_what_they_are():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"causal": 1}, "causal must be True or False; got 1"),
-        ({"window": 0}, "a window must be a whole number of keys from 1 on, or None for all; got 0"),
-        ({"window": True}, "got True"),
-        ({"window": 2.0}, "got 2.0"),
-        ({"documents": [0, 2]}, "documents must be a tuple of whole numbers, their first positions; got [0, 2]"),
-        ({"documents": (0, 2.0)}, "got (0, 2.0)"),
-        ({"documents": (0, True)}, "got (0, True)"),
-        ({"documents": (1, 2)}, "documents must start with position 0; got 1"),
-        ({"documents": (0, 5, 5)}, "first positions of documents must ascend; got 5 after 5"),
+        ({"causal": 1}, ("causal", "got 1")),
+        ({"window": 0}, ("window", "got 0")),
+        ({"window": True}, ("window", "got True")),
+        ({"window": 2.0}, ("window", "got 2.0")),
+        ({"documents": [0, 2]}, ("documents", "tuple", "got [0, 2]")),
+        ({"documents": (0, 2.0)}, ("documents", "got (0, 2.0)")),
+        ({"documents": (0, True)}, ("documents", "got (0, True)")),
+        ({"documents": (1, 2)}, ("documents", "position 0", "got 1")),
+        ({"documents": (0, 5, 5)}, ("documents", "5 after 5")),
     ],
 )
 def test_a_wrong_mask_is_refused_in_one_sentence(fields, words):
     with pytest.raises(InputError) as caught:
         Mask(**fields)
-    assert words in str(caught.value)
+    assert missing(str(caught.value), *words) == []
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True])
 def test_a_document_without_tokens_is_refused(length):
-    with pytest.raises(InputError, match="one token or more"):
+    with pytest.raises(InputError, match=f"documents.*got a length of {length!r}"):
         Mask.documents_of([3, length])
 
 

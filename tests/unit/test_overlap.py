@@ -276,13 +276,13 @@ def test_a_transfer_that_is_due_at_the_wrong_time_is_noticed(direction, travels)
             return changed(plan, place, dataclasses.replace(move, within=within))
 
         for within in (0, -1):
-            with pytest.raises(PlanError, match=f"is due within {within} steps, before it was sent"):
+            with pytest.raises(PlanError, match=f"within {within} steps.*before"):
                 validate(due(within), pairs)
         if field == "moves":
-            with pytest.raises(PlanError, match="which is not there"):  # used before it is due
+            with pytest.raises(PlanError, match="not there"):  # used before it is due
                 validate(due(move.within + 1), pairs)
             outside = len(plan.ranks[0]) - number + 1
-            with pytest.raises(PlanError, match=f"is due within {outside} steps, outside the plan"):
+            with pytest.raises(PlanError, match=f"within {outside} steps.*outside"):
                 validate(due(outside), pairs)
             validate(due(1), pairs)  # it may lie there unused
     assert {("moves", True), ("results", True)} <= kinds

@@ -7,6 +7,7 @@ import pytest
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.config import SequenceParallelConfig
+from tests.words import missing
 
 LLAMA = {
     "model_type": "llama",
@@ -37,20 +38,13 @@ def _plan(capsys, place, *words):
 def test_what_is_printed_can_be_pasted(capsys, place):
     out, err, code = _plan(capsys, place, "--set", "size=4")
     assert (err, code) == ("", 0)
-    assert out.startswith("16384 tokens on 4 ranks of h100-ib (")
+    assert missing(out.splitlines()[0], "16384 tokens", "4 ranks of h100-ib") == []
     section = json.loads("{" + re.search(r'^("sequence_parallel": .*)$', out, re.MULTILINE)[1] + "}")
     config = SequenceParallelConfig.from_dict(section["sequence_parallel"]).resolve(4, (8, 2))
     assert config.size == 4
     first = out.split("\n\n")[1].splitlines()[1]
     assert "4 ranks: " in first
-    for word in (
-        "bytes/floor",
-        "why not others:",
-        "memory: ",
-        "attention forward",
-        "messages; products, of attention's time",
-    ):
-        assert word in out
+    assert missing(out, "bytes/floor", "why not others:", "memory: ", "attention forward", "products, of") == []
 
 
 def test_numbers_for_programs_add_up(capsys, place):
@@ -69,7 +63,7 @@ def test_documents_come_from_a_file(capsys, place, tmp_path):
     lengths.write_text("1024 1024\n" * 8, encoding="utf-8")
     out, _, code = _plan(capsys, place, "--documents", lengths, "--set", "size=4")
     assert code == 0
-    assert out.startswith("16384 tokens in 16 documents")
+    assert missing(out.splitlines()[0], "16384 tokens", "16 documents") == []
     assert _plan(capsys, place, "--documents", lengths, "--seq-len", "-", "--set", "size=4")[0] == out
 
 
@@ -85,25 +79,25 @@ def test_a_picture_and_a_trace_are_written(capsys, place, tmp_path):
 
 
 REFUSED = [
-    (["--seq-len", "many"], "--seq-len must be a whole number from 1; got 'many'"),
-    (["--seq-len", "-"], "plan needs --seq-len N, or --documents FILE"),
-    (["--nodes", 0], "--nodes must be a whole number from 1"),
-    (["--memory", "none"], "--memory must be a number above 0; got 'none'"),
-    (["--memory", "0.001"], "a configuration must fit the memory and the length; got none for 16384 tokens on 4 ranks"),
-    (["--machine", "h100"], "a machine is one of modest, h100-ib, h200-ib, a100-ib, or a JSON file"),
-    (["--documents", "/nowhere"], "--documents must be a readable file"),
-    (["--documents", __file__], "--documents must be a file of lengths"),
-    (["--set", "size=3"], "size must divide the number of ranks"),
-    (["--set", "ulysses=16"], "ulysses must divide sequence_parallel.size"),
-    (["--set", "bf16.enabled=false"], "machine h100-ib has rates for bfloat16; got a model in float32"),
-    (["--seq-len", 16385, "--set", "size=4"], "a length that is a multiple of 8 is needed"),
+    (["--seq-len", "many"], ("--seq-len", "got 'many'")),
+    (["--seq-len", "-"], ("--seq-len", "--documents")),
+    (["--nodes", 0], ("--nodes", "got '0'")),
+    (["--memory", "none"], ("--memory", "got 'none'")),
+    (["--memory", "0.001"], ("16384 tokens", "4 ranks", "GiB")),
+    (["--machine", "h100"], ("modest, h100-ib, h200-ib, a100-ib", "got 'h100'")),
+    (["--documents", "/nowhere"], ("--documents", "got /nowhere", "No such file")),
+    (["--documents", __file__], ("--documents", "lengths", "python -m")),
+    (["--set", "size=3"], ("size 3", "4 ranks", "[1, 2, 4]")),
+    (["--set", "ulysses=16"], ("ulysses 16", "size 4", "[1, 2, 4]")),
+    (["--set", "bf16.enabled=false"], ("h100-ib", "bfloat16", "float32")),
+    (["--seq-len", 16385, "--set", "size=4"], ("16385 tokens", "multiple of 8")),
 ]
 
 
-@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, sentence):
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
     _, err, code = _plan(capsys, place, *words)
     assert code == 2
     assert err.startswith("ds-seqpar: ")
-    assert sentence in err
+    assert missing(err, *said) == []
     assert err.count("\n") == 1

@@ -106,7 +106,7 @@ def test_a_limit_of_memory_rejects_what_gathers_much():
     assert square.memory.peak.total > 1.05 * ring.memory.peak.total
     tight = dataclasses.replace(asked, memory=ring.memory.peak.total)
     assert looked_at(tight, ring.frame).seconds == ring.seconds
-    assert "GiB a rank are needed at least" in looked_at(tight, square.frame)
+    assert "GiB a rank" in looked_at(tight, square.frame)
     choice = chosen(tight)
     assert choice.ranked
     assert all(one.memory.peak.total <= tight.limit for one in choice.ranked)
@@ -298,7 +298,7 @@ def test_a_gather_over_nodes_takes_as_long_as_what_a_node_takes_in():
 
 def test_where_nothing_fits_the_nearest_that_does_is_said():
     asked = _asked(machine=MODEST, world=8, seq=2**22, model=_model(32, 8, layers=8))
-    with pytest.raises(ConfigError, match=r"got none for 4194304 tokens on 8 ranks \(.*GiB.*\), take \d+ ranks or \d+"):
+    with pytest.raises(ConfigError, match=r"4194304 tokens.*8 ranks.*GiB.*take \d+ ranks"):
         plan(asked)
 
 

@@ -30,7 +30,7 @@ def test_parts_are_grouped_as_they_are_measured():
 def test_what_takes_most_is_compared_with_what_did():
     assert most(grouped(PARTS)) == "rest"
     wrong = {**ROW, "inside": {**CLOCKS, "attention": 7.0}}
-    assert named([ROW, wrong]) == "what takes most is named rightly in 1 of 2"
+    assert named([ROW, wrong]).endswith("1 of 2")
     lines = table([ROW, wrong]).splitlines()
     assert lines[2] == ("| u4 | 5.00 | 4.00-9.00 | 9.00 | 1.80 | 3.00 / 2.00 | 1.50 / 0.65 | 4.50 / 2.35 | rest |  |")
     assert "| rest, was attention |" in lines[3]

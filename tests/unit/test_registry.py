@@ -23,6 +23,7 @@ from ds_seqpar.planning.validate import validate
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, everything, joint, pattern, topology
 from tests.unit.test_schedule_bytes import UNITS
+from tests.words import missing
 
 RANKS = range(1, 17)
 ALL = pytest.mark.parametrize("schedule", [*SCHEDULES.values(), toy_schedule.SCHEDULE], ids=lambda its: its.name)
@@ -135,11 +136,11 @@ def _changed(**facts):
 
 
 REFUSED = {
-    "a name that is taken": (_changed(name="ring"), "got ring, rename it"),
-    "the name of the default": (_changed(name="auto"), "got auto, rename it"),
-    "a setting that is taken": (_changed(settings=(count("team", "a team"),)), "got team, rename it"),
-    "an axis that every topology has": (_changed(axes=lambda ranks, own: (("data", ranks),)), "neither ulysses nor"),
-    "an axis that it has not": (_changed(collective_axes=("row",)), "got car, seat, and car, row for carousel"),
+    "a name that is taken": (_changed(name="ring"), ("names", "got ring")),
+    "the name of the default": (_changed(name="auto"), ("names", "got auto")),
+    "a setting that is taken": (_changed(settings=(count("team", "a team"),)), ("names", "got team")),
+    "an axis that every topology has": (_changed(axes=lambda ranks, own: (("data", ranks),)), ("axes", "got data")),
+    "an axis that it has not": (_changed(collective_axes=("row",)), ("axes", "got car, seat", "car, row")),
 }
 
 
@@ -149,14 +150,14 @@ def test_what_would_be_mistaken_for_something_else_is_not_registered(name):
     schedule, words = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         schedules.register(schedule)
-    assert words in str(caught.value)
+    assert missing(str(caught.value), *words) == []
     assert before == SCHEDULES
 
 
 def test_a_setting_that_every_schedule_has_is_refused_with_the_first_configuration():
     schedules.register(_changed(settings=(count("size", "of what?"),)))
     try:
-        with pytest.raises(ConfigError, match="need names of their own; got size, rename it"):
+        with pytest.raises(ConfigError, match=r"names.*got size"):
             SequenceParallelConfig()
     finally:
         schedules.remove("carousel")
@@ -164,7 +165,7 @@ def test_a_setting_that_every_schedule_has_is_refused_with_the_first_configurati
 
 
 def test_what_was_not_registered_cannot_be_removed():
-    with pytest.raises(ConfigError, match=r"got 'rings' \(did you mean 'ring'\?\)"):
+    with pytest.raises(ConfigError, match=r"got 'rings'.*'ring'"):
         schedules.remove("rings")
 
 

@@ -1,6 +1,7 @@
 """Softcap, sinks and scale on virtual ranks: out and all gradients against dense attention in fp64."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ds_seqpar.running.kernels import KERNELS, BlockSpec, chunked, select
 from ds_seqpar.running.virtual import attention
 from tests import oracle
 from tests.grids import examples
+from tests.words import missing
 
 SHAPES = [
     {"size": 1},
@@ -154,17 +156,15 @@ def test_which_kernel_caps():
     assert select("auto", BlockSpec("cuda", torch.float32, 8, 2, 64, 50.0)).name == "chunked"
     with pytest.raises(KernelError) as caught:
         select("cpu_flash", BlockSpec("cpu", torch.float32, 8, 2, 64, 50.0))
-    assert str(caught.value) == (
-        "no attention kernel takes float32 on cpu, 8/2 heads of 64, softcap 50: cpu_flash cannot cap scores"
-    )
-    with pytest.raises(KernelError, match="no attention kernel takes"):  # nothing slow in silence
+    assert missing(str(caught.value), "float32 on cpu", "softcap 50", "cpu_flash") == []
+    with pytest.raises(KernelError, match="float32 on cuda"):  # nothing slow in silence
         select("auto", BlockSpec("cuda", torch.float32, 8, 2, 64))
 
 
 @pytest.mark.parametrize("softcap", [0, -1.0, math.inf, math.nan, True, "50", torch.tensor(2.0)])
 def test_a_softcap_that_is_none_is_refused(softcap):
     q, k, v, _ = oracle.tensors()
-    with pytest.raises(InputError, match="a softcap that is a number above 0"):
+    with pytest.raises(InputError, match=f"softcap.*got {re.escape(repr(softcap))}"):
         attention(SequenceParallelConfig(size=2), q, k, v, softcap=softcap)
 
 

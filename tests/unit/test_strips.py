@@ -318,18 +318,16 @@ def test_layouts_go_with_their_strips():
     for size, layout, strips in ((6, "pairs", 1), (6, "pairs2", 2), (12, "pairs2", 2), (12, "pairs4", 4)):
         assert {resolved(size, heads, layout=layout).strips for heads in (None, (32, 8), (32, 32))} == {strips}
     assert resolved(120, (64, 8)).resolve(120, (64, 8)) == found
-    with pytest.raises(ConfigError, match=r'layout must be "pairs2" with schedule "triangle"; got "pairs", change it$'):
+    with pytest.raises(ConfigError, match=r'layout.*"pairs2".*got "pairs"(?!.*schedule)'):
         resolved(6, strips=2, layout="pairs")
-    with pytest.raises(ConfigError, match="tiles of 8 strips need 8 times"):
+    with pytest.raises(ConfigError, match=r"8 strips.*got 1008"):
         tiling(1008, 8)
-    with pytest.raises(ConfigError, match=r"strips must be one of \[1, 2\] for 6 inner ranks; got 4, change it"):
+    with pytest.raises(ConfigError, match=r"strips.*\[1, 2\].*6 inner ranks.*got 4"):
         resolved(6, strips=4)
-    with pytest.raises(
-        ConfigError, match=r"needs 1, 2, 4 or 8 times T \(T - 1\) / 2 inner ranks.* got 13, use 12 or 15"
-    ):
+    with pytest.raises(ConfigError, match=r"triangle.*got 13.*12 or 15"):
         resolved(13)
-    with pytest.raises(ConfigError, match='strips belongs to schedule "triangle"; got it with "ring"'):
+    with pytest.raises(ConfigError, match=r'strips.*"triangle".*"ring"'):
         SequenceParallelConfig(size=6, strips=2).resolve(6)
     inputs = tensors(1, 24, (4, 2), 8)
-    with pytest.raises(ConfigError, match=r"^triangle needs causal attention, .*; got queries of chunk"):
+    with pytest.raises(ConfigError, match=r"triangle.*causal.*queries of chunk"):
         attention(_config(3, 2), *inputs, mask=Mask(causal=False))

@@ -344,7 +344,7 @@ def test_a_rank_makes_its_own_program_of_a_thousand_without_the_others():
 def test_full_attention_is_refused_in_a_sentence():
     inputs = tensors(1, 24, (4, 2), 8)
     for mask in (Mask(causal=False), Mask(causal=False, documents=(0, 11))):
-        with pytest.raises(ConfigError, match=r"^triangle needs causal attention, .*; got queries of chunk") as caught:
+        with pytest.raises(ConfigError, match=r"triangle.*causal.*queries of chunk") as caught:
             attention(_config(4), *inputs, mask=mask)
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="got travelling q"):
@@ -353,25 +353,25 @@ def test_full_attention_is_refused_in_a_sentence():
 
 def test_other_numbers_of_ranks_layouts_and_shards_are_refused():
     for size in (2, 4, 5, 7, 8, 9):
-        with pytest.raises(ConfigError, match=rf"T \(T - 1\) / 2 inner ranks, size / ulysses; got {size}, use"):
+        with pytest.raises(ConfigError, match=rf"triangle.*inner ranks.*got {size}\b"):
             SequenceParallelConfig(size=size, ulysses=1, schedule="triangle").resolve(size)
     assert SequenceParallelConfig(size=12, schedule="triangle").resolve(12, heads=(8, 8)).ulysses == 4
-    with pytest.raises(ConfigError, match=r"T \(T - 1\) / 2 inner ranks"):
+    with pytest.raises(ConfigError, match=r"triangle.*inner ranks.*got 7\b"):
         SequenceParallelConfig(size=7, schedule="triangle").resolve(7, heads=(4, 4))
-    with pytest.raises(ConfigError, match='layout must be "pairs" with schedule "triangle"; got "zigzag"'):
+    with pytest.raises(ConfigError, match=r'layout.*"pairs".*"triangle".*got "zigzag"'):
         _config(3, layout="zigzag").resolve(3)
-    with pytest.raises(ConfigError, match=r'layout must be .*; got "pairs", change it, or use schedule "triangle"'):
+    with pytest.raises(ConfigError, match=r'layout.*got "pairs".*"triangle"'):
         SequenceParallelConfig(size=3, layout="pairs").resolve(3)
     inputs = tensors(1, 12, (4, 2), 8)
     whole = UnevenShards([[(4 * rank, 1, 4)] for rank in range(3)])
-    with pytest.raises(InputError, match=r"shards of 2 blocks a rank, .* got 1, give UnevenShards\(\.\.\., parts=2\)"):
+    with pytest.raises(InputError, match=r"2 blocks.*got 1\b.*parts=2"):
         attention(_config(3), *inputs, shards=whole)
     halves = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], parts=2)
-    with pytest.raises(InputError, match="shards of 1 block a rank"):
+    with pytest.raises(InputError, match=r"1 block\b.*got 2\b.*parts=1"):
         attention(SequenceParallelConfig(size=3, ulysses=1), *inputs, shards=halves)
-    with pytest.raises(InputError, match="as many blocks for each rank"):
+    with pytest.raises(InputError, match=r"blocks.*got 3, parts 2"):
         UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], parts=2)
-    with pytest.raises(InputError, match="each rank's in order"):
+    with pytest.raises(InputError, match=r"runs of q.*in order"):
         UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], parts=2)
 
 

@@ -36,6 +36,7 @@ from tests.unit.plans import (
     replaced,
     ring,
 )
+from tests.words import missing
 
 _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 
@@ -77,14 +78,14 @@ def test_a_dropped_action_is_noticed(good):
     for place in places(joint(plan)):
         sentence, action = _rejection(changed(plan, place), pairs), place[3]
         if place[1] == "results":
-            assert re.search("is not home|is left over|which is not there", sentence)
+            assert re.search("not home|left over|not there", sentence)
         elif isinstance(action, ReduceScatter):
-            assert re.search("is not home|is left over", sentence)
+            assert re.search("not home|left over", sentence)
         elif isinstance(action, Compute):
             # the result that should travel may be missed before the product itself
-            assert re.search("is missing|which is not there", sentence)
+            assert re.search("missing|not there", sentence)
         else:
-            assert "which is not there" in sentence
+            assert "not there" in sentence
 
 
 def test_a_doubled_action_is_noticed(good):
@@ -93,11 +94,11 @@ def test_a_doubled_action_is_noticed(good):
         action = place[3]
         sentence = _rejection(changed(plan, place, action, action), pairs)
         if isinstance(action, Compute):
-            assert "a second time" in sentence
+            assert "second time" in sentence
         elif isinstance(action, ReduceScatter) or place[1] == "results":
-            assert "which is not there" in sentence
+            assert "not there" in sentence
         else:
-            assert "brings what is there already" in sentence
+            assert "there already" in sentence
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -181,10 +182,10 @@ def test_a_move_that_is_due_too_late_or_before_it_was_sent_is_noticed(good):
             continue
         for within in (-1, 0):
             sentence = _rejection(changed(plan, place, dataclasses.replace(action, within=within)), pairs)
-            assert f"is due within {within} steps" in sentence
+            assert f"within {within} steps" in sentence
         broken = changed(plan, place, dataclasses.replace(action, within=len(plan.ranks[0]) - number + 1))
         if field == "moves":
-            assert "outside the plan" in _rejection(broken, pairs)
+            assert "outside" in _rejection(broken, pairs)
         elif action.dst in action.key and not plan.ranks[0][-1].reduces:
             validate(broken, pairs)  # a result may be on its way home until the very end
         else:
@@ -216,7 +217,7 @@ def test_what_only_one_rank_leaves_out_doubles_or_changes_is_noticed(good):
                 broken = changed_on(plan, rank, lambda steps, p=place, a=actions: replaced(steps, p, *a))
                 sentence = _rejection(broken, pairs)
                 if isinstance(action, Move | Collective):
-                    assert re.search("has no counterpart on rank|does not stand in the order of rank", sentence)
+                    assert re.search("no counterpart|the order of", sentence)
 
 
 def test_an_action_among_a_strangers_is_noticed(good):
@@ -224,7 +225,7 @@ def test_an_action_among_a_strangers_is_noticed(good):
     for number, field, _, action in places(joint(plan)):
         for rank in set(range(plan.size)) - set(action.ranks):
             broken = changed_on(plan, rank, lambda steps, n=number, f=field, a=action: added(steps, n, f, a))
-            assert f"{action} is not its own" in _rejection(broken, pairs)
+            assert missing(_rejection(broken, pairs), str(action), "not its own") == []
 
 
 def test_a_rank_with_more_or_fewer_steps_is_noticed(good):
@@ -236,8 +237,9 @@ def test_a_rank_with_more_or_fewer_steps_is_noticed(good):
         # rank 0's are the measure
         lengths = [len(steps) for steps in broken.ranks]
         wrong = next(r for r, length in enumerate(lengths) if length != lengths[0])
-        words = f"rank {wrong}, step 0: it has {lengths[wrong]} steps, rank 0 has {lengths[0]}"
-        assert str(caught.value).partition("\n")[0] == words
+        sentence = str(caught.value).partition("\n")[0]
+        assert sentence.startswith(f"rank {wrong}, step 0: ")
+        assert missing(sentence, f"{lengths[wrong]} steps", f"rank 0 has {lengths[0]}") == []
 
 
 def test_a_result_that_stays_with_a_visitor_is_left_over_there():
@@ -245,10 +247,12 @@ def test_a_result_that_stays_with_a_visitor_is_left_over_there():
     last = [place for place in places(joint(plan)) if place[1] == "results" and place[0] == 3]
     (from_rank_0,) = [place for place in last if place[3].src == 0]
     sentence = _rejection(changed(plan, from_rank_0), everything(4))
-    assert sentence == f"rank 0, step 3: dkv({from_rank_0[3].dst}) is left over and never sent home"
+    assert sentence.startswith("rank 0, step 3: ")
+    assert missing(sentence, f"dkv({from_rank_0[3].dst})", "left over") == []
     (from_rank_3,) = [place for place in last if place[3].src == 3]
     sentence = _rejection(changed(plan, from_rank_3), everything(4))
-    assert sentence.startswith("rank 0, step 3: dkv(0) is not home: products q(1)*kv(0)")
+    assert sentence.startswith("rank 0, step 3: ")
+    assert missing(sentence, "dkv(0)", "not home", "q(1)*kv(0)") == []
 
 
 def _own_products(size):
@@ -259,7 +263,7 @@ def test_an_accumulator_that_nobody_sends_home_is_noticed():
     first = Step(moves=(Move(src=0, dst=1, kind="q", key=(0,)),), computes=_own_products(2))
     helped = Compute(rank=1, q=(0,), kv=(1,))
     plan = by_hand(2, first, Step(computes=(helped,)))
-    assert "rank 0, step 1: out(0) is not home: products q(0)*kv(1) are not in it" in _rejection(plan, {(0, 1)})
+    assert missing(_rejection(plan, {(0, 1)}), "rank 0, step 1: ", "out(0)", "not home", "q(0)*kv(1)") == []
     sent = Step(computes=(helped,), results=(Move(src=1, dst=0, kind="out", key=(0,)),))
     validate(by_hand(2, first, sent), {(0, 1)})
     # under the key of a group it is nobody's own
@@ -267,33 +271,33 @@ def test_an_accumulator_that_nobody_sends_home_is_noticed():
         gathers=(Gather(ranks=(0, 1), kind="q", parts=((0,), (1,))),),
         computes=(Compute(rank=0, q=(0, 1), kv=(0,)), Compute(rank=1, q=(1,), kv=(1,))),
     )
-    assert "out(0) is not home" in _rejection(by_hand(2, gathered), {(0, 0), (1, 1)})
+    assert missing(_rejection(by_hand(2, gathered), {(0, 0), (1, 1)}), "out(0)", "not home") == []
 
 
 def test_an_operand_that_is_absent_is_named():
     plan = by_hand(2, Step(computes=(Compute(rank=0, q=(0,), kv=(1,)),)))
-    assert _rejection(plan, {(0, 1)}) == "rank 0, step 0: q(0)*kv(1) needs kv(1), which is not there"
+    assert missing(_rejection(plan, {(0, 1)}), "rank 0, step 0: ", "q(0)*kv(1) needs kv(1)", "not there") == []
 
 
 def test_an_operand_moves_among_the_moves_and_a_result_among_the_results():
     operand, result = Move(src=0, dst=1, kind="kv", key=(0,)), Move(src=0, dst=1, kind="out", key=(0,))
-    assert "moves no operand" in _rejection(by_hand(2, Step(moves=(result,))), ())
-    assert "moves no forward result" in _rejection(by_hand(2, Step(results=(operand,))), ())
-    assert "moves no backward result" in _rejection(by_hand(2, Step(results=(result,)), direction="backward"), ())
+    assert "no operand" in _rejection(by_hand(2, Step(moves=(result,))), ())
+    assert "no forward result" in _rejection(by_hand(2, Step(results=(operand,))), ())
+    assert "no backward result" in _rejection(by_hand(2, Step(results=(result,)), direction="backward"), ())
 
 
 def test_a_rank_twice_in_one_action_is_noticed():
     within = Move(src=0, dst=0, kind="kv", key=(0,))
-    assert f"{within} names a rank twice" in _rejection(by_hand(2, Step(moves=(within,))), ())
+    assert missing(_rejection(by_hand(2, Step(moves=(within,))), ()), str(within), "rank twice") == []
     gather = Gather(ranks=(0, 0), kind="kv", parts=((0,), (0,)))
-    assert f"{gather} names a rank twice" in _rejection(by_hand(2, Step(gathers=(gather,))), ())
+    assert missing(_rejection(by_hand(2, Step(gathers=(gather,))), ()), str(gather), "rank twice") == []
 
 
 def test_a_message_without_a_receiver_is_noticed():
     plan = build("ring", ring(2), "forward")
     deaf = changed_on(plan, 1, lambda steps: (dataclasses.replace(steps[0], moves=()), *steps[1:]))
     sentence = _rejection(deaf, everything(2))
-    assert sentence == "rank 0, step 0: kv(0):0>1 has no counterpart on rank 1"
+    assert missing(sentence, "rank 0, step 0: ", "kv(0):0>1", "no counterpart", "rank 1") == []
 
 
 def test_collectives_of_a_group_out_of_order_are_noticed():
@@ -304,7 +308,7 @@ def test_collectives_of_a_group_out_of_order_are_noticed():
     swapped = lambda steps: (dataclasses.replace(steps[0], gathers=steps[0].gathers[::-1]),)  # noqa: E731
     for rank in range(2):
         sentence = _rejection(changed_on(plan, rank, swapped), everything(2))
-        assert "does not stand in the order of rank" in sentence
+        assert "the order of" in sentence
         assert "Gather(q(0,1))" in sentence
 
 
@@ -315,7 +319,7 @@ def test_messages_between_two_ranks_out_of_order_are_noticed():
     swapped = lambda steps: (dataclasses.replace(steps[0], moves=steps[0].moves[::-1]),)  # noqa: E731
     for rank in range(2):
         sentence = _rejection(changed_on(plan, rank, swapped), {(0, 0), (1, 1)})
-        assert "does not stand in the order of rank" in sentence
+        assert "the order of" in sentence
 
 
 @_forms
