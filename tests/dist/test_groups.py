@@ -115,6 +115,30 @@ def test_a_rank_without_a_device_is_told_of_on_all():
         assert "needs a device of its own" in message
 
 
+@pytest.mark.parametrize(
+    ("count", "chosen", "local_rank", "visible", "expected"),
+    [
+        (4, 0, 3, None, 3),
+        (4, 0, 3, "0,1,2,3", 3),
+        (4, 2, 1, None, 2),  # what the script has set
+        (1, 0, 3, "3", 0),  # the only one that its launcher lets it see
+        (1, 0, 3, None, 0),
+        (1, 0, 0, "0,1,2,3", 0),
+        (1, 0, 1, "0,1,2,3", None),  # `deepspeed --num_gpus 4` where there is one
+        (2, 0, 2, "0,1,2,3", None),
+    ],
+)
+def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, visible, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if expected is None:
+        with pytest.raises(ConfigError, match=f"{count} devices"):
+            devices._index(count, chosen, local_rank)
+    else:
+        assert devices._index(count, chosen, local_rank) == expected
+
+
 def test_gloo_has_nothing_on_a_device():
     ((backends, *others),) = on_ranks(1, asked)
     assert backends["cpu"] == "gloo"
