@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.running import devices
@@ -113,6 +114,26 @@ def test_a_rank_without_a_device_is_told_of_on_all():
     for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device)):
         assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
         assert "needs a device of its own" in message
+
+
+def other_helper(size, rank, ranks, backend, store, name):
+    raise AssertionError("called with arguments that it does not have")
+
+
+def on_another_torch(helper):
+    """What a SequenceParallel says where torch's private function is gone, or another."""
+    if helper is None:
+        del distributed_c10d._new_process_group_helper
+    else:
+        distributed_c10d._new_process_group_helper = helper
+    return refusal(make, size=2)
+
+
+@pytest.mark.parametrize("helper", [None, other_helper])
+def test_a_torch_with_another_private_function_is_refused_by_its_version(helper):
+    for kind, message in on_ranks(2, on_another_torch, helper):
+        assert kind == "ConfigError"
+        assert torch.__version__ in message
 
 
 @pytest.mark.parametrize(
