@@ -1,11 +1,13 @@
-# make demo   train a small LLaMA on 4 ranks, one sequence split over all of them
-# make test   the tests, with a pairwise cover of every case grid
+# make demo   train a small LLaMA, one sequence split over all ranks: on up to 4 GPUs, or on 4 CPU ranks
+# make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
+# make test-gpu   the tests for GPUs alone
 # make test-all   the tests, with every case grid whole, and the Trainer's with the oldest transformers too
 # Each makes .venv first, where there is none or the requirements changed.
 
 PYTHON ?= python3
-RANKS ?= 4
-CONFIG ?= ds_configs/zero3_u2r2_fp32.json
+# where these two are not given, the demo chooses them by what the machine has
+RANKS ?=
+CONFIG ?=
 OUT ?= runs/demo
 VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
@@ -22,18 +24,26 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 SELDOM := /(tests?|pip|mypy|fontTools)/|/transformers/models/(?!llama/|auto/|__init__)
 BYTECODE := $(VENV)/bin/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 
-.PHONY: demo test test-all lint format
+# tests see no GPU without this variable: see tests/conftest.py
+ON_GPU := GPU_TESTS=1 python -m pytest -rs -m gpu tests/gpu
+HAS_GPU := python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
+
+.PHONY: demo test test-all test-gpu lint format
 
 demo: $(VENV)/.ready
-	python -m ds_seqpar prepare
-	deepspeed --num_gpus $(RANKS) examples/finetune_llama.py --deepspeed_config $(CONFIG) --out $(OUT)
+	python examples/demo.py $(if $(RANKS),--ranks $(RANKS)) $(if $(CONFIG),--config $(CONFIG)) --out $(OUT)
 
 test: $(VENV)/.ready
-	$(PYTEST) -m "not whole" tests
+	$(PYTEST) -m "not whole and not gpu" tests
+	if $(HAS_GPU); then $(ON_GPU); fi
+
+test-gpu: $(VENV)/.ready
+	$(ON_GPU)
 
 test-all: $(VENV)/oldest/.ready
-	$(PYTEST) tests
-	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole" tests/hf/test_trainer_*.py
+	$(PYTEST) -m "not gpu" tests
+	if $(HAS_GPU); then $(ON_GPU); fi
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from . import shared_files
+
 OP = "deepspeed_shm_comm"
 # file systems of one machine, all of whose processes it knows
 LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
@@ -20,10 +22,17 @@ SETTLED = 2.0  # seconds after which a lock file's owner can be seen to hold it
 
 def prepare() -> bool:
     """Compiles the op, or finds it compiled, where DeepSpeed wants it. Returns whether it does."""
-    wait()
+    make_ready()
     from deepspeed.comm.torch import build_shm_op
 
     return build_shm_op() is not None
+
+
+def make_ready() -> None:
+    """What a rank does before DeepSpeed starts: it waits for the op, and its machine's first rank removes old files."""
+    wait()
+    if lock_file() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        shared_files.remove_left(_say)
 
 
 def wait(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:

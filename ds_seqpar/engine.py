@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import cpu_op
+from . import cpu_op, shared_files
 from .config import SequenceParallelConfig
 from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
 from .errors import ConfigError, SeqParError, as_error, nearest
@@ -172,7 +172,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     """Brings torch.distributed and deepspeed.comm up, where they are not. A process without a launcher is a world."""
     import deepspeed
 
-    cpu_op.wait()
+    cpu_op.make_ready()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         set_device()  # the DeepSpeed launcher pins none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not _launched():
@@ -212,6 +212,7 @@ def prepare_model(
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
+    shared_files.unname()  # all ranks have come here, and DeepSpeed was up before
     if library:
         if sp is None:
             sp = SequenceParallel(SequenceParallelConfig.from_dict(section), heads=library.heads(base), job=found)

@@ -82,7 +82,7 @@ class SequenceParallelMixin(ShardedEvaluation):
     def create_accelerator_and_postprocess(self) -> None:
         checks.check_arguments(self.args)
         checks.check_json(self.args)
-        cpu_op.wait()
+        cpu_op.make_ready()
         super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)

@@ -1,4 +1,8 @@
-"""What DeepSpeed compiles when it first starts lies with this environment and is compiled before any test needs it."""
+"""Tests see no GPU unless they are for one, and what DeepSpeed compiles is compiled before any test needs it.
+
+GPUs are hidden before torch is imported, from this process and all that it starts. GPU_TESTS=1 leaves them in sight:
+`make test-gpu` sets it and runs nothing but what is marked "gpu".
+"""
 
 import contextlib
 import fcntl
@@ -7,6 +11,12 @@ import os
 import sys
 
 import pytest
+
+from examples.demo import HIDDEN
+
+if not (ON_GPU := bool(os.environ.get("GPU_TESTS"))):
+    os.environ.update(HIDDEN)
+
 import torch
 
 from ds_seqpar import cpu_op
@@ -20,6 +30,13 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_ex
 
 def pytest_configure(config):
     grids.quick = "not whole" in config.getoption("markexpr")
+
+
+@pytest.hookimpl(trylast=True)  # after those that -m leaves out are gone
+def pytest_collection_modifyitems(items):
+    """With GPUs in sight, a test for CPUs would train on them."""
+    if ON_GPU and (others := [item.nodeid for item in items if "gpu" not in item.keywords]):
+        raise pytest.UsageError(f"GPU_TESTS=1 is for tests that are marked gpu; got {others[0]}, select by -m gpu")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tests.launch import free_port, on_ranks
 
+# a folder on the path of launched processes: it hides GPUs from them
+HIDDEN = str(Path(__file__).with_name("hidden"))
 # launcher -> its module, and its options up to the number of ranks
 LAUNCHERS = {
     "deepspeed": ["deepspeed.launcher.runner", "--master_port", "PORT", "--num_gpus"],
@@ -33,6 +35,7 @@ def launch(launcher, ranks, folder, *words, threads=None):
     port = str(free_port())  # other tests may be launching too
     options = [port if word == "PORT" else word for word in LAUNCHERS[launcher]]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = os.pathsep.join([HIDDEN, *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, "-m", *options, str(ranks), *map(str, words)],
         cwd=folder, capture_output=True, text=True, timeout=300,

@@ -19,15 +19,21 @@ def own_device() -> torch.device | None:
     if accelerator is None:
         return None
     count, chosen = torch.accelerator.device_count(), torch.accelerator.current_device_index()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if chosen or count == 1:  # one that was set already, or the only one that the launcher lets this process see
-        return torch.device(accelerator.type, chosen)
+    return torch.device(accelerator.type, _index(count, chosen, int(os.environ.get("LOCAL_RANK", "0"))))
+
+
+def _index(count: int, chosen: int, local_rank: int) -> int:
+    """This rank's of the `count` devices that the process sees. chosen: the current one, 0 where none was set."""
+    # a launcher may let a process see its own device alone; DeepSpeed's says more than one, whatever there is
+    alone = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if chosen or alone:
+        return chosen
     if local_rank >= count:
         raise ConfigError(
             f"every rank of a machine needs a device of its own; got LOCAL_RANK {local_rank} and {count} devices, "
             f"start at most {count} ranks on it"
         )
-    return torch.device(accelerator.type, local_rank)
+    return local_rank
 
 
 def set_device() -> torch.device | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import sys
 import threading
@@ -176,13 +177,13 @@ class _Maker:
         return self.world if len(ranks) == dist.get_world_size() else self._make("control", ranks, "gloo", None)
 
     def _make(self, purpose: str, ranks: tuple[int, ...], backend: str, device: torch.device | None) -> Group:
-        group, _ = distributed_c10d._new_process_group_helper(
+        group, _ = _torch_helper()(
             len(ranks),
             ranks.index(self.rank),
             list(ranks),
             dist.Backend(backend),
             distributed_c10d._get_default_store(),
-            group_name=distributed_c10d.GroupName(f"{self.prefix}/{purpose}/{ranks[0]}"),
+            group_name=f"{self.prefix}/{purpose}/{ranks[0]}",
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",
@@ -190,6 +191,21 @@ class _Maker:
         distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         self.made.append(group)
         return group
+
+
+def _torch_helper() -> Callable[..., tuple[Group, object]]:
+    """torch's own function under `new_group`, which is private. Raises ConfigError where this torch has another."""
+    arguments = (1, 0, [0], "gloo", None)
+    named = dict.fromkeys(("group_name", "timeout", "device_id", "group_desc"))
+    try:
+        helper = distributed_c10d._new_process_group_helper
+        inspect.signature(helper).bind(*arguments, **named)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"ds_seqpar makes process groups by a function of torch that torch {torch.__version__} does not have as it "
+            f"is known here ({error}), install a torch of constraints.txt"
+        ) from error
+    return helper
 
 
 def _warm_up(used: set[Group | None], made: list[Group]) -> None:

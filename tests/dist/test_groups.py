@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.running import devices
@@ -113,6 +114,50 @@ def test_a_rank_without_a_device_is_told_of_on_all():
     for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device)):
         assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
         assert "LOCAL_RANK 1" in message
+
+
+def other_helper(size, rank, ranks, backend, store, name):
+    raise AssertionError("called with arguments that it does not have")
+
+
+def on_another_torch(helper):
+    """What a SequenceParallel says where torch's private function is gone, or another."""
+    if helper is None:
+        del distributed_c10d._new_process_group_helper
+    else:
+        distributed_c10d._new_process_group_helper = helper
+    return refusal(make, size=2)
+
+
+@pytest.mark.parametrize("helper", [None, other_helper])
+def test_a_torch_with_another_private_function_is_refused_by_its_version(helper):
+    for kind, message in on_ranks(2, on_another_torch, helper):
+        assert kind == "ConfigError"
+        assert torch.__version__ in message
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen", "local_rank", "visible", "expected"),
+    [
+        (4, 0, 3, None, 3),
+        (4, 0, 3, "0,1,2,3", 3),
+        (4, 2, 1, None, 2),  # what the script has set
+        (1, 0, 3, "3", 0),  # the only one that its launcher lets it see
+        (1, 0, 3, None, 0),
+        (1, 0, 0, "0,1,2,3", 0),
+        (1, 0, 1, "0,1,2,3", None),  # `deepspeed --num_gpus 4` where there is one
+        (2, 0, 2, "0,1,2,3", None),
+    ],
+)
+def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, visible, expected, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if expected is None:
+        with pytest.raises(ConfigError, match=f"{count} devices"):
+            devices._index(count, chosen, local_rank)
+    else:
+        assert devices._index(count, chosen, local_rank) == expected
 
 
 def test_gloo_has_nothing_on_a_device():

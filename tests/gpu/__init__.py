@@ -1,0 +1,18 @@
+"""What needs a GPU: `make test-gpu`. Bodies that CPUs can run too are run there by `make test`, as `both` has it."""
+
+import pytest
+import torch
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a CUDA device"),
+]
+NEEDS_TWO = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="waits for two CUDA devices"),
+]
+
+
+def both(needs=NEEDS_GPU):
+    """A test of each kind of device; its argument `device` is "cpu" or "cuda"."""
+    return pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs)])

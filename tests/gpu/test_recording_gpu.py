@@ -2,15 +2,12 @@
 
 import time
 
-import pytest
 import torch
 
 from ds_seqpar.running.recorder import DeviceClock
+from tests.gpu import NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 
 def test_marks_are_of_what_the_device_does():

@@ -87,3 +87,16 @@ def test_the_reference_is_never_chosen_by_itself_on_a_gpu(fresh):
         select("auto", wide)
     assert "reference" not in str(caught.value)
     assert select("reference", wide).name == "reference"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_who_trains_in_fp32_on_a_gpu_is_told_of_bf16(dtype):
+    with pytest.raises(KernelError, match='"bf16"'):
+        select("auto", BlockSpec("cuda", dtype, 8, 2, 64))
+
+
+def test_a_gpu_without_flash_attention_is_refused(monkeypatch):
+    """Before Ampere: PyTorch's operator would raise in the middle of a step."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert [("8.0" in reason) for reason in KERNELS["cuda_flash"].reasons(CUDA)] == [True]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 from ...errors import KernelError
 from .base import BlockSpec, Kernel, Scores, caps
 from .chunked import Chunked
@@ -26,7 +28,12 @@ def select(name: str, spec: BlockSpec) -> Kernel:
             kernel = KERNELS[candidate]
             return kernel.capped(spec.softcap) if spec.softcap and caps(kernel) else kernel
     words = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
-    raise KernelError(f"no attention kernel takes {spec}: {words}")
+    advice = ', train in bf16: "bf16": {"enabled": true} in the DeepSpeed JSON' if _is_wide(spec) else ""
+    raise KernelError(f"no attention kernel takes {spec}: {words}{advice}")
+
+
+def _is_wide(spec: BlockSpec) -> bool:
+    return spec.device == "cuda" and spec.dtype in (torch.float32, torch.float64)
 
 
 def _candidates(spec: BlockSpec) -> list[str]:

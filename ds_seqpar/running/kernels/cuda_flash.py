@@ -18,6 +18,8 @@ def _cuda_reasons(spec: BlockSpec) -> list[str]:
         found.append(f"runs on CUDA, not on {spec.device}")
     if spec.dtype not in (torch.bfloat16, torch.float16):
         found.append(f"takes bf16 and fp16, not {spec.dtype}")
+    if spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        found.append("needs a GPU of compute capability 8.0 (Ampere) or later")
     if spec.head_dim > 256 or spec.head_dim % 8:
         found.append(f"takes head_dim up to 256 in multiples of 8, not {spec.head_dim}")
     return found

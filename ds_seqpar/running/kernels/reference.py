@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from .base import BlockSpec
@@ -42,7 +43,7 @@ def attend(
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.einsum("bkgqs,bskd->bqkgd", torch.exp(scores - lse[..., None]), _wide(v))
-    return out.reshape(q.shape), lse.flatten(1, 2).transpose(1, 2)
+    return rearrange(out, "b q k g d -> b q (k g) d"), rearrange(lse, "b k g q -> b q (k g)")
 
 
 def gradients(
@@ -52,28 +53,29 @@ def gradients(
     """`Kernel.backward`, wide."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
-    p = torch.exp(scores - _grouped(lse.transpose(1, 2), heads, 1)[..., None])
-    do_, out_, q_ = (_grouped(_wide(x), heads, 2) for x in (do, out, q))
-    delta = (do_ * out_).sum(-1).permute(0, 2, 3, 1)
+    p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
+    do_, out_, q_ = (_grouped(x, heads) for x in (do, out, q))
+    delta = rearrange((do_ * out_).sum(-1), "b q k g -> b k g q 1")
     dv = torch.einsum("bkgqs,bqkgd->bskd", p, do_)
-    ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta[..., None]) * scale
+    ds = p * (torch.einsum("bqkgd,bskd->bkgqs", do_, _wide(v)) - delta) * scale
     if softcap:  # the derivative of the cap; what is masked has none
         ds = ds * torch.where(scores.isneginf(), 0.0, 1.0 - (scores / softcap).square())
-    dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k)).reshape(q.shape)
-    return dq, torch.einsum("bkgqs,bqkgd->bskd", ds, q_), dv
+    dq = torch.einsum("bkgqs,bskd->bqkgd", ds, _wide(k))
+    return rearrange(dq, "b q k g d -> b q (k g) d"), torch.einsum("bkgqs,bqkgd->bskd", ds, q_), dv
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _grouped(x: Tensor, kv_heads: int, dim: int) -> Tensor:
-    return x.unflatten(dim, (kv_heads, -1))
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """Wide, each key/value head's query heads together."""
+    return rearrange(_wide(x), "b q (k g) d -> b q k g d", k=kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, first: int) -> Tensor:
     """(B, Hkv, Hq / Hkv, Sq, Sk)."""
-    scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(_wide(q), k.shape[2], 2), _wide(k)) * scale
+    scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(q, k.shape[2]), _wide(k)) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if causal:

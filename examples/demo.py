@@ -1,0 +1,115 @@
+"""Starts examples/finetune_llama.py with DeepSpeed's launcher, on what this machine has: `make demo`.
+
+    python examples/demo.py [--ranks N] [--config FILE] [--out FOLDER]
+
+With 4 GPUs or more it trains in bf16 on 4 of them, with 2 or 3 GPUs on 2 of them. Otherwise it trains in fp32 on 4 CPU
+ranks, which see no GPU. One line says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "ds_configs"
+# what keeps torch and DeepSpeed from any GPU, where torch has not looked for one yet
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+# in a process of its own: one that has asked CUDA keeps memory on a GPU. Flash attention needs capability 8.0 (Ampere)
+COUNT = """
+import torch
+
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(count if all(torch.cuda.get_device_capability(number) >= (8, 0) for number in range(count)) else 0)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """ranks: how many; config: the DeepSpeed JSON; on_gpus: each on a GPU of its own, or all on CPUs."""
+
+    ranks: int
+    config: Path
+    on_gpus: bool
+
+    def __str__(self) -> str:
+        where = "GPUs" if self.on_gpus else "CPU ranks, which see no GPU"
+        return f"demo: {self.config.stem} on {self.ranks} {where}"
+
+
+def choose(devices: int, ranks: int | None = None, config: Path | None = None) -> Choice:
+    """What to run on a machine with this many GPUs. Ends with a sentence where ranks or config cannot be run.
+
+    ranks: as the user asks for; default: those of one sequence, four at most. config: as the user asks for; default: a
+    sequence on four ranks, or on two. GPUs are taken where there is one for each of 2 or more ranks, and the
+    configuration trains in bf16 or fp16: no CUDA kernel takes fp32.
+    """
+    if ranks is not None and ranks < 1:
+        raise SystemExit(f"RANKS must be a whole number from 1; got {ranks}")
+    if config is None:
+        ranks = ranks or (2 if devices in (2, 3) else 4)
+        if ranks % 2:
+            raise SystemExit(f"RANKS must be even where CONFIG is not given; got {ranks}, give CONFIG=FILE too")
+        on_gpus = ranks <= devices
+        name = "zero3_r2_bf16" if ranks % 4 else "zero3_u2r2_bf16" if on_gpus else "zero3_u2r2_fp32"
+        return Choice(ranks, CONFIGS / f"{name}.json", on_gpus)
+    size, is_half = _needs(config)
+    on_gpus = is_half and devices >= max(2, ranks or size)
+    most = min(4, devices) if on_gpus else 4
+    return Choice(ranks or max(size, most - most % size), config, on_gpus)
+
+
+def _needs(config: Path) -> tuple[int, bool]:
+    """Of a DeepSpeed JSON: the ranks of one sequence, 1 for "auto"; whether it trains in bf16 or fp16."""
+    from ds_seqpar import SeqParError, SequenceParallelConfig
+    from ds_seqpar.deepspeed_json import read_deepspeed
+
+    try:
+        content, size = read_deepspeed(config), SequenceParallelConfig.from_deepspeed(config).size
+    except SeqParError as error:
+        raise SystemExit(f"{error}") from None
+    halves = [content[name].get("enabled") is True for name in ("bf16", "fp16") if isinstance(content.get(name), dict)]
+    return 1 if size == "auto" else size, any(halves)
+
+
+def command(choice: Choice, out: str, visible: str | None) -> tuple[list[str], Mapping[str, str]]:
+    """(the launcher's command line, what to set in its environment). visible: CUDA_VISIBLE_DEVICES, where it is set.
+
+    The launcher numbers devices in CUDA_VISIBLE_DEVICES for CPU ranks too, so `env` hides them again in each rank.
+    Which GPUs to use it takes from --include alone.
+    """
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    script = [str(ROOT / "examples" / "finetune_llama.py"), "--deepspeed_config", str(choice.config), "--out", out]
+    if not choice.on_gpus:
+        hidden = [f"{name}={value}" for name, value in HIDDEN.items()]
+        launcher += ["--num_gpus", str(choice.ranks), "--no_python", "--no_local_rank", "env", *hidden]
+        return [*launcher, sys.executable, "-u", *script], HIDDEN
+    given = visible.split(",") if visible else [str(number) for number in range(choice.ranks)]
+    if not all(number.strip().isdecimal() for number in given):
+        raise SystemExit(f"DeepSpeed's launcher needs numbers in CUDA_VISIBLE_DEVICES; got {visible}")
+    chosen = ",".join(number.strip() for number in given[: choice.ranks])
+    return [*launcher, "--include", f"localhost:{chosen}", *script], {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, help="default: 4, or 2 on a machine with 2 or 3 GPUs")
+    parser.add_argument("--config", type=Path, help="DeepSpeed JSON; default: one of ds_configs, by ranks")
+    parser.add_argument("--out", default="runs/demo", help="folder for the model, the loss curve and the log")
+    args = parser.parse_args()
+    counted = subprocess.run([sys.executable, "-c", COUNT], stdout=subprocess.PIPE, text=True, check=True)
+    choice = choose(int(counted.stdout), args.ranks, args.config)
+    words, changes = command(choice, args.out, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    environment = {**os.environ, **changes}
+    print(choice, flush=True)
+    prepared = subprocess.run([sys.executable, "-m", "ds_seqpar", "prepare"], env=environment)
+    return prepared.returncode or subprocess.run(words, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""One step in bf16 on one device, by `initialize` and by the Trainer, beside the plain model in fp32."""
+
+import pytest
+import torch
+
+import ds_seqpar
+from ds_seqpar.engine import start
+from ds_seqpar.errors import KernelError
+from tests.gpu import both
+from tests.hf import trainers
+from tests.hf.llama import IGNORE, SEQ, llama, norm, one_process, settings, small, update
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+# what a step may have beside attention: "sequence_parallel" section, then whether the model keeps checkpoints
+KINDS = {
+    "plain": ({}, False),
+    "tiles": ({"mlp_tiles": 2, "loss_tiles": 2, "head_stages": 2}, False),
+    "checkpoints": ({}, True),
+    "checkpoints in host memory": ({"offload_checkpoints": True}, True),
+}
+
+
+def window():
+    """Two micro-batches of two sequences; the labels of their first tokens do not count."""
+    dice, batches = torch.Generator().manual_seed(5), []
+    for without in (3, 11):
+        ids = torch.randint(0, 64, (2, SEQ), generator=dice)
+        labels = ids.clone()
+        labels[:, :without] = IGNORE
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def steps(stage):
+    """Of each kind of step: (loss, norm of the gradients, where the engine's parameters are)."""
+    found = {}
+    for name, (section, keeps) in KINDS.items():
+        model = llama()
+        if keeps:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        config = settings({"size": 1, **section}, stage, 2, 2, bf16={"enabled": True})
+        engine, *_ = ds_seqpar.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        batches = engine.sequence_parallel.shard_batches(window(), device=engine.device)
+        found[name] = *update(engine, batches), engine.device.type
+        engine.destroy()
+    return found
+
+
+@both()
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_step_of_initialize(stage, device):
+    gradients, loss = one_process(llama(), window())
+    (found,) = on_ranks(1, steps, stage, patience=None)
+    for name, (ours, length, kind) in found.items():
+        assert kind == device, name
+        assert ours == pytest.approx(loss, rel=1e-2), name
+        assert length == pytest.approx(norm(gradients), rel=3e-2), name
+
+
+def trained(folder, device):
+    """Of a plain Trainer in fp32 and of ours in bf16: losses and norms of two steps, and the loss on held-out data."""
+    found = []
+    for section, bf16 in ((None, False), ({"size": 1}, True)):
+        trainer = trainers.make(
+            f"{folder}/{bf16}", 2, section, max_steps=2, bf16=bf16, use_cpu=device == "cpu",
+            deepspeed_changes={"bf16": {"enabled": bf16}}, model=small(pad_token_id=0, attn_implementation="eager"),
+        )  # fmt: skip
+        run = trainers.trained(trainer)
+        where = next(trainer.model.parameters()).device.type
+        found.append([*run["loss"], *run["grad_norm"], trainer.evaluate()["eval_loss"], where])
+    return found
+
+
+@both()
+def test_two_steps_of_the_trainer(device, tmp_path):
+    ((plain, ours),) = on_ranks(1, trained, str(tmp_path), device, patience=None)
+    assert plain.pop() == ours.pop() == device
+    assert ours == pytest.approx(plain, rel=3e-2)
+
+
+def in_fp32(device):
+    """The sum of attention of zeros in fp32, or what it raises."""
+    start()
+    q = torch.zeros(1, 8, 2, 64, device=device)
+    sp = ds_seqpar.SequenceParallel(ds_seqpar.SequenceParallelConfig(size=1))
+    try:
+        return float(sp.attention(q, q, q).sum())
+    except KernelError as error:
+        return str(error)
+
+
+@both()
+def test_fp32_is_refused_on_gpus_in_a_sentence_that_says_bf16(device):
+    (found,) = on_ranks(1, in_fp32, device, patience=None)
+    assert found == 0.0 if device == "cpu" else '"bf16"' in found
