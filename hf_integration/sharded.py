@@ -36,12 +36,17 @@ class Agreement:
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
-        self.layers = [weakref.ref(layer) for layer in layers_of(model)]
+        self.layers: list[weakref.ref] | None = None
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
-        """A copied model has been compared with its first one, or is with it."""
-        return self
+        """That of a copied model, which has been compared where the first one has."""
+        model: Any = self.model()
+        if model is None:
+            return self
+        copied = Agreement(self.sp, memo.get(id(model), model))
+        copied.compared = self.compared
+        return copied
 
     def ask(
         self,
@@ -53,15 +58,16 @@ class Agreement:
         placement: Placement | None = None,
     ) -> None:
         """Raises InputError or DisagreementError on all ranks that share the sequence, before any of them sends."""
-        later = self.later if self.compared else None
+        later, model = self.later if self.compared else None, self.model()
+        if self.layers is None:  # not sooner: a model that is being copied has none yet
+            self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         error = InputError(wrong) if wrong else self.later.error()
         error = error or shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        model = None if self.compared else self.model()
-        value |= fingerprint(model) if model is not None else {}
+        value |= fingerprint(model) if model is not None and not self.compared else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
         self.compared = True
 
