@@ -78,5 +78,6 @@ def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParalle
 def forget(model: nn.Module) -> None:
     """Gives a model's layers the checkpoint functions back that they had."""
     for layer in layers_of(model):
-        if isinstance(function := vars(layer).get(FUNCTION), Checkpoint):
+        function = vars(layer).get(FUNCTION)
+        if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):
             setattr(layer, FUNCTION, function.checkpoint.checkpoint)

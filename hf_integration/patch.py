@@ -67,6 +67,10 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     Raises ConfigError for a model that cannot be patched (see families), whose heads do not fit, or that is patched
     with another SequenceParallel.
     """
+    if not isinstance(sp, SequenceParallel):
+        raise ConfigError(
+            f"patch_attention needs a SequenceParallel; got {type(sp).__name__}, make one of a SequenceParallelConfig"
+        )
     check_patch(model, sp)
     inner = unwrapped(model)
     if patched_with(inner) is sp:
@@ -257,6 +261,8 @@ def _before_base(
     patch.local = _is_local(patch, module, given)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     if patch.local:
+        if wrong := sharded.wrong_inputs(given):
+            raise InputError(wrong)
         return (), {**given, "sequence_parallel": False}
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)

@@ -102,7 +102,8 @@ def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
     """What in_tiles makes of the head and of x, inside one call of the head: what has hooked it, as ZeRO-3 has, sees no
     tiles. Until that call the head's forward is its own: it may have been replaced at any time before."""
     own, before = head.forward, vars(head).get("forward")
-    if next(head.children(), None) is not None and hasattr(next(head.parameters(), None), "ds_id") and not hasattr(head, LEAF):
+    has_parts, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
+    if has_parts and partitioned and not hasattr(head, LEAF):
         raise ConfigError(
             "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
             f"{type(head).__name__}, patch the model after its adapters are there"

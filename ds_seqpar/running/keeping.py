@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -78,7 +79,8 @@ def keeping(function: Callable[..., Result], store: Store | None = None, *, keep
 def _innermost() -> Kept | None:
     """What keeps for the checkpoint that this is in. None outside of one, and in one of torch's own that is inside of
     ours: it computes again when ours is over, and must then find what it found in forward, nothing."""
-    kept, frame = _now.get(), sys._getframe(1)
+    kept = _now.get()
+    frame: FrameType | None = sys._getframe(1)
     while kept is not None and frame is not None and frame.f_code is not Kept.run.__code__:
         if frame.f_code.co_filename == TORCHS:
             return None
