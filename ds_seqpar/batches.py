@@ -32,7 +32,9 @@ class Sharing(Protocol):
 
     data_rank: int
     groups: Groups
-    keeps_masks: bool
+
+    @property
+    def keeps_masks(self) -> bool: ...
 
     @property
     def control_world(self) -> dist.ProcessGroup: ...

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ class SequenceParallel(Sharding):
     share its sequence (0 .. size-1). data_rank, data_size: which sequence of a batch it works on, and of how many.
     device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
-    `shard_batches` is given. keeps_masks: whether `shard_batches` returns this rank's part of an attention_mask that
-    has zeros (a patched model sets it whose loss counts tokens by it). store: host memory of offloaded checkpoints.
+    `shard_batches` is given. mask_users: patched models whose loss counts tokens by an attention_mask; while there is
+    one, `shard_batches` returns this rank's part of a mask that has zeros. store: host memory of offloaded checkpoints.
     """
 
     @told_once
@@ -75,8 +76,13 @@ class SequenceParallel(Sharding):
         member = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
-        self.keeps_masks = False
+        self.mask_users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.store: Store | None = None
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether `shard_batches` returns this rank's part of an attention_mask that has zeros."""
+        return bool(self.mask_users)
 
     @property
     def control_world(self) -> dist.ProcessGroup:
@@ -202,6 +208,16 @@ class SequenceParallel(Sharding):
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         """A copied model shares it: process groups cannot be copied."""
         return self
+
+    def __copy__(self) -> SequenceParallel:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Raises ConfigError: process groups cannot be saved either."""
+        raise ConfigError(
+            "a SequenceParallel cannot be pickled, nor a model that is patched with one; save model.state_dict(), call "
+            "model.save_pretrained(folder), or call unpatch_attention(model) first"
+        )
 
     @overload
     def mean_loss(self, losses: Tensor | Sequence[Tensor], *, differentiable: Literal[False] = False) -> float: ...

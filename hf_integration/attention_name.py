@@ -1,56 +1,63 @@
-"""What a patched model's config calls its attention, and the attention that the model had, for local forwards."""
+"""Gives the attention modules of a patched model our attention, and nobody else.
+
+transformers looks an attention function up by the name in the config of the module that calls it. So each attention
+module of a patched model is given a view of the model's config that says our name. The config itself stays as it was:
+what is saved, copied or made of it knows nothing of us.
+"""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "ds_seqpar"
 EAGER = "eager_attention_forward"
 
 
-class Name(str):
-    """The name of our attention, in a model's config: with that of the attention it had, which local forwards use."""
+class ConfigView:
+    """What an attention module reads in place of the model's config: the same, with the name of our attention."""
 
-    before: str
+    _attn_implementation = NAME
 
-    def __new__(cls, before: str) -> Name:
-        name = super().__new__(cls, NAME)
-        name.before = before
-        return name
+    def __init__(self, own: Any) -> None:
+        self.own = own
 
-    def __reduce__(self) -> tuple:
-        return Name, (self.before,)
-
-
-def own_config(model: PreTrainedModel) -> None:
-    """Models made from one config object share it, and it names the attention: the patched one needs its own."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            vars(module)["config"] = own
+    def __getattr__(self, name: str) -> Any:
+        if name == "own" or name.startswith("__"):  # what copies and pickles ask for before `own` is there
+            raise AttributeError(name)
+        return getattr(self.own, name)
 
 
-def use(model: PreTrainedModel, before: str) -> None:
-    model.set_attn_implementation(NAME)
-    model.config._attn_implementation = Name(before)
+def use_ours(module: Any) -> None:
+    """Has an attention module call our attention."""
+    module.config = ConfigView(module.config)
 
 
-def local_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that the model had. "eager" is a function of each model's own file."""
+def use_own(module: Any) -> None:
+    """Gives an attention module its config back."""
+    module.config = module.config.own
+
+
+def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The attention of the unpatched model. "eager" is a function of each model's own file."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
     eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation.before, eager)
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(module.config.own._attn_implementation, eager)
+    with _own_config(module):
+        return function(module, *args, **kwargs)
 
 
-def local_mask(*, config: Any, **kwargs: Any) -> Tensor | None:
-    """Without a registered mask function transformers drops padding masks and windows in silence. A sharded forward
-    makes no mask (`NO_MASK`); a local one gets that of the attention the model had."""
-    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation.before](config=config, **kwargs)
+@contextlib.contextmanager
+def _own_config(module: Any) -> Iterator[None]:
+    """A context in which the module has its own config: flash attention reads the name of its kernel there."""
+    view = module.config
+    module.config = view.own
+    try:
+        yield
+    finally:
+        module.config = view

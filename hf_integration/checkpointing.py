@@ -6,6 +6,9 @@ wrapped before a sharded forward, so that it needs no context_fn and may be reen
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +16,12 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.errors import ConfigError
 from ds_seqpar.running.keeping import Checkpoint
 
+from .tiled_loss import TILING
+
+PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
 FUNCTION = "_gradient_checkpointing_func"
 
 
@@ -28,18 +35,49 @@ def is_checkpointed(layer: Any) -> bool:
     return layer is not None and layer.training and layer.gradient_checkpointing
 
 
-def keep_attention(layers: tuple[Any, ...], sp: SequenceParallel) -> None:
+class AsInForward:
+    """A checkpoint function whose second run, in backward, is of the same kind as its first: local or sharded, whatever
+    forwards have been made since. base: the patched base model."""
+
+    def __init__(self, checkpoint: Callable[..., Any], base: nn.Module) -> None:
+        self.checkpoint, self.base = checkpoint, weakref.ref(base)
+
+    def __deepcopy__(self, memo: dict) -> AsInForward:
+        base: Any = self.base()
+        return self if base is None else AsInForward(self.checkpoint, memo.get(id(base), base))
+
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        base: Any = self.base()
+        if torch.compiler.is_compiling() or not hasattr(base, PATCH):
+            return self.checkpoint(function, *args, **kwargs)
+        patch, tiling = getattr(base, PATCH), getattr(base, TILING, None)
+        local = patch.local
+
+        def run(*args: object, **kwargs: object) -> Any:
+            if not local and getattr(base, PATCH, None) is not patch:
+                raise ConfigError(
+                    "backward computes checkpointed layers again, for which the model must be patched as it was in "
+                    "forward; got one that was unpatched since, call unpatch_attention after backward"
+                )
+            with contextlib.nullcontext() if tiling is None else tiling.being(local):
+                return function(*args, **kwargs)
+
+        return self.checkpoint(run, *args, **kwargs)
+
+
+def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParallel) -> None:
     """Has their checkpoints keep what attention gives, where the settings say so."""
     if torch.compiler.is_compiling():
         return  # the compiler's own matter
     for layer in layers:
         function = vars(layer).get(FUNCTION)
         if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
-            setattr(layer, FUNCTION, sp.checkpointing(function))
+            setattr(layer, FUNCTION, sp.checkpointing(AsInForward(function, base)))
 
 
-def forget(layers: tuple[Any, ...]) -> None:
-    """Gives layers the checkpoint functions back that they had."""
-    for layer in layers:
-        if isinstance(function := vars(layer).get(FUNCTION), Checkpoint):
-            setattr(layer, FUNCTION, function.checkpoint)
+def forget(model: nn.Module) -> None:
+    """Gives a model's layers the checkpoint functions back that they had."""
+    for layer in layers_of(model):
+        function = vars(layer).get(FUNCTION)
+        if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):
+            setattr(layer, FUNCTION, function.checkpoint.checkpoint)

@@ -25,11 +25,15 @@ class Experts:
     ranks of a sequence: it asks for another share (`having_share`).
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp, self.share = sp, 1.0
+    def __init__(self, sp: SequenceParallel, share: float = 1.0) -> None:
+        self.sp, self.share = sp, share
+        sp.mask_users.add(self)  # padding is not counted as tokens
 
     def __deepcopy__(self, memo: dict) -> Experts:
-        return self
+        return Experts(self.sp, self.share)
+
+    def close(self) -> None:
+        self.sp.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The output of a sharded forward with the loss of whole sequences in place of that of this rank's tokens."""

@@ -1,13 +1,16 @@
 """Registers sequence parallel attention with transformers and switches models to it.
 
-A forward is sharded unless it has a kv cache: `generate` on a patched model is local. Before a sharded forward its
-ranks agree, once, that each was given its own tokens with their global positions; a hook on the base model does that
-and tells the attention, through the keyword arguments that flow to every layer.
+A forward is sharded or local. A local one is that of the unpatched model: with a kv cache (`generate`), under
+`whole_sequences`, and on one rank for all that `shard_batches` did not make. Before a sharded forward its ranks agree,
+once, that each was given its own tokens with their global positions. A hook on the base model does that and tells the
+attention, through the keyword arguments that flow to every layer. A checkpoint keeps them, so that a layer which is
+computed again in backward is what it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.config import check_heads
@@ -28,7 +31,7 @@ from ds_seqpar.running.inputs import Asked
 from ds_seqpar.running.telling import told_once
 
 from . import checkpointing, sharded, tiling
-from .attention_name import NAME, local_attention, local_mask, own_config, use
+from .attention_name import NAME, local_attention, use_ours, use_own
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, windows
 
@@ -37,19 +40,23 @@ SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention modu
 NO_MASK = torch.empty(1, 1, 0, 0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class _Patch:
-    """What a base model carries. before: the attention it had. agreement: how its ranks agree on a forward. experts:
-    where its loss has a part for their balance. layers: that can be
-    checkpointed. whole: its forwards are local for a while."""
+    """What a base model carries. agreement: how its ranks agree on a forward. layers: those that can be checkpointed.
+    experts: where its loss has a part for their balance. whole: its forwards are local for a while. local: the last one
+    was."""
 
     sp: SequenceParallel
-    before: str
     hooks: tuple[RemovableHandle, ...]
     agreement: sharded.Agreement
     layers: tuple[Any, ...]
     experts: Experts | None = None
     whole: bool = False
+    local: bool = False
+
+    def __deepcopy__(self, memo: dict) -> _Patch:
+        """A copy that is made inside `whole_sequences` is not inside it."""
+        return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
 @told_once
@@ -60,27 +67,26 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     Raises ConfigError for a model that cannot be patched (see families), whose heads do not fit, or that is patched
     with another SequenceParallel.
     """
+    if not isinstance(sp, SequenceParallel):
+        raise ConfigError(
+            f"patch_attention needs a SequenceParallel; got {type(sp).__name__}, make one of a SequenceParallelConfig"
+        )
     check_patch(model, sp)
     inner = unwrapped(model)
     if patched_with(inner) is sp:
         return model
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, local_mask)
-    own_config(inner)
-    before = inner.config._attn_implementation
-    use(inner, before)
     for module, window in zip(attentions(inner), windows(inner), strict=True):
+        use_ours(module)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     experts = Experts(sp) if has_experts(inner) else None
     if experts is not None:
-        sp.keeps_masks = True  # padding is not counted as tokens
         hooks.append(inner.register_forward_hook(_after_head, with_kwargs=True))
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp,
-        before=before,
         hooks=tuple(hooks),
         agreement=agreement,
         layers=checkpointing.layers_of(inner.base_model),
@@ -112,12 +118,13 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for hook in patch.hooks:
         hook.remove()
     for module in attentions(inner):
-        delattr(module, SP)
-        delattr(module, MASK)
-    inner.set_attn_implementation(patch.before)
-    checkpointing.forget(patch.layers)
+        if hasattr(module, SP):  # not one that was put in later
+            use_own(module)
+            delattr(module, SP)
+            delattr(module, MASK)
+    checkpointing.forget(inner)
     if patch.experts is not None:
-        patch.sp.keeps_masks = False
+        patch.experts.close()
     tiling.untile(inner)
     del inner.base_model._sequence_parallel_patch
     return model
@@ -142,19 +149,15 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
     if patch is None or patch.whole:
         yield
         return
-    base = inner.base_model
-    base._sequence_parallel_patch = dataclasses.replace(patch, whole=True)
-    inner.set_attn_implementation(patch.before)
+    patch.whole = True
     try:
         yield
     finally:
-        if (now := _patch_of(inner)) is not None:  # not unpatched meanwhile
-            base._sequence_parallel_patch = dataclasses.replace(now, whole=False)
-            use(inner, patch.before)
+        patch.whole = False
 
 
 def _patch_of(model: nn.Module) -> _Patch | None:
-    return getattr(model.base_model, "_sequence_parallel_patch", None)
+    return getattr(getattr(model, "base_model", None), "_sequence_parallel_patch", None)
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
@@ -190,9 +193,7 @@ def _attention(
     if sequence_parallel is False:
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs |= {name: value for name, value in given.items() if value is not None}
-        return local_attention(module)(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return local_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if dropout:
         raise ConfigError(f"sequence parallel attention needs attention_dropout 0; got {dropout}")
     mask = getattr(module, MASK)
@@ -221,8 +222,11 @@ def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _is_local(module: nn.Module, given: dict[str, Any]) -> bool:
-    """A kv cache means generation, which is local; training has none, and labels that were sharded none either."""
+def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether a forward is that of the unpatched model. A kv cache means generation, which is local; training has none,
+    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not."""
+    if patch.whole or (patch.sp.size == 1 and given.get("shift_labels") is None and given.get("placement") is None):
+        return True
     cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
     return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
@@ -233,7 +237,7 @@ def _before_head(
     """Labels without shift_labels would be shifted inside each shard. The base model's hook agrees on it and raises."""
     given = _named(names, args, kwargs)
     patch = _patch_of(unwrapped(module))
-    if patch is None or patch.whole or _is_local(module, given):
+    if patch is None or _is_local(patch, module, given):
         return args, kwargs
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
@@ -244,7 +248,7 @@ def _before_head(
 
 def _after_head(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     patch = _patch_of(module)
-    if patch is None or patch.experts is None or patch.whole or _is_local(module, kwargs):
+    if patch is None or patch.experts is None or _is_local(patch, module, kwargs):
         return output
     return patch.experts.correct(module, kwargs, output)
 
@@ -254,13 +258,14 @@ def _before_base(
 ) -> tuple[tuple, dict[str, Any]]:
     patch, given = module._sequence_parallel_patch, _named(names, args, kwargs)
     unshifted = given.pop("unshifted_labels", False)
-    if patch.whole:
-        return (), given
-    if _is_local(module, given):
+    patch.local = _is_local(patch, module, given)
+    checkpointing.keep_attention(patch.layers, module, patch.sp)
+    if patch.local:
+        if wrong := sharded.wrong_inputs(given):
+            raise InputError(wrong)
         return (), {**given, "sequence_parallel": False}
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
-    checkpointing.keep_attention(patch.layers, patch.sp)
     placement = given.pop("placement", None)
     return (), {**given, "sequence_parallel": True if placement is None else placement}

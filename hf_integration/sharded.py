@@ -10,7 +10,7 @@ on the device, and what came out is said in the next forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
 from ds_seqpar.planning.shards import tokens_of
 from ds_seqpar.running.agreement import agree
+from ds_seqpar.running.inputs import describe, shape_of
 from ds_seqpar.running.trusted import is_trusted
 
 from .checkpointing import is_checkpointed, layers_of
@@ -36,12 +37,17 @@ class Agreement:
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
-        self.layers = [weakref.ref(layer) for layer in layers_of(model)]
+        self.layers: list[weakref.ref] | None = None
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
-        """A copied model has been compared with its first one, or is with it."""
-        return self
+        """That of a copied model, which has been compared where the first one has."""
+        model: Any = self.model()
+        if model is None:
+            return self
+        copied = Agreement(self.sp, memo.get(id(model), model))
+        copied.compared = self.compared
+        return copied
 
     def ask(
         self,
@@ -53,29 +59,53 @@ class Agreement:
         placement: Placement | None = None,
     ) -> None:
         """Raises InputError or DisagreementError on all ranks that share the sequence, before any of them sends."""
-        later = self.later if self.compared else None
+        later, model = self.later if self.compared else None, self.model()
+        if self.layers is None:  # not sooner: a model that is being copied has none yet
+            self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         error = InputError(wrong) if wrong else self.later.error()
-        error = error or shard_error(self.sp, tokens, positions, mask, later, placement)
+        if error is None and tokens is not None:
+            error = shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        model = None if self.compared else self.model()
-        value |= fingerprint(model) if model is not None else {}
+        value |= fingerprint(model) if model is not None and not self.compared else {}
         agree(self.sp.groups.control, "model inputs", value, error=error)
         self.compared = True
 
 
 def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool) -> Tensor | None:
     """The position_ids to go on with. given: a base model's arguments, by name."""
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    positions, mask, wrong = given.get("position_ids"), given.get("attention_mask"), _misuse(given, unshifted)
-    placement, tensors = given.get("placement"), isinstance(tokens, Tensor) and isinstance(positions, Tensor)
-    if torch.compiler.is_compiling() and placement is None and tensors:
+    positions, mask, placement = given.get("position_ids"), given.get("attention_mask"), given.get("placement")
+    if wrong := wrong_inputs(given):
+        tokens = positions = mask = None  # nothing of them may be fit to be looked at
+    else:
+        tokens, wrong = _tokens(given), _misuse(given, unshifted)
+    if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward)
     ask = torch.compiler.disable(agreement.ask) if torch.compiler.is_compiling() else agreement.ask
     ask(tokens, positions, mask, wrong, backward, placement)
     return positions
+
+
+def _tokens(given: Mapping[str, Any]) -> Any:
+    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+
+
+def wrong_inputs(given: Mapping[str, Any]) -> str:
+    """What no forward of a base model can take, local or sharded, as a sentence. given: its arguments, by name."""
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if (ids is None) == (embeds is None):
+        return f"a patched model needs input_ids or inputs_embeds; got {'neither' if ids is None else 'both'}, {HOW}"
+    tokens = _tokens(given)
+    fits = isinstance(tokens, Tensor) and tokens.dim() == (3 if ids is None else 2) and tokens.shape[0] > 0
+    if not fits or (ids is not None and ids.dtype not in (torch.int64, torch.int32)):
+        needed = "input_ids (rows, tokens) of int64" if ids is not None else "inputs_embeds (rows, tokens, hidden_size)"
+        return f"a patched model needs {needed}, a tensor with at least one row; got {describe(tokens)}, {HOW}"
+    for name in ("position_ids", "attention_mask"):
+        if isinstance(x := given.get(name), Sequence) or (hasattr(x, "__array__") and not isinstance(x, Tensor)):
+            return f"a patched model needs {name} as a tensor; got {type(x).__name__}, {HOW}"
+    return ""
 
 
 @torch.library.custom_op("ds_seqpar::agree_on_shard", mutates_args=())
@@ -99,12 +129,15 @@ def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
         return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
     if given.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
+    labels, tokens = given.get("shift_labels"), _tokens(given)
+    if labels is not None and not given.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
+        return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"
     return ""
 
 
 def shard_error(
     sp: SequenceParallel,
-    tokens: Tensor | None,
+    tokens: Tensor,
     positions: Tensor | None,
     mask: Tensor | None = None,
     later: Later | None = None,
@@ -112,8 +145,6 @@ def shard_error(
 ) -> InputError | None:
     """What shows that this rank was not given its own tokens, positions and no mask. later: to whom the look at tensors
     on a device is left."""
-    if tokens is None:
-        return InputError(f"a patched model needs input_ids or inputs_embeds; got neither, {HOW}")
     error = _placement_error(sp, tokens, placement) if placement is not None else _share_error(sp, tokens)
     if error is not None:
         return error

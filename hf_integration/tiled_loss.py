@@ -7,23 +7,25 @@ hidden state, and once more for all the rest, on one whose base model is the rea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_seqpar.errors import InputError
+from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.planning.footprint import most_logits
 
 from .sums import Sums
 from .tiles import between_graphs, ceil_of, tiled_sum, trained
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
+LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,14 +41,14 @@ class Tiling:
     local: bool = False
     evaluated: Literal["loss", "logits"] | None = None
 
-
-def head_forward(module: Any, x: Tensor, *args: Any, in_tiles: Any = None, **kwargs: Any) -> Tensor:
-    own = functools.partial(type(module).forward, module)
-    if in_tiles is None:
-        return own(x, *args, **kwargs)
-    sums = Sums(trained(module))
-    plain = type(module).forward is nn.Linear.forward
-    return in_tiles((lambda tile: sums.linear(tile, module.weight, module.bias)) if plain else own, x, sums)
+    @contextlib.contextmanager
+    def being(self, local: bool) -> Iterator[None]:
+        """A context in which a layer is computed again, of a forward that was local or not."""
+        before, self.local = self.local, local
+        try:
+            yield
+        finally:
+            self.local = before
 
 
 def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +95,32 @@ def _in_tiles(model: Any, given: dict[str, Any]) -> Any:
 def _loss(model: Any, given: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
     """Of tokens, from the base model's output. logits: takes those of tiles, where they are wanted."""
     in_tiles = functools.partial(_sum_of_tiles, model, given, type(base), logits)
-    return model.lm_head(base.last_hidden_state, in_tiles=in_tiles)
+    return _through(model.lm_head, in_tiles, base.last_hidden_state)
+
+
+def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """What in_tiles makes of the head and of x, inside one call of the head: what has hooked it, as ZeRO-3 has, sees no
+    tiles. Until that call the head's forward is its own: it may have been replaced at any time before."""
+    own, before = head.forward, vars(head).get("forward")
+    has_parts, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
+    if has_parts and partitioned and not hasattr(head, LEAF):
+        raise ConfigError(
+            "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
+            f"{type(head).__name__}, patch the model after its adapters are there"
+        )
+
+    def forward(x: Tensor) -> Tensor:
+        sums = Sums(trained(head))
+        plain = before is None and type(head).forward is nn.Linear.forward
+        return in_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else own, x, sums)
+
+    head.forward = forward
+    try:
+        return head(x)
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
 
 
 def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:

@@ -21,10 +21,8 @@ from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
 
 from .families import unwrapped
-from .tiled_loss import TILING, Tiling, head_forward, model_forward
+from .tiled_loss import LEAF, TILING, Tiling, model_forward
 from .tiles import between_graphs, ceil_of, tiled, trained
-
-LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
@@ -63,11 +61,11 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
         return
     base, forwards = model.base_model, [(module, _tiled_forward) for module in (*mlps, *norms)]
     if head:
-        forwards += [(head[0], head_forward), (model, model_forward)]
-    modules = (*(module for module, _ in forwards), base)
+        forwards.append((model, model_forward))
     hooks = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
     hooks.append(base.register_forward_hook(_after_base, always_call=True))
     hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
+    modules = (*(module for module, _ in forwards), *head, base)
     tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
     for module in modules:
         setattr(module, TILING, tiling)
@@ -84,8 +82,9 @@ def untile(model: Any) -> None:
         return
     for hook in tiling.hooks:
         hook.remove()
-    for module in tiling.modules:
-        delattr(module, TILING)
+    for module in {*tiling.modules, *model.modules()}:  # layers may have been added, as copies of others
+        if vars(module).pop(TILING, None) is None:
+            continue
         if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
             del module.forward
         if not hasattr(module, "ds_id"):  # ZeRO-3 that has hooked a leaf asks it again

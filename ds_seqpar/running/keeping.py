@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
 
 from .buffers import Tensors
 from .offload import Packed, Store
@@ -40,12 +43,23 @@ class Kept:
         unpack = (lambda x: x) if self.store is None else self.store.unpack
         return tuple(map(unpack, self.results.popleft()))
 
+    def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
+        self.runs += 1
+        if self.runs > 2:
+            self.results.clear()  # of a second run that ended early
+        token = _now.set(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _now.reset(token)
+
     @property
     def again(self) -> bool:
         """Whether this is a later run, of which the next result is known."""
         return self.runs > 1 and bool(self.results)
 
 
+TORCHS = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function
 _now: ContextVar[Kept | None] = ContextVar("ds_seqpar_kept", default=None)
 
 
@@ -57,44 +71,49 @@ def keeping(function: Callable[..., Result], store: Store | None = None, *, keep
 
     @functools.wraps(function, updated=())
     def run(*args: object, **kwargs: object) -> Result:
-        kept.runs += 1
-        if kept.runs > 2:
-            kept.results.clear()  # of a second run that ended early
-        token = _now.set(kept)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _now.reset(token)
+        return kept.run(function, *args, **kwargs)
 
     return run
 
 
+def _innermost() -> Kept | None:
+    """What keeps for the checkpoint that this is in. None outside of one, and in one of torch's own that is inside of
+    ours: it computes again when ours is over, and must then find what it found in forward, nothing."""
+    kept = _now.get()
+    frame: FrameType | None = sys._getframe(1)
+    while kept is not None and frame is not None and frame.f_code is not Kept.run.__code__:
+        if frame.f_code.co_filename == TORCHS:
+            return None
+        frame = frame.f_back
+    return kept
+
+
 def is_checkpointed() -> bool:
     """Whether this is inside of a checkpointed function."""
-    return _now.get() is not None
+    return _innermost() is not None
 
 
 def which_run() -> str:
     """Which run of a checkpointed function this is, for ranks to compare: what they send differs by it."""
-    kept = _now.get()
+    kept = _innermost()
     return "none" if kept is None else "first run" if kept.runs == 1 else "run again"
 
 
 def is_kept() -> bool:
     """Whether what attention gives now is kept, or was."""
-    kept = _now.get()
+    kept = _innermost()
     return kept is not None and kept.keep
 
 
 def is_known() -> bool:
     """Whether the next result was kept: nothing is computed or sent for it."""
-    kept = _now.get()
+    kept = _innermost()
     return kept is not None and kept.again
 
 
 def once(compute: Callable[[], Tensors]) -> Tensors:
     """What `compute` gives, or gave in the first run."""
-    kept = _now.get()
+    kept = _innermost()
     if kept is None:
         return compute()
     if kept.again:

@@ -1,0 +1,373 @@
+"""What users do with a patched model beside training it: copies, saves, changes, other forwards; and that it is the
+plain model again once it is unpatched."""
+
+import copy
+import gc
+import io
+import itertools
+import pickle
+
+import peft
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+
+import ds_seqpar
+from hf_integration import patch_attention, whole_sequences
+from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.hf.families import model_of
+from tests.hf.llama import gap, settings, small, update
+from tests.hf.test_families import gradients
+from tests.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+TILES = {"mlp_tiles": 3, "loss_tiles": 3}
+IDS = torch.arange(24).view(2, 12)
+HOW = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+def shard(sp):
+    return sp.shard_batch({"input_ids": IDS, "labels": IDS.clone()})
+
+
+def state(model):
+    """What tells a patched model from a plain one."""
+    modules = [sorted(vars(module)) for module in model.modules()]
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+    configs = [module.config is model.config for module in model.modules() if hasattr(module, "num_key_value_groups")]
+    functions = [type(vars(m).get("_gradient_checkpointing_func")).__name__ for m in model.modules()]
+    return modules, hooks, configs, functions, model.config._attn_implementation
+
+
+# --- one rank: the plain model
+
+
+def words():
+    known = WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0")
+    tokenizer = Tokenizer(known)
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w0")
+
+
+def forwards(model):
+    """What a plain model can be asked for, by name."""
+    padded = torch.ones_like(IDS)
+    padded[0, :5] = 0
+    with torch.no_grad():
+        model.eval()
+        given = {
+            "logits": model(IDS).logits,
+            "padded": model(IDS, attention_mask=padded).logits,
+            "loss": model(IDS, labels=IDS).loss,
+            "embeddings": model(inputs_embeds=model.get_input_embeddings()(IDS)).logits,
+            "generated": model.generate(IDS, **HOW),
+            "generated without a cache": model.generate(IDS, attention_mask=padded, use_cache=False, **HOW),
+        }
+        text = pipeline("text-generation", model=model, tokenizer=words())("w3 w4 w5", **HOW)
+        features = pipeline("feature-extraction", model=model.base_model, tokenizer=words(), return_tensors=True)
+        given["text"], given["features"] = text[0]["generated_text"], features("w3 w4 w5")
+    model.train()(IDS, labels=IDS).loss.backward()
+    given["gradient"] = model.lm_head.weight.grad
+    return given
+
+
+def plain_forwards():
+    """Names of what a patched model of one rank does not give as the plain one, with and without tiles."""
+    found, plain = [], forwards(small())
+    for tiles in ({}, TILES):
+        mine = forwards(small().patch_attention(make(size=1, **tiles)))
+        same = {name: torch.equal(x, mine[name]) if name != "text" else x == mine[name] for name, x in plain.items()}
+        found += [name for name, equal in same.items() if not equal]
+    return found
+
+
+def test_on_one_rank_a_patched_model_is_the_plain_one():
+    assert on_ranks(1, plain_forwards) == [[]]
+
+
+def epoch():
+    """Losses of an engine whose epoch ends with half a batch, and those of the same sequences in a plain loop."""
+    rows, losses = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(1)), []
+    cuts = [slice(0, 4), slice(4, 6)]
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    engine, *_ = ds_seqpar.initialize(model=small(), config=settings({"size": 1}, "2", 1, 4, **adam))
+    for cut in cuts * 2:
+        batch = {"input_ids": rows[cut], "labels": rows[cut]}
+        losses.append(update(engine, engine.sequence_parallel.shard_batches([batch]))[0])
+    plain, expected = small(), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for cut in cuts * 2:
+        loss = plain(input_ids=rows[cut], labels=rows[cut]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    return losses, expected
+
+
+def test_half_a_batch_at_the_end_of_an_epoch():
+    ((losses, expected),) = on_ranks(1, epoch)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# --- copies and what is made of it
+
+
+def with_lora(model, *targets):
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(targets), init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def others():
+    """What is wrong with what is made of a patched model, and with it after that."""
+    sp, wrong = make(size=1), []
+    model, plain = small().patch_attention(sp).eval(), small().eval()
+    with torch.no_grad():
+        logits, loss = plain(IDS).logits, plain(IDS, labels=IDS).loss.item()
+    made = [type(model)(model.config), AutoModelForCausalLM.from_config(model.config)]
+    made += [type(model)(copy.deepcopy(model.config)), type(model)(type(model.config)(**model.config.to_dict()))]
+    for number, other in enumerate(made):
+        other.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            same = torch.equal(other.eval()(IDS).logits, logits)
+        wrong += [] if same and other.config._attn_implementation == "sdpa" else [f"made {number}"]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wrong += [] if abs(model(**shard(sp)).loss.item() - loss) < 1e-5 else ["set_attn_implementation"]
+    wrong += [] if model.unpatch_attention().config._attn_implementation == "eager" else ["unpatched"]
+    told = {"pickle": pickle.dumps, "torch.save": lambda model: torch.save(model, io.BytesIO())}
+    patched = small().patch_attention(sp)
+    said = {name: refusal(save, patched) for name, save in told.items()}
+    said["no SequenceParallel"] = refusal(patch_attention, small(), None)
+    pickle.dumps(patched.unpatch_attention())
+    return wrong, said
+
+
+def test_what_is_made_of_a_patched_model_is_not_patched():
+    ((wrong, said),) = on_ranks(1, others)
+    assert wrong == []
+    for kind, message in said.values():
+        assert kind == "ConfigError"
+        assert is_one_sentence(message)
+    assert "state_dict" in said["pickle"][1]
+    assert said["pickle"] == said["torch.save"]
+
+
+def copied():
+    """Of a model with experts, checkpointing and tiles, and of its copies: what is wrong."""
+    sp, wrong = make(size=1, mlp_tiles="auto", loss_tiles=3), []
+    model = model_of("qwen3_moe").train()
+    model.gradient_checkpointing_enable()
+    model(IDS)  # in which transformers leaves hooks of its own
+    plain = state(model)
+    model.patch_attention(sp)
+    expected = model(**shard(sp)).loss
+    expected.backward()
+    with whole_sequences(model):
+        copies = [copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))]
+    for other in copies:
+        other.zero_grad()
+        loss = other(**shard(sp)).loss
+        loss.backward()
+        wrong += [] if torch.equal(loss, expected) and gap(gradients(other), gradients(model)) == 0 else ["copy"]
+        with pytest.raises(ds_seqpar.SeqParError, match="position_ids"):  # sharded, though made in whole_sequences
+            other(**shard(sp) | {"position_ids": IDS + 1})
+    for other in (*copies, model):
+        wrong += [] if sp.keeps_masks else ["masks"]
+        other.unpatch_attention()
+        wrong += [] if state(other) == plain else ["unpatched"]
+    gc.collect()  # the copy of which the second is a copy
+    return wrong, sp.keeps_masks
+
+
+def test_copies_are_patched_and_unpatched_by_themselves():
+    assert on_ranks(1, copied) == [([], False)]
+
+
+# --- another head
+
+
+def new_head(model):
+    model.lm_head = torch.nn.Linear(64, 64, bias=False)
+    return model
+
+
+def merged(model):
+    model = with_lora(model, "lm_head", "q_proj").merge_and_unload()
+    return model.requires_grad_()
+
+
+def merged_after(model):
+    """Adapters that were there when the model was patched."""
+    sp = model.unpatch_attention() and make(size=1, **TILES)
+    model = patch_attention(with_lora(model, "lm_head", "q_proj"), sp)
+    model(**shard(sp)).loss.backward()
+    return model.merge_and_unload().requires_grad_()
+
+
+HEADS = {
+    "resized": lambda model: model.resize_token_embeddings(70) and model,
+    "smaller": lambda model: model.resize_token_embeddings(30) and model,
+    "new": new_head,
+    "lora": lambda model: with_lora(model, "lm_head", "gate_proj"),
+    "merged": merged,
+    "merged after": merged_after,
+}
+
+
+def heads():
+    """By change: (gap of gradients, and difference of losses, to the model without tiles, whether unpatching left
+    nothing)."""
+    found = {}
+    for name, change in HEADS.items():
+        sp = make(size=1, **TILES)
+        torch.manual_seed(5)
+        model = change(small().patch_attention(sp))
+        loss = model(**shard(sp)).loss
+        loss.backward()
+        mine, inner = gradients(model), model.get_base_model() if name == "lora" else model
+        inner.unpatch_attention()
+        model.zero_grad()
+        expected = model(IDS, labels=IDS).loss
+        expected.backward()
+        left = [sorted(set(vars(m)) & {"forward", "_z3_leaf", "_sequence_parallel_tiling"}) for m in model.modules()]
+        found[name] = gap(mine, gradients(model)), float((loss - expected).abs()), not any(left)
+    return found
+
+
+def test_tiles_take_the_head_that_the_model_has():
+    (found,) = on_ranks(1, heads)
+    for name, (difference, loss, unpatched) in found.items():
+        assert difference < 1e-5, name
+        assert loss < 1e-5, name
+        assert unpatched, name
+
+
+# --- backward
+
+
+def checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # torch's reentrant checkpoint has no gradients otherwise
+    return model.train()
+
+
+def backwards():
+    """By how layers are checkpointed and tiled: gaps of gradients where backward runs in another context than forward,
+    and what is said where the model was unpatched between them."""
+    found, plain = {}, small().train()
+    plain(IDS, labels=IDS).loss.backward()
+    for tiles in ({}, TILES):
+        sp = make(size=1, **tiles)
+        for reentrant in (False, True):
+            model = checkpointed(small().patch_attention(sp), reentrant)
+            with whole_sequences(model):
+                loss = model(IDS, labels=IDS).loss
+            (1 * loss).backward()
+            gaps = [gap(gradients(model), gradients(plain))]
+            model.zero_grad()
+            loss = model(**shard(sp)).loss
+            with whole_sequences(model):
+                model.generate(IDS, **HOW)
+                loss.backward()
+            gaps.append(gap(gradients(model), gradients(plain)))
+            loss = model(**shard(sp)).loss
+            model.unpatch_attention()
+            found[bool(tiles), reentrant] = max(gaps), refusal(loss.backward)
+    return found
+
+
+def test_backward_is_of_the_forward_that_was():
+    (found,) = on_ranks(1, backwards)
+    assert len(found) == 4
+    for how, (difference, (kind, message)) in found.items():
+        assert difference < 1e-5, how
+        assert kind == "ConfigError"
+        assert "unpatch_attention after backward" in message
+        assert is_one_sentence(message)
+
+
+# --- inputs that are none, on the second of two ranks and on the only one
+
+INPUTS = {
+    "a list": ("input_ids", torch.Tensor.tolist, "list"),
+    "numpy": ("input_ids", lambda x: x.numpy(), "ndarray"),
+    "floats": ("input_ids", lambda x: x.float(), "float32"),
+    "one dim": ("input_ids", lambda x: x[0], "(24,)"),
+    "no rows": ("input_ids", lambda x: x[:0], "(0, 24)"),
+    "no ids": ("input_ids", lambda x: None, "neither"),
+    "both": ("inputs_embeds", lambda x: torch.zeros(2, 24, 64), "both"),
+    "positions": ("position_ids", lambda x: x.tolist(), "list"),
+    "a mask": ("attention_mask", lambda x: [[1] * 24], "list"),
+    "labels": ("shift_labels", lambda x: x[:, 1:], "(2, 23)"),
+}
+
+
+def wrong_inputs():
+    """By input: what is said of it, and at the end the loss of a good batch."""
+    alone = torch.distributed.get_world_size() == 1
+    sp, said = make(size=torch.distributed.get_world_size()), {}
+    model, ids = small().patch_attention(sp), torch.arange(48 // (2 if alone else 1)).repeat(2, 1)
+    good = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
+    for name, (key, change, _) in INPUTS.items():
+        wrong = {**good, key: change(good.get(key))} if sp.rank == sp.size - 1 else good
+        if alone and key != "shift_labels":
+            del wrong["shift_labels"]  # a forward of the plain model
+        said[name] = refusal(model, **wrong)
+    return said, model(**good).loss.item()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_inputs_that_are_none_are_refused_on_all_ranks(world):
+    for rank, (said, loss) in enumerate(on_ranks(world, wrong_inputs)):
+        assert loss > 0
+        for name, (_, _, word) in INPUTS.items():
+            kind, message = said[name]
+            assert kind == ("InputError" if rank == world - 1 else "DisagreementError"), name
+            assert word in message, name
+            assert is_one_sentence(message), name
+
+
+# --- torch's own checkpoint inside of ours
+
+
+def inside():
+    """By way: gaps of gradients of functions that are checkpointed inside checkpointed ones."""
+    found = {}
+    for settings_of in ({}, {"head_stages": 2}, {"offload_checkpoints": True}):
+        sp = make(size=2, ulysses=2, **settings_of)
+        torch.manual_seed(sp.rank)
+        given = [torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        expected = None
+        for ours, theirs in ((None, None), *itertools.product((False, True), repeat=2)):
+            run = layers_of(sp, ours, theirs)
+            run(*given).square().sum().backward()
+            found_now = torch.stack([x.grad for x in given])
+            expected = found_now if expected is None else expected
+            found[str(settings_of), ours, theirs] = float((found_now - expected).abs().max())
+            for x in given:
+                x.grad = None
+    return found
+
+
+def layers_of(sp, ours, theirs):
+    def inner(q, k, v):
+        return sp.attention(2 * q, k, v).sin()
+
+    def outer(q, k, v):
+        if theirs is None:
+            return inner(inner(q, k, v).cos(), k, v)
+        first = checkpoint(inner, q, k, v, use_reentrant=theirs)
+        return checkpoint(inner, first.cos(), k, v, use_reentrant=theirs)
+
+    return outer if ours is None else lambda *given: sp.checkpoint(outer, *given, use_reentrant=ours)
+
+
+def test_a_checkpoint_of_torchs_inside_of_ours():
+    for found in on_ranks(2, inside):
+        assert len(found) == 3 * 5
+        assert max(found.values()) < 1e-12
