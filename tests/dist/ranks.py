@@ -8,6 +8,7 @@ from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planning.masks import CAUSAL
 from ds_seqpar.planning.recipes import shape_of
 from tests import oracle
+from tests.words import missing
 
 SECONDS = 60  # for ranks that should be told of a mistake: one that takes longer hangs
 WRONG = 1  # the rank that is given something else than the others
@@ -79,7 +80,7 @@ def assert_all_refused(table, results):
             wanted, *words = expected.get(rank, expected.get("others"))
             assert kind == wanted, (name, rank, kind, message)
             assert is_one_sentence(message), (name, rank, message)
-            assert [word for word in words if word not in message] == [], (name, rank, message)
+            assert missing(message, *words) == [], (name, rank, message)
             assert received == 0, (name, rank)
     assert max(error for _, error in results) < 1e-10
 

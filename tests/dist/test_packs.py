@@ -25,6 +25,7 @@ from tests.dist.ranks import (
 from tests.grids import cover, whole
 from tests.hf.llama import small
 from tests.launch import on_ranks
+from tests.words import missing
 
 IGNORE = -100
 HEADS = (6, 2)  # which 4 members do not divide
@@ -545,4 +546,4 @@ def test_a_patched_model_refuses_a_placement_that_is_not_its_batchs():
             wanted, *words = expected.get(rank, expected.get("others"))
             assert kind == wanted, (name, rank, kind, message)
             assert is_one_sentence(message), (name, message)
-            assert [word for word in words if word not in message] == [], (name, rank, message)
+            assert missing(message, *words) == [], (name, rank, message)

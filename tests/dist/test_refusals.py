@@ -24,6 +24,7 @@ from tests.dist.ranks import (
     try_all,
 )
 from tests.launch import on_ranks
+from tests.words import missing
 
 
 def attention(sp, tokens=4, heads=(4, 2), batch=1, dtype=torch.float64, grad=True, change=None, **options):
@@ -294,7 +295,7 @@ def test_words_that_do_not_exist(section, words):
     kind, message = refusal(SequenceParallelConfig.from_dict, section)
     assert kind == "ConfigError"
     assert is_one_sentence(message)
-    assert all(word in message for word in words)
+    assert missing(message, *words) == []
 
 
 def not_initialised():

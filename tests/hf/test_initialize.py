@@ -65,24 +65,27 @@ def refusals(cases):
 
 MISSPELT = ("sequence_paralel", "SequenceParallel", "sequence-parallel", "seq_parallel", "sequence_parallelism", "sp")
 REFUSED_JSON = {
-    **{key: ({**without("sequence_parallel"), key: SECTION}, f'got "{key}", rename') for key in MISSPELT},
-    "beside": (good(sequence_paralel={"size": 2}), 'got "sequence_paralel", rename'),
+    **{key: ({**without("sequence_parallel"), key: SECTION}, (f'got "{key}"', "rename")) for key in MISSPELT},
+    "beside": (good(sequence_paralel={"size": 2}), ('got "sequence_paralel"', "rename")),
     "inside": (
         {**without("sequence_parallel"), "zero_optimization": {"stage": 2, "sequence_parallel": SECTION}},
-        'inside "zero_optimization"',
+        ('inside "zero_optimization"', "sequence_parallel"),
     ),
-    "own accumulation": (good(managed_gradient_accumulation=False), 'not set "managed_gradient_accumulation"'),
-    "sum": (good(gradient_allreduce_op="sum"), 'not set "gradient_allreduce_op"'),
+    "own accumulation": (good(managed_gradient_accumulation=False), ('not set "managed_gradient_accumulation"',)),
+    "sum": (good(gradient_allreduce_op="sum"), ('not set "gradient_allreduce_op"',)),
     "zenflow": (
         good(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
-        'not set "zero_optimization.zenflow"',
+        ('not set "zero_optimization.zenflow"',),
     ),
-    "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), 'not set "expert_parallel"'),
-    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), 'not set "tensor_parallel"'),
-    "auto batch": (good(train_micro_batch_size_per_gpu="auto"), '"auto" for train_micro_batch_size_per_gpu'),
+    "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), ('not set "expert_parallel"',)),
+    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), ('not set "tensor_parallel"',)),
+    "auto batch": (
+        good(train_micro_batch_size_per_gpu="auto"),
+        ('"auto" for train_micro_batch_size_per_gpu', "Trainer"),
+    ),
     "auto others": (
         good(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer={"type": "SGD", "params": {"lr": "auto"}}),
-        '"auto" for gradient_clipping, optimizer.params.lr, bf16.enabled',
+        ('"auto" for gradient_clipping', "optimizer.params.lr", "bf16.enabled", "Trainer"),
     ),
 }
 
@@ -95,7 +98,7 @@ def test_a_json_that_means_something_else():
     """A misspelt section was passed over in silence; "auto" in bf16 trained in fp32; accumulation of one's own took a
     step for every micro-batch."""
     for name, (_, message) in all_refused(refused_json).items():
-        assert REFUSED_JSON[name][1] in message, (name, message)
+        assert missing(message, *REFUSED_JSON[name][1]) == [], (name, message)
 
 
 def refused_files(paths):
@@ -147,17 +150,17 @@ def test_a_json_without_the_section_takes_the_sp_that_is_given():
 # --- arguments
 
 REFUSED_ARGUMENTS = {
-    "mesh_param": ({"mesh_param": (2, 2)}, "no mesh_param,"),
-    "mpu": ({"mpu": "mpu"}, "no mpu,"),
-    "collate_fn": ({"collate_fn": list}, "no collate_fn,"),
-    "typo": ({"optimiser": None}, "no argument 'optimiser' (did you mean 'optimizer'?)"),
-    "unknown": ({"zzz": None}, "no argument 'zzz';"),
+    "mesh_param": ({"mesh_param": (2, 2)}, ("no mesh_param",)),
+    "mpu": ({"mpu": "mpu"}, ("no mpu",)),
+    "collate_fn": ({"collate_fn": list}, ("no collate_fn",)),
+    "typo": ({"optimiser": None}, ("argument 'optimiser'", "'optimizer'")),
+    "unknown": ({"zzz": None}, ("argument 'zzz'",)),
     "two configurations": (
         {"args": argparse.Namespace(deepspeed_config="ds.json")},
-        "got config and args.deepspeed_config",
+        ("one", "config and args.deepspeed_config"),
     ),
-    "config_params too": ({"config_params": {}}, "got config and config_params"),
-    "prompt tuning": (lambda: {"model": prompt_tuned()}, "prompt learning"),
+    "config_params too": ({"config_params": {}}, ("one", "config and config_params")),
+    "prompt tuning": (lambda: {"model": prompt_tuned()}, ("prompt learning", "LoRA")),
 }
 
 
@@ -168,7 +171,7 @@ def refused_arguments():
 def test_arguments_that_are_not_known_to_be_right():
     """mesh_param went on to DeepSpeed: gradients of norm 2.03 and 1.98 on different ranks for 0.708."""
     for name, (_, message) in all_refused(refused_arguments).items():
-        assert REFUSED_ARGUMENTS[name][1] in message, (name, message)
+        assert missing(message, *REFUSED_ARGUMENTS[name][1]) == [], (name, message)
 
 
 def every_argument():
