@@ -1,0 +1,54 @@
+"""What DeepSpeed itself refuses in its JSON, found before anything is launched. DeepSpeed's own configuration class
+decides; what it says becomes one sentence, with the key and its value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION
+from .errors import ConfigError
+from .files import Given, ask
+from .planning.needs import Zero
+
+SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16")  # which must be objects
+
+
+def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
+    """source: the file that the content is from, where it is from one. "auto" is left to who fills it in. Raises
+    ConfigError for what DeepSpeed refuses, and for texts in place of numbers and of true or false: "false" is false for
+    DeepSpeed and true for transformers."""
+    place = f"{KIND} {source}" if isinstance(source, str | Path) else KIND
+    for key in SECTIONS:
+        section = Given(place, content.get(key, {}), key)
+        if not isinstance(section.value, Mapping):
+            raise section.wrong("an object")
+        if section.value.get("enabled", "auto") != "auto":
+            section.inner("enabled", section.value["enabled"]).flag()
+    for key in BATCH_SIZES:
+        if content.get(key, "auto") not in (None, "auto"):
+            Given(place, content[key], key).count()
+    try:
+        Zero.of(content.get("zero_optimization", {}))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    ask("DeepSpeed", place, content, _settled)
+
+
+def _settled(content: dict[str, Any]) -> Any:
+    """What DeepSpeed makes of a configuration. Without batch sizes, which go with a number of ranks, and without the
+    keys that are refused with sequence parallelism anyway."""
+    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: only who has a configuration waits for it
+
+    ours = (SECTION, *REFUSED, *BATCH_SIZES)
+    settings = {key: value for key, value in _without_auto(content).items() if key not in ours}
+    return DeepSpeedConfig({**settings, "train_batch_size": 1})
+
+
+def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in content.items()
+        if value != "auto"
+    }
