@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
-    """What a JSON text says. place: where the text is from; or_text: what is no JSON is a text. Raises ConfigError for a
+    """What a JSON text says. place: where it is from; or_text: what is no JSON is a text. Raises ConfigError for a
     text that is not valid JSON, and for one that has a key twice in an object, a number that is not finite or has more
     than 64 bits, or more than `DEEPEST` objects and lists inside one another."""
     too_deep = f"{kind} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
@@ -122,10 +123,10 @@ def _takes(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> bo
 
 
 def _said(error: Exception) -> str:
-    """In one line, without the title and the address that pydantic puts around it."""
+    """Its first sentence, without the title and the address that pydantic puts around it."""
     details = getattr(error, "errors", None)
-    text = details()[0]["msg"] if callable(details) else str(error)
-    return " ".join(text.split())[:LONGEST]
+    text = " ".join((details()[0]["msg"] if callable(details) else str(error)).split())
+    return re.split(r"[.!?]\s+(?=[A-Z])", text)[0][:LONGEST]
 
 
 @contextlib.contextmanager

@@ -47,5 +47,6 @@ def fuzz(strategy, count, try_one, record_property):
 
     each()
     record_property("cases", "; ".join(f"{number} {name}" for name, number in sorted(counts.items())))
-    replay = 'python -m tests.fuzz attention|virtual|batches "{...}" replays one; those that end alike are shown once'
+    kinds = "attention|virtual|batches|commands"
+    replay = f'python -m tests.fuzz {kinds} "{{...}}" replays one; those that end alike are shown once'
     assert not failures, "\n\n".join([replay, *failures.values()])

@@ -1,0 +1,11 @@
+"""Drawn command lines with drawn files: an answer, or one sentence and code 2; no traceback, no hang, little memory."""
+
+import pytest
+
+from tests.fuzz import commands, shell
+from tests.fuzz.run import fuzz
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.whole)])
+def test_commands(count, record_property):
+    fuzz(commands.cases(), count, shell.try_one, record_property)
