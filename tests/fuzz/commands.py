@@ -8,9 +8,8 @@ N letters, and a lone surrogate for a byte that is no UTF-8.
 
 import copy
 import json
+import random
 import re
-
-from hypothesis import strategies as st
 
 from ds_seqpar.planning.layout import NAMED
 from ds_seqpar.planning.machine import presets
@@ -23,8 +22,8 @@ HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000") if HUGE_SIZ
 # as they stand in a JSON file
 ODD = (
     "null", "true", "false", "0", "-1", "-4", "1", "2", "3", "9", "1.5", "NaN", "Infinity", "-Infinity", "1e308",
-    "1e-308", "1e999", "5e-324", '""', '"auto"', '"false"', '"3"', '"x"', '"\\ud800"', "[]", "{}", "[1]", '{"a": 1}', "[null]",
-    '{"enabled": "yes"}', '{"": {}}', "<<digits:19>>", "-<<digits:19>>", "<<digits:400>>", "<<digits:5000>>",
+    "1e-308", "1e999", "5e-324", '""', '"auto"', '"false"', '"3"', '"x"', '"\\ud800"', "[]", "{}", "[1]", '{"a": 1}',
+    "[null]", '{"enabled": "yes"}', '{"": {}}', "<<digits:19>>", "-<<digits:19>>", "<<digits:400>>", "<<digits:5000>>",
     "<<deep:31>>", "<<deep:500>>", "<<deep:100000>>", '"<<long:100000>>"', *HUGE,
 )  # fmt: skip
 # whole files; None: a folder, "missing": none
@@ -37,6 +36,8 @@ NUMBERS = ("0", "-1", "1", "3", "many", "", " ", "1.5", "1e3", "NaN", "inf", "٣
            "<<digits:400>>", "<<digits:5000>>", *HUGE)  # fmt: skip
 OUTPUTS = ("out.png", "out.svg", "out.pgf", "out.xyz", "out", "", "missing/out.png", "folder", "folder/", "/dev/full",
            "<<long:300>>.png", "é.png", "\udcff.png", "a\nb.png")  # fmt: skip
+DOCUMENTS = ("1024 3072", "4096\n", "1 2 3", "2048\n" * 8, "٣ 5", "0", "-1", "1.5", "", "x", "\udcff", "<<digits:5000>>",
+             "<<digits:400>>", "<<digits:1000000>>", "<<long:5000000>>", "<<digits:19>> 1", None)  # fmt: skip
 WORDS = ("auto", "zigzag", "Zigzag", "ring", "kv", "q", "", "x", *SCHEDULES, *NAMED)
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2,
@@ -74,11 +75,13 @@ EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "window", 
          "machine", "zero_optimization", "bf16", "amp", "torch_autocast", "checkpoint", "compile", "flops_profiler", "",
          "communication_data_type", "comms_logger", "elasticity", "hidden_act", "layer_types", "id2label",
          "_name_or_path", "auto_map", "attn_implementation", "quantization_config", "self", "per_node")  # fmt: skip
-SETS = ("size=2", "ulysses=2", "ulysses=16", "size=3", "zero_optimization.stage=9", "zero_optimization.stage=1",
-        "bf16=3", "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true",
-        "train_micro_batch_size_per_gpu=-4", "a.b.c=1", "zero_optimization.offload_optimizer.device=cpu", "zero_optimization.stage.x=1", "seq_len=<<digits:5000>>",
-        "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "layout=zigzag", "loss_tiles=4", "head_stages=auto",
-        "sequence_parallel.size=2", "machine=m.json", "window=0", "placement=[]")  # fmt: skip
+SETS = (
+    "size=2", "ulysses=2", "ulysses=16", "size=3", "layout=zigzag", "loss_tiles=4", "head_stages=auto", "window=0",
+    "sequence_parallel.size=2", "machine=m.json", "placement=[]", "seq_len=<<digits:5000>>", "size=<<deep:100000>>",
+    "size=NaN", "=", "x", ".=1", "..", "bf16=3", "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true",
+    "zero_optimization.stage=9", "zero_optimization.stage=1", "zero_optimization.stage.x=1", "a.b.c=1",
+    "zero_optimization.offload_optimizer.device=cpu", "train_micro_batch_size_per_gpu=-4",
+)  # fmt: skip
 
 
 def expanded(text):
@@ -95,20 +98,19 @@ def places(content, place=()):
         yield from places(value, (*place, key))
 
 
-@st.composite
-def texts(draw, good):
-    """A JSON file's text: of a good content, with up to two values exchanged, or no such file at all."""
-    if draw(st.integers(0, 9)) == 0:
-        return draw(st.sampled_from(WRONG_FILES))
+def text_of(draw, good):
+    """A JSON file's text: of a good content, with up to two values exchanged, or of no such file at all."""
+    if draw.random() < 0.08:
+        return draw.choice(WRONG_FILES)
     content, exchanged = copy.deepcopy(good), {}
-    for number in range(draw(st.sampled_from((0, 1, 1, 1, 2)))):
-        *outer, key = draw(st.sampled_from(list(places(content))))
+    for number in range(draw.choice((0, 0, 1, 1, 2))):
+        *outer, key = draw.choice(list(places(content)))
         inside = content
         for name in outer:
             inside = inside[name]
         if isinstance(inside, dict):
-            key = draw(st.sampled_from((key, key, key, draw(st.sampled_from(EXTRA)))))
-        inside[key], exchanged[f'"@{number}@"'] = f"@{number}@", draw(st.sampled_from(ODD))
+            key = draw.choice((key, key, key, draw.choice(EXTRA)))
+        inside[key], exchanged[f'"@{number}@"'] = f"@{number}@", draw.choice(ODD)
     text = json.dumps(content)
     for mark, odd in exchanged.items():
         text = text.replace(mark, odd)
@@ -116,28 +118,26 @@ def texts(draw, good):
 
 
 class Drawing:
-    """A case that is being drawn."""
+    """A case that is being drawn, always the same of a seed."""
 
-    def __init__(self, draw):
-        self.draw, self.words, self.files, self.env = draw, [], {"folder": None}, {}
+    def __init__(self, seed):
+        self.draw, self.words, self.files, self.env = random.Random(seed), [], {"folder": None}, {}
 
-    def often(self, one_in=8):
-        return self.draw(st.integers(1, one_in)) > 1
+    def by(self, chance):
+        return self.draw.random() < chance
 
     def pick(self, *values):
-        return self.draw(st.sampled_from(values))
+        return self.draw.choice(values)
 
-    def option(self, name, *values, odd=(), seldom=False):
-        """At times left out; seldom: mostly. With one of the values, or at times of the odd ones."""
-        if self.often(3 if seldom else 30) != seldom:
-            self.words += [
-                name,
-                *([self.pick(*values) if self.often() or not odd else self.pick(*odd)] if values else []),
-            ]
+    def option(self, name, *values, odd=(), chance=0.97):
+        """By chance, with one of the values; now and then with an odd one."""
+        if self.by(chance):
+            self.words.append(name)
+            self.words += [self.pick(*(odd if odd and self.by(0.07) else values))] if values else []
 
     def file(self, name, good):
         """Draws a file, and returns what a command is to call it."""
-        text = self.draw(texts(good))
+        text = text_of(self.draw, good)
         if text != "missing":
             self.files[name] = text
         return name
@@ -148,82 +148,76 @@ class Drawing:
         self.option("--model", folder, folder, file, odd=("", "nowhere", "folder", "<<long:300>>", "/dev/null"))
 
     def settings(self):
-        if self.often(2) or not self.often(3):
+        if self.by(0.6):
             self.words += ["--config", self.file("ds.json", self.pick(*DEEPSPEED))]
         for _ in range(self.pick(0, 0, 0, 1, 2)):
             self.words += ["--set", self.pick(*SETS)]
-        self.option("--no-checkpointing", seldom=True)
-        self.option("--json", seldom=True)
-        self.option("--png", *OUTPUTS, seldom=not self.often(3))
+        self.option("--no-checkpointing", chance=0.2)
+        self.option("--json", chance=0.3)
+        self.option("--png", *OUTPUTS, chance=0.15)
 
 
 def memory(its):
     its.model()
     its.option("--seq-len", "512", "4096", "1000", odd=NUMBERS)
-    its.option("--ranks", "1", "4", "8", "6", odd=NUMBERS)
+    its.option("--ranks", "4", "8", "16", "6", odd=NUMBERS)
     its.settings()
 
 
 def plan(its):
     its.model()
     its.option("--seq-len", "4096", "16384", odd=NUMBERS)
-    its.option("--nodes", "1", "2", odd=NUMBERS)
-    its.option("--gpus-per-node", "1", "2", "4", odd=NUMBERS)
-    its.option(
-        "--machine", "h100-ib", its.file("m.json", presets()["h100-ib"]), odd=("x", "", "folder", "nowhere.json")
-    )
-    its.option("--memory", "80", "0.5", odd=(*NUMBERS, "1e308", "1e-308", "nan"), seldom=True)
-    its.option("--sequences", "8", odd=NUMBERS, seldom=True)
-    its.option("--window", "512", odd=NUMBERS, seldom=True)
-    if not its.often(4):
-        its.files["docs"] = its.pick(
-            "1024 3072", "4096\n", "1 2 3", "٣ 5", "0", "-1", "1.5", "", "x", "\udcff", "<<digits:5000>>",
-            "<<digits:400>>", "<<digits:1000000>>", "<<long:5000000>>", "<<digits:19>> 1", None,
-        )  # fmt: skip
-        its.words += ["--documents", its.pick("docs", "docs", "nowhere", "")]
+    its.option("--nodes", "1", "2", odd=NUMBERS, chance=0.5)
+    its.option("--gpus-per-node", "4", "2", "8", "1", odd=NUMBERS)
+    machine = its.file("m.json", presets()["h100-ib"])
+    its.option("--machine", "h100-ib", machine, machine, odd=("x", "", "folder", "nowhere.json"))
+    its.option("--memory", "80", "0.5", odd=(*NUMBERS, "1e308", "1e-308", "nan"), chance=0.3)
+    its.option("--sequences", "8", odd=NUMBERS, chance=0.3)
+    its.option("--window", "512", odd=NUMBERS, chance=0.2)
+    if its.by(0.3):
+        its.files["docs"] = its.pick(*DOCUMENTS)
+        its.words += ["--documents", its.pick("docs", "docs", "docs", "nowhere", "")]
     its.settings()
-    its.option("--perfetto", *OUTPUTS, seldom=True)
+    its.option("--perfetto", *OUTPUTS, chance=0.15)
 
 
 def show(its):
     its.option("--size", "4", "8", "6", "16", "1", odd=NUMBERS)
-    its.option("--ulysses", "1", "2", odd=NUMBERS, seldom=True)
+    its.option("--ulysses", "1", "2", odd=NUMBERS, chance=0.3)
     its.option("--schedule", *SCHEDULES, odd=WORDS)
-    its.option("--layout", *NAMED, odd=WORDS, seldom=True)
+    its.option("--layout", *NAMED, odd=WORDS, chance=0.2)
     for name in ("--window", "--rows", "--cols", "--team", "--strips"):
-        its.option(name, "2", "1", "4", odd=NUMBERS, seldom=not its.often(6))
-    for name in ("--forward", "--backward", "--travel-dtype", "--placement", "--mesh"):
-        its.option(name, *WORDS, "bf16", "2,2", "2 2", seldom=not its.often(6))
-    if not its.often(4):
-        its.words += ["--heads", its.pick("8", "32", *NUMBERS), its.pick("8", "2", *NUMBERS)]
-    its.option("--overlap", seldom=True)
-    its.option("--full", seldom=True)
-    its.option("--program", "0", "1", odd=NUMBERS, seldom=True)
-    its.option("--seq", "64", "256", odd=NUMBERS, seldom=True)
-    its.option("--direction", "forward", "both", odd=WORDS, seldom=True)
-    its.option("--png", *OUTPUTS, seldom=not its.often(3))
-    its.option("--trace", *OUTPUTS, seldom=True)
+        its.option(name, "2", "1", "4", odd=NUMBERS, chance=0.06)
+    for name in ("--forward", "--backward", "--travel-dtype", "--placement"):
+        its.option(name, *WORDS, "bf16", "ulysses_intra", chance=0.07)
+    for name, count in (("--heads", 2), ("--mesh", 3)):
+        if its.by(0.15):
+            its.words += [name, *(its.pick("2", "8", "1", *NUMBERS) for _ in range(count))]
+    its.option("--overlap", chance=0.3)
+    its.option("--full", chance=0.3)
+    its.option("--program", "0", "1", odd=NUMBERS, chance=0.3)
+    its.option("--seq", "64", "256", odd=NUMBERS, chance=0.3)
+    its.option("--direction", "forward", "both", odd=WORDS, chance=0.3)
+    its.option("--png", *OUTPUTS, chance=0.15)
+    its.option("--trace", *OUTPUTS, chance=0.15)
 
 
 def calibrate(its):
-    its.option("-o", *OUTPUTS, seldom=True)
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
-    its.env = {name: value for name, value in launched.items() if its.often(4)}
-    if its.env and its.often(2):
-        its.env[its.pick(*sorted(its.env))] = its.pick("", "x", "-1", "<<digits:5000>>")
+    its.option("-o", *OUTPUTS, chance=0.5)
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    its.env = {name: value for name, value in launched.items() if its.by(0.9)}
+    if its.env and its.by(0.5):
+        its.env[its.pick(*its.env)] = its.pick("", "x", "-1", "0", "<<digits:5000>>")
 
 
 COMMANDS = {"memory": memory, "plan": plan, "show": show, "calibrate": calibrate}
 
 
-@st.composite
-def cases(draw):
-    its = Drawing(draw)
-    name = its.pick("memory", "memory", "memory", "plan", "plan", "show", "show", "calibrate")
+def case(seed):
+    its = Drawing(seed)
+    name = its.pick(*["memory", "plan"] * 8, *["show"] * 5, "calibrate")
     COMMANDS[name](its)
     words = [name, *its.words]
-    if not its.often(20):
-        words.insert(
-            its.pick(0, 1, len(words)), its.pick("--nothing", "-x", "nothing", "--", "--help", "--local_rank=x", "")
-        )
+    if its.by(0.03):
+        words.insert(its.pick(0, 1, len(words)), its.pick("--nothing", "-x", "nothing", "--", "--help", ""))
     return {"words": words, "env": its.env, "files": its.files}
