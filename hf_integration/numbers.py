@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +28,9 @@ WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 def numbers_of(place: str) -> Model:
     """From a folder with a config.json, or that file. Raises ConfigError, also for what transformers cannot make a
     model of."""
-    file = Path(place)
-    if not file.exists():
+    if not os.path.exists(place):
         raise ConfigError(f"--model must be the folder of a model, or its config.json; there is no {place}")
-    if file.is_dir():
-        file = file / "config.json"
+    file = os.path.join(place, "config.json") if os.path.isdir(place) else place
     content = read_json(file, "--model must be the folder of a model, or its config.json; that")
     where = f"the model's configuration {file}"
     kind = Given(where, content.get("model_type"), "model_type")

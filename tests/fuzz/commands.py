@@ -36,8 +36,9 @@ NUMBERS = ("0", "-1", "1", "3", "many", "", " ", "1.5", "1e3", "NaN", "inf", "٣
            "<<digits:400>>", "<<digits:5000>>", *HUGE)  # fmt: skip
 OUTPUTS = ("out.png", "out.svg", "out.pgf", "out.xyz", "out", "", "missing/out.png", "folder", "folder/", "/dev/full",
            "<<long:300>>.png", "é.png", "\udcff.png", "a\nb.png")  # fmt: skip
-DOCUMENTS = ("1024 3072", "4096\n", "1 2 3", "2048\n" * 8, "٣ 5", "0", "-1", "1.5", "", "x", "\udcff", "<<digits:5000>>",
-             "<<digits:400>>", "<<digits:1000000>>", "<<long:5000000>>", "<<digits:19>> 1", None)  # fmt: skip
+DOCUMENTS = ("1024 3072", "4096\n", "1 2 3", "2048\n" * 8, "٣ 5", "0", "-1", "1.5", "", "x", "\udcff",
+             "<<digits:5000>>", "<<digits:400>>", "<<digits:1000000>>", "<<long:5000000>>", "<<digits:19>> 1",
+             None)  # fmt: skip
 WORDS = ("auto", "zigzag", "Zigzag", "ring", "kv", "q", "", "x", *SCHEDULES, *NAMED)
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2,
@@ -75,12 +76,14 @@ EXTRA = ("stage", "enabled", "size", "ulysses", "schedule", "layout", "window", 
          "machine", "zero_optimization", "bf16", "amp", "torch_autocast", "checkpoint", "compile", "flops_profiler", "",
          "communication_data_type", "comms_logger", "elasticity", "hidden_act", "layer_types", "id2label",
          "_name_or_path", "auto_map", "attn_implementation", "quantization_config", "self", "per_node")  # fmt: skip
+GOOD_SETS = 5  # of these, from the first on
 SETS = (
-    "size=2", "ulysses=2", "ulysses=16", "size=3", "layout=zigzag", "loss_tiles=4", "head_stages=auto", "window=0",
-    "sequence_parallel.size=2", "machine=m.json", "placement=[]", "seq_len=<<digits:5000>>", "size=<<deep:100000>>",
-    "size=NaN", "=", "x", ".=1", "..", "bf16=3", "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true",
-    "zero_optimization.stage=9", "zero_optimization.stage=1", "zero_optimization.stage.x=1", "a.b.c=1",
-    "zero_optimization.offload_optimizer.device=cpu", "train_micro_batch_size_per_gpu=-4",
+    "size=2", "bf16.enabled=true", "zero_optimization.stage=2", "loss_tiles=4", "ulysses=2", "ulysses=16", "size=3",
+    "layout=zigzag", "head_stages=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "placement=[]",
+    "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3", "bf16.enabled=false",
+    'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9", "zero_optimization.stage=1",
+    "zero_optimization.stage.x=1", "zero_optimization.offload_optimizer.device=cpu", "a.b.c=1",
+    "train_micro_batch_size_per_gpu=-4",
 )  # fmt: skip
 
 
@@ -98,12 +101,12 @@ def places(content, place=()):
         yield from places(value, (*place, key))
 
 
-def text_of(draw, good):
-    """A JSON file's text: of a good content, with up to two values exchanged, or of no such file at all."""
+def spoilt_text(draw, good):
+    """A JSON file's text: of a good content with up to two values exchanged, or of no such file at all."""
     if draw.random() < 0.08:
         return draw.choice(WRONG_FILES)
     content, exchanged = copy.deepcopy(good), {}
-    for number in range(draw.choice((0, 0, 1, 1, 2))):
+    for number in range(draw.choice((0, 0, 0, 1, 1, 2))):
         *outer, key = draw.choice(list(places(content)))
         inside = content
         for name in outer:
@@ -118,10 +121,12 @@ def text_of(draw, good):
 
 
 class Drawing:
-    """A case that is being drawn, always the same of a seed."""
+    """A case that is being drawn, always the same of a seed. One in four is good by construction, as far as options
+    fit one another."""
 
     def __init__(self, seed):
         self.draw, self.words, self.files, self.env = random.Random(seed), [], {"folder": None}, {}
+        self.spoilt = self.by(0.75)
 
     def by(self, chance):
         return self.draw.random() < chance
@@ -130,28 +135,29 @@ class Drawing:
         return self.draw.choice(values)
 
     def option(self, name, *values, odd=(), chance=0.97):
-        """By chance, with one of the values; now and then with an odd one."""
-        if self.by(chance):
+        """By chance, with one of the values; in a spoilt case now and then with an odd one."""
+        if self.by(chance) or (chance > 0.9 and not self.spoilt):
             self.words.append(name)
-            self.words += [self.pick(*(odd if odd and self.by(0.07) else values))] if values else []
+            odd = odd if self.spoilt and self.by(0.07) else ()
+            self.words += [self.pick(*(odd or values))] if values else []
 
     def file(self, name, good):
         """Draws a file, and returns what a command is to call it."""
-        text = text_of(self.draw, good)
+        text = spoilt_text(self.draw, good) if self.spoilt else json.dumps(good)
         if text != "missing":
             self.files[name] = text
         return name
 
     def model(self):
         folder = self.pick("model", "model", "model", ".")
-        file = self.file(f"{folder}/config.json", self.pick(*MODELS[:1], *MODELS))
+        file = self.file(f"{folder}/config.json", self.pick(*MODELS[:1], *MODELS[: None if self.spoilt else 3]))
         self.option("--model", folder, folder, file, odd=("", "nowhere", "folder", "<<long:300>>", "/dev/null"))
 
     def settings(self):
         if self.by(0.6):
             self.words += ["--config", self.file("ds.json", self.pick(*DEEPSPEED))]
         for _ in range(self.pick(0, 0, 0, 1, 2)):
-            self.words += ["--set", self.pick(*SETS)]
+            self.words += ["--set", self.pick(*SETS[: None if self.spoilt else GOOD_SETS])]
         self.option("--no-checkpointing", chance=0.2)
         self.option("--json", chance=0.3)
         self.option("--png", *OUTPUTS, chance=0.15)
@@ -166,7 +172,7 @@ def memory(its):
 
 def plan(its):
     its.model()
-    its.option("--seq-len", "4096", "16384", odd=NUMBERS)
+    its.option("--seq-len", "4096", odd=(*NUMBERS, "16384"))
     its.option("--nodes", "1", "2", odd=NUMBERS, chance=0.5)
     its.option("--gpus-per-node", "4", "2", "8", "1", odd=NUMBERS)
     machine = its.file("m.json", presets()["h100-ib"])
@@ -175,8 +181,8 @@ def plan(its):
     its.option("--sequences", "8", odd=NUMBERS, chance=0.3)
     its.option("--window", "512", odd=NUMBERS, chance=0.2)
     if its.by(0.3):
-        its.files["docs"] = its.pick(*DOCUMENTS)
-        its.words += ["--documents", its.pick("docs", "docs", "docs", "nowhere", "")]
+        its.files["docs"] = its.pick(*DOCUMENTS[: None if its.spoilt else 1])
+        its.option("--documents", "docs", odd=("nowhere", ""), chance=1)
     its.settings()
     its.option("--perfetto", *OUTPUTS, chance=0.15)
 
@@ -218,6 +224,6 @@ def case(seed):
     name = its.pick(*["memory", "plan"] * 8, *["show"] * 5, "calibrate")
     COMMANDS[name](its)
     words = [name, *its.words]
-    if its.by(0.03):
+    if its.spoilt and its.by(0.03):
         words.insert(its.pick(0, 1, len(words)), its.pick("--nothing", "-x", "nothing", "--", "--help", ""))
     return {"words": words, "env": its.env, "files": its.files}
