@@ -80,8 +80,9 @@ GOOD_SETS = 5  # of these, from the first on
 SETS = (
     "size=2", "bf16.enabled=true", "zero_optimization.stage=2", "loss_tiles=4", "ulysses=2", "ulysses=16", "size=3",
     "layout=zigzag", "head_stages=auto", "window=0", "sequence_parallel.size=2", "machine=m.json", "placement=[]",
-    "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3", "bf16.enabled=false",
-    'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9", "zero_optimization.stage=1",
+    "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3",
+    "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9",
+    "zero_optimization.stage=1",
     "zero_optimization.stage.x=1", "zero_optimization.offload_optimizer.device=cpu", "a.b.c=1",
     "train_micro_batch_size_per_gpu=-4",
 )  # fmt: skip

@@ -28,19 +28,21 @@ def run(case):
             (path if text is None else path.parent).mkdir(parents=True, exist_ok=True)
             if text is not None:
                 path.write_bytes(expanded(text).encode("utf-8", "surrogateescape"))
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in outputs:
+            path.touch()
         process = context.Process(target=_process, args=(case["words"], case["env"], folder))
         process.start()
         process.join(2 * SECONDS)
         if process.is_alive():
             process.kill()
             process.join()
-        said = (Path(folder, name).read_text("utf-8", "backslashreplace") for name in ("stdout", "stderr"))
-        return process.exitcode, *said
+        return process.exitcode, *(path.read_text("utf-8", "backslashreplace") for path in outputs)
 
 
 def _process(words, env, folder):
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY), number)
         setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors=getattr(sys, name).errors))
     os.chdir(Path(folder, "work"))
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):

@@ -77,7 +77,7 @@ WRONG = [
     (("inside", "rate"), 0, "inside.rate must be a number from 1; got 0"),
     (("between", "latency"), -1, "between.latency must be a number from 0; got -1"),
     (("between",), 3, "between must be an object; got 3"),
-    (("uplink",), "fast", "uplink must be a number from 1; got \"fast\""),
+    (("uplink",), "fast", 'uplink must be a number from 1; got "fast"'),
     (("duplex",), 1, "duplex must be true or false; got 1"),
     (("spare",), 1, "spare must be a number of at most 0.99; got 1"),
     (("attention", "bfloat16", "forward", "full"), [], "bfloat16.forward.full must be a list of [tokens, flops/s]"),
