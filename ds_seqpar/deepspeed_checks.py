@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION
+from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, section_of
 from .errors import ConfigError
 from .files import Given, ask
 from .planning.needs import Zero
 
+OURS = {SECTION, *REFUSED, *BATCH_SIZES}
 SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16")  # which must be objects
 
 
@@ -19,6 +20,7 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
     """source: the file that the content is from, where it is from one. "auto" is left to who fills it in. Raises
     ConfigError for what DeepSpeed refuses, and for texts in place of numbers and of true or false: "false" is false for
     DeepSpeed and true for transformers."""
+    section_of(content)  # one that is misspelt, or stands inside another, is no key that DeepSpeed does not know
     place = f"{KIND} {source}" if isinstance(source, str | Path) else KIND
     for key in SECTIONS:
         section = Given(place, content.get(key, {}), key)
@@ -37,18 +39,16 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
 
 
 def _settled(content: dict[str, Any]) -> Any:
-    """What DeepSpeed makes of a configuration. Without batch sizes, which go with a number of ranks, and without the
-    keys that are refused with sequence parallelism anyway."""
+    """What DeepSpeed makes of a configuration. Batch sizes go with a number of ranks; they were checked above."""
     from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: only who has a configuration waits for it
 
-    ours = (SECTION, *REFUSED, *BATCH_SIZES)
-    settings = {key: value for key, value in _without_auto(content).items() if key not in ours}
-    return DeepSpeedConfig({**settings, "train_batch_size": 1})
+    return DeepSpeedConfig({**_theirs(content), "train_micro_batch_size_per_gpu": 1})
 
 
-def _without_auto(content: Mapping[str, Any]) -> dict[str, Any]:
+def _theirs(content: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Without "auto" and without what DeepSpeed is not given, or what is refused with sequence parallelism anyway."""
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: _theirs(value, f"{place}{key}.") if isinstance(value, Mapping) else value
         for key, value in content.items()
-        if value != "auto"
+        if value != "auto" and f"{place}{key}" not in OURS
     }
