@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 from . import calibrate, cpu_op, memory_command, plan_command
 from .config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import ConfigError, SeqParError
+from .files import LARGEST, shown
 from .planning.compile import Compiler, pattern_of, weight
 from .planning.draw import draw
 from .planning.heads import most
@@ -63,13 +65,25 @@ def main(argv: list[str] | None = None) -> int:
     plan_command.add_parser(commands)
     calibrate.add_parser(commands)
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in files may have what no terminal shows
     runs = {"memory": memory_command.run, "plan": plan_command.run, "calibrate": calibrate.run}
     try:
+        _check_numbers(args)
         {"show": _show, "prepare": _prepare, **runs}[args.command](args)
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a whole number of more than 64 bits: arithmetic with it may be without end."""
+    for name, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > LARGEST:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} must be a whole number of at most 64 bits; got {shown(number)}")
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -102,10 +116,10 @@ def _show(args: argparse.Namespace) -> None:
         if args.program is not None:
             compiler = Compiler(recipe, args.program)
             print(listing(compiler.bound(direction, mask, shards, shape, square=False)), end="\n\n")
-        if args.png and index == 0:
+        if args.png is not None and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")
-        if args.trace and index == 0:
+        if args.trace is not None and index == 0:
             timeline.save(args.trace)
             print(f"wrote {args.trace}\n")
 

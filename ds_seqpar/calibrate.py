@@ -13,9 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from .config import SequenceParallelConfig
-from .errors import ConfigError
+from .errors import ConfigError, as_error
 from .parallel import SequenceParallel
 from .planning.machine import machine_of
+from .running import groups
+from .running.agreement import agree
 from .running.calibration import Calibration, host_memory
 from .running.devices import set_device
 from .running.zero_costs import zero_costs
@@ -29,21 +31,53 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Collective over the ranks of a launcher. Raises ConfigError where nobody launched any."""
-    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]:
-        raise ConfigError(
-            f"calibrate runs on the ranks that are to train; {', '.join(missing)} is not set, start it with "
-            "`deepspeed --module ds_seqpar calibrate` or torchrun -m"
-        )
+    """Collective over the ranks of a launcher. Raises ConfigError where nobody launched any, and on all ranks where
+    the first one cannot write the file."""
+    _check_launcher()
     accelerator = set_device()
-    dist.init_process_group("gloo" if accelerator is None else None)
     try:
+        dist.init_process_group("gloo" if accelerator is None else None)
+    except (RuntimeError, ValueError) as error:
+        raise as_error("ranks could not meet to calibrate", error) from None
+    try:
+        first = dist.get_rank() == 0
+        agree(
+            groups.control_world(), "files", None, error=_file_error(args.output) if first else None, call="calibrate"
+        )
         found = calibrate()
-        if dist.get_rank() == 0:
-            Path(args.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if first:
+            _write(found, args.output)
             print(f"{table(found)}\n\nwrote {args.output}: python -m ds_seqpar plan --machine {args.output}")
     finally:
         dist.destroy_process_group()
+
+
+def _check_launcher() -> None:
+    start = "start it with `deepspeed --module ds_seqpar calibrate` or torchrun -m"
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(f"calibrate runs on the ranks that are to train; {', '.join(missing)} is not set, {start}")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ[name]).isdecimal() or len(value) > 9:
+            raise ConfigError(f"calibrate needs a whole number in {name}; got {value!r:.60}, {start}")
+    if not (rank := int(os.environ["RANK"])) < (world := int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(f"calibrate needs a RANK below WORLD_SIZE; got {rank} and {world}, {start}")
+    if world == 1:
+        raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
+
+
+def _file_error(file: str) -> ConfigError | None:
+    """Why a file cannot be written, known before a minute of measuring."""
+    folder = Path(file).parent
+    if Path(file).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
+    return None
+
+
+def _write(found: dict[str, Any], file: str) -> None:
+    try:
+        Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output must be a file that can be written; got {file!r}: {error.strerror}") from None
 
 
 def calibrate() -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import SECTION, ConfigError
+from .files import read_json
 
+KIND = "the DeepSpeed configuration"
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # key of the DeepSpeed JSON -> why it breaks the gradient contract or the sharding
 REFUSED = {
     "sequence_parallel_size": f'it switches DeepSpeed\'s own groups on; use "{SECTION}": {{"size": ...}}',
@@ -34,27 +36,7 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     for a key that an object in it has twice."""
     if isinstance(config, Mapping):
         return dict(config)
-    path = Path(config)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except OSError as error:
-        raise ConfigError(
-            f"the DeepSpeed configuration must be a readable JSON file; {path}: {error.strerror}"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"the DeepSpeed configuration must be valid JSON; "
-            f"{path}, line {error.lineno} column {error.colno}: {error.msg}"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the DeepSpeed configuration must be UTF-8 text; {path}: {error.reason}") from None
-    except _Twice as error:
-        raise ConfigError(
-            f'the DeepSpeed configuration must have each key once; {path} has "{error}" twice in one object, remove one'
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"the DeepSpeed configuration must be a JSON object; {path} holds a {type(content).__name__}")
-    return content
+    return read_json(config, KIND)
 
 
 def section_of(content: Mapping[str, Any]) -> Any:
@@ -73,9 +55,10 @@ def section_of(content: Mapping[str, Any]) -> Any:
 
 
 def dtype_of(content: Mapping[str, Any]) -> str:
-    """What a DeepSpeed JSON trains in."""
-    bf16, fp16 = (bool(content.get(name, {}).get("enabled")) for name in ("bf16", "fp16"))
-    return "bfloat16" if bf16 else "float16" if fp16 else "float32"
+    """What a DeepSpeed JSON trains in. An "enabled" of "auto" counts as true."""
+    bf16 = content.get("bf16", content.get("bfloat16", {}))  # the older name, which DeepSpeed reads too
+    halves = {"bfloat16": bf16, "float16": content.get("fp16", {})}
+    return next((name for name, section in halves.items() if section.get("enabled")), "float32")
 
 
 def check_settings(content: Mapping[str, Any]) -> None:
@@ -120,19 +103,6 @@ def _is_off(key: str, value: Any) -> bool:
     if isinstance(value, Mapping):
         return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
     return value == NEUTRAL.get(key)
-
-
-class _Twice(Exception):
-    """A key, the second time."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for key, value in pairs:
-        if key in found:
-            raise _Twice(key)
-        found[key] = value
-    return found
 
 
 def _is_meant(key: object) -> bool:

@@ -18,8 +18,19 @@ import torch.distributed as dist
 
 from . import cpu_op, shared_files
 from .config import SequenceParallelConfig
-from .deepspeed_json import SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
+from .deepspeed_checks import check_deepspeed
+from .deepspeed_json import (
+    BATCH_SIZES,
+    KIND,
+    SECTION,
+    check_auto,
+    check_settings,
+    left_out,
+    read_deepspeed,
+    section_of,
+)
 from .errors import ConfigError, SeqParError, as_error, nearest
+from .files import Given
 from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
 from .planning.job import Job
@@ -44,7 +55,6 @@ REFUSED_ARGUMENTS = {
     ),
     "collate_fn": "which belongs to training_data; collate batches yourself and give them to sp.shard_batches",
 }
-BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # what launchers say of a process; without any of it the process is alone
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -71,7 +81,7 @@ def initialize(
     (False: torch.distributed is up) do as there. A single process without a launcher, as in a notebook, becomes a world
     of one rank.
     Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
-    pipeline modules, and the JSON keys in `deepspeed_json.REFUSED`.
+    pipeline modules, the JSON keys in `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
     """
     content = _read(config, args, kwargs)
     check_arguments(model, kwargs)
@@ -122,15 +132,13 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
 
 def _count(content: Mapping[str, Any], name: str) -> int | None:
     value = content.get(name)
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} must be a whole number from 1; got {value!r}")
-    return value
+    return None if value is None else Given(KIND, value, name).count()
 
 
 def _read(
     config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The configuration, which DeepSpeed's users give in one of several places."""
+    """The configuration, which DeepSpeed's users give in one of several places. Raises as `check_deepspeed` does."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -143,7 +151,10 @@ def _read(
         raise ConfigError(
             f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
         )
-    return read_deepspeed(*given.values())
+    [source] = given.values()
+    content = read_deepspeed(source)
+    check_deepspeed(content, source)
+    return content
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:

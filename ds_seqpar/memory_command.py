@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from typing import Any
 
 from .config import SequenceParallelConfig, setting_names
+from .deepspeed_checks import check_deepspeed
 from .deepspeed_json import SECTION, dtype_of, read_deepspeed, section_of
 from .errors import ConfigError, nearest
+from .files import parse_json, shown
 from .models import numbers_of
 from .planning.draw import draw_memory
 from .planning.footprint import bytes_a_token, footprint
@@ -16,6 +19,7 @@ from .planning.needs import PARTS, Footprint, Step, Zero
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 GIB, KIB = 2**30, 2**10
+DIGITS = 18  # of a number on the command line: products of three of them are finite
 
 
 def add_parser(commands: Any) -> None:
@@ -36,66 +40,92 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    step = step_of(args)
+    step, filled = step_of(args)
     found, slope = footprint(step), bytes_a_token(step)
-    print(json.dumps(as_json(found, slope)) if args.json else table(found, slope, step))
-    if args.png:
+    print(json.dumps(as_json(found, slope, filled)) if args.json else table(found, slope, step, filled))
+    if args.png is not None:
         draw_memory(found, args.png)
         if not args.json:
             print(f"wrote {args.png}")
 
 
-def step_of(args: argparse.Namespace) -> Step:
-    """Raises ConfigError for what does not fit."""
+def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
+    """The step, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
     seq, ranks = count("--seq-len", args.seq_len), count("--ranks", args.ranks)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
     model = numbers_of(args.model)
+    filled = fill_in(content, model.hidden)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
-    micro = content.get("train_micro_batch_size_per_gpu", 1)
-    return Step(
+    step = Step(
         model=model,
         config=resolved,
         world=ranks,
         seq=seq,
-        batch=micro if isinstance(micro, int) else 1,
+        batch=content.get("train_micro_batch_size_per_gpu") or 1,
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),
         checkpointing=not args.no_checkpointing,
     )
+    return step, filled
 
 
 def count(name: str, text: str) -> int:
     """Raises ConfigError for what is no whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{name} must be a whole number from 1; got {text!r}")
+    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
+        raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
     return int(text)
 
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed JSON with what --set says."""
-    content = read_deepspeed(args.config) if args.config else {**DEFAULTS}
-    content = {key: dict(value) if isinstance(value, dict) else value for key, value in content.items()}
+    """The DeepSpeed JSON with what --set says. Raises ConfigError for what DeepSpeed refuses."""
+    content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
     for text in args.set:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--set must be KEY=VALUE; got {text!r}")
-        key, dot, inner = name.rpartition(".")
-        if not dot and inner not in setting_names():
+        *sections, key = name.split(".")
+        if not sections and key not in setting_names():
             known = setting_names()
-            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {inner!r}{nearest(inner, known)}')
-        content.setdefault(key or SECTION, {})[inner] = _value(value)
+            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{nearest(key, known)}')
+        inside = content
+        for section in sections or [SECTION]:
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
+        inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
+    check_deepspeed(content, args.config)
     return content
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
+    """Replaces the "auto" of a configuration, where memory depends on it, and returns by its key what each counts as.
+    The Trainer takes sizes of buckets from the model; what it takes from its arguments can only be supposed."""
+    supposed = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,
+        "fp16.enabled": not content.get("bf16", {}).get("enabled"),
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+    }
+    filled = {}
+    for name, value in supposed.items():
+        section, _, key = name.rpartition(".")
+        inside = content.get(section, {}) if section else content
+        if inside.get(key) == "auto":
+            inside[key] = filled[name] = value
+    if content.get("zero_optimization", {}).get("stage") == "auto":
+        raise ConfigError('memory depends on zero_optimization.stage, 0 to 3; got "auto", write the stage')
+    return filled
 
 
-def table(found: Footprint, slope: float, step: Step) -> str:
+def told(filled: dict[str, Any]) -> list[str]:
+    """Lines for a person on what each "auto" counts as."""
+    values = ", ".join(f"{key} {shown(value)}" for key, value in filled.items())
+    return ["", f'what the configuration leaves "auto" counts as {values}'] if filled else []
+
+
+def table(found: Footprint, slope: float, step: Step, filled: dict[str, Any]) -> str:
     peak = found.peak
     lines = [f"{'part':<16}{'GiB a rank':>12}{'share':>8}"]
     for name, size in sorted(peak.parts.items(), key=lambda item: -item[1]):
@@ -106,13 +136,16 @@ def table(found: Footprint, slope: float, step: Step) -> str:
     if found.host:
         lines.append(f"{'in host memory':<40}{found.host / GIB:>12.3f}")
     length = f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence"
-    return "\n".join([length, "", *lines, "", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"])
+    lines += ["", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"]
+    return "\n".join([length, "", *lines, *told(filled)])
 
 
-def as_json(found: Footprint, slope: float) -> dict[str, Any]:
-    def told(moment: Any) -> dict[str, Any]:
+def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str, Any]:
+    """Bytes. "auto": what each "auto" of the configuration counts as."""
+
+    def numbers(moment: Any) -> dict[str, Any]:
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.parts)}
 
-    moments = [told(moment) for moment in found.moments]
-    return {"peak": told(found.peak), "resting": told(found.resting), "moments": moments, "host": found.host,
-            "bytes_a_token": slope}  # fmt: skip
+    moments = [numbers(moment) for moment in found.moments]
+    return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments, "host": found.host,
+            "bytes_a_token": slope, "auto": filled}  # fmt: skip

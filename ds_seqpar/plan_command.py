@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from .config import PLANNED_FOR, SequenceParallelConfig
 from .deepspeed_json import SECTION, dtype_of, section_of
 from .errors import ConfigError
-from .memory_command import content_of, count
+from .files import read_text
+from .memory_command import DIGITS, content_of, count, fill_in, told
 from .models import numbers_of
 from .planning.draw import draw_timelines
 from .planning.machine import DEFAULT, Machine, presets
@@ -25,6 +25,7 @@ from .planning.steptime import TIMES
 from .planning.timeline import Timeline
 
 GIB = 2**30
+MOST_GIB = 2**40  # of --memory
 DRAWN = 32  # ranks in a picture
 REASONS = 16  # that the table has
 
@@ -55,10 +56,11 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    choice = plan(question_of(args))
-    print(json.dumps(as_json(choice)) if args.json else table(choice))
+    question, filled = question_of(args)
+    choice = plan(question)
+    print(json.dumps({**as_json(choice), "auto": filled}) if args.json else "\n".join([table(choice), *told(filled)]))
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
-        if file:
+        if file is not None:
             line = _timeline(choice)
             ranks = line.ranks[:DRAWN]
             if name == "png":
@@ -69,33 +71,37 @@ def run(args: argparse.Namespace) -> None:
                 print(f"wrote {file}")
 
 
-def question_of(args: argparse.Namespace) -> Question:
-    """Raises ConfigError for what does not fit."""
+def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
+    """The question, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
-    machine = Machine.load(args.machine or (DEFAULT if config.machine == "auto" else config.machine))
-    if args.gpus_per_node:
+    said = DEFAULT if config.machine == "auto" else config.machine
+    machine = Machine.load(said if args.machine is None else args.machine)
+    if args.gpus_per_node is not None:
         machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node))
-    documents = _documents(args.documents) if args.documents else ()
-    said = 0 if config.seq_len == "auto" else config.seq_len
-    if not (args.seq_len or documents or said):
+    documents = _documents(args.documents) if args.documents is not None else ()
+    seq = sum(documents) or (None if config.seq_len == "auto" else config.seq_len)
+    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len)
+    if seq is None:
         raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
-    micro = content.get("train_micro_batch_size_per_gpu", 1)
-    return Question(
-        model=numbers_of(args.model),
+    model = numbers_of(args.model)
+    filled = fill_in(content, model.hidden)
+    question = Question(
+        model=model,
         machine=machine,
         world=count("--nodes", args.nodes) * machine.per_node,
-        seq=count("--seq-len", args.seq_len) if args.seq_len else sum(documents) or said,
+        seq=seq,
         documents=documents,
-        window=count("--window", args.window) if args.window else None,
-        batch=micro if isinstance(micro, int) else 1,
+        window=None if args.window is None else count("--window", args.window),
+        batch=content.get("train_micro_batch_size_per_gpu") or 1,
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),
         checkpointing=not args.no_checkpointing,
         given={name: value for name, value in section_of(content).items() if name not in PLANNED_FOR},
-        sequences=count("--sequences", args.sequences) if args.sequences else None,
-        memory=int(_number("--memory", args.memory) * GIB) if args.memory else None,
+        sequences=None if args.sequences is None else count("--sequences", args.sequences),
+        memory=None if args.memory is None else int(_number("--memory", args.memory) * GIB),
     )
+    return question, filled
 
 
 def _number(name: str, text: str) -> float:
@@ -103,19 +109,20 @@ def _number(name: str, text: str) -> float:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found < float("inf"):
-        raise ConfigError(f"{name} must be a number above 0; got {text!r}")
+    if not 0 < found <= MOST_GIB:
+        raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
     return found
 
 
 def _documents(file: str) -> tuple[int, ...]:
     """Whole numbers with blanks or ends of lines between them."""
-    try:
-        words = Path(file).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--documents must be a readable file; got {file}: {error}") from None
-    if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"--documents must be a file of lengths, whole numbers from 1; got {' '.join(words)!r:.60}")
+    words = read_text(file, "--documents").split()
+    wrong = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
+    if (word := next(wrong, None)) is not None:
+        raise ConfigError(
+            f"--documents must be a file of lengths, whole numbers from 1 of at most {DIGITS} digits; {file} has "
+            f"{word!r:.60}"
+        )
     return tuple(map(int, words))
 
 

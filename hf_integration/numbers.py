@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from ds_seqpar.errors import ConfigError
+from ds_seqpar.errors import ConfigError, nearest
+from ds_seqpar.files import Given, ask, read_json
 from ds_seqpar.planning.needs import Model
+
+WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "vocab_size", "num_experts_per_tok", "moe_intermediate_size")  # fmt: skip
 
 
 def numbers_of(place: str) -> Model:
-    """From a folder with a config.json, or that file. Raises ConfigError."""
-    path = Path(place)
-    if not path.exists():
+    """From a folder with a config.json, or that file. Raises ConfigError, also for what transformers cannot make a
+    model of."""
+    if not os.path.exists(place):
         raise ConfigError(f"--model must be the folder of a model, or its config.json; there is no {place}")
-    try:
-        config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"--model must be the folder of a model, or its config.json; got {place}: {reason}") from None
+    file = os.path.join(place, "config.json") if os.path.isdir(place) else place
+    content = read_json(file, "--model must be the folder of a model, or its config.json; that")
+    where = f"the model's configuration {file}"
+    kind = Given(where, content.get("model_type"), "model_type")
+    if kind.text() not in CONFIG_MAPPING:
+        raise kind.wrong(f"one that transformers knows{nearest(kind.value, CONFIG_MAPPING)}")
+    return ask("transformers", where, content, lambda given: _made(where, given))
+
+
+def _made(place: str, content: dict[str, Any]) -> Model:
+    config = AutoConfig.for_model(**content)
+    for name in WHOLE:
+        if (value := getattr(config, name, None)) is not None:
+            Given(place, value, name).count()
     return numbers(config)
 
 
 def numbers(config: PreTrainedConfig) -> Model:
     """Parameters are counted on the model itself, made on the meta device: they are right for every family."""
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError:
-        raise _unknown(config) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _unknown(config)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config)
     return counted(model)
 
 

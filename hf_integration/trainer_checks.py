@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar.batches import check_batch
+from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.running.agreement import agree
@@ -103,10 +104,11 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_json(args: TrainingArguments) -> None:
-    """Raises ConfigError for a DeepSpeed JSON file with faults that reading it by transformers leaves unseen."""
+    """Raises ConfigError for a DeepSpeed JSON file with faults that reading it by transformers leaves unseen, and for
+    what DeepSpeed refuses."""
     path = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(path, str | os.PathLike) and os.path.isfile(path):
-        read_deepspeed(path)
+        check_deepspeed(read_deepspeed(path), path)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

@@ -31,6 +31,8 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
     "ds_seqpar.engine",
+    "ds_seqpar.__main__",
+    "hf_integration.numbers",
     "hf_integration.trainer",
     "hypothesis",
     "matplotlib.pyplot",

@@ -86,6 +86,7 @@ def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iter
     sizes = [given["size"]] if _fixed(given, "size") else divisors(world)
     for size in sizes:
         degrees = [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0])
+        degrees = [ulysses for ulysses in degrees if size % ulysses == 0]
         for ulysses, schedule in itertools.product(degrees, _schedules(given)):
             for own in schedule.shapes(size // ulysses):
                 if all(own.get(name) == _listed(given[name]) for name in own if _fixed(given, name)):

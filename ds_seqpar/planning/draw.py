@@ -99,7 +99,7 @@ def _figure(width: float, height: float) -> Figure:
 def _save(figure: Figure, file: str | Path) -> None:
     try:
         figure.savefig(file, dpi=110, bbox_inches="tight")
-    except (OSError, ValueError) as error:  # no such folder, or an ending that matplotlib does not know
+    except (OSError, ValueError, RuntimeError) as error:  # no folder, an ending that is not known or needs LaTeX
         raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
 
 

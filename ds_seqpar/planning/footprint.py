@@ -34,7 +34,9 @@ def attention_figures(step: Step) -> Figures:
 
 def bytes_a_token(step: Step) -> float:
     """What one more token of a rank adds to the peak: from this length to twice as many."""
-    short, long = _Step(step), _Step(dataclasses.replace(step, seq=2 * step.seq))
+    short = _Step(step)
+    padded = short.tokens * step.config.size  # a length that ranks share equally, so that twice as many are more
+    long = _Step(dataclasses.replace(step, seq=2 * padded))
     return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
 
 

@@ -8,11 +8,12 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..files import Given, read_json
 from .tiles import Tile
 
 DEFAULT = "modest"  # what a machine is that nobody named
@@ -91,11 +92,7 @@ class Machine:
             raise ConfigError(
                 f"a machine is one of {', '.join(found)}, or a JSON file; got {place!r}{nearest(place, tuple(found))}"
             )
-        try:
-            content = json.loads(Path(place).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"a machine's file must be a readable JSON file; got {place}: {error}") from None
-        return machine_of(Path(place).stem, content)
+        return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
 
     @classmethod
     def supposed(cls, device: str, dtype: str) -> Machine:
@@ -166,116 +163,81 @@ def presets() -> dict[str, Any]:
     return json.loads(PRESETS.read_text(encoding="utf-8"))
 
 
+# the largest figures of a file: above those of any machine, and small enough for products of several
+MOST_RATE, MOST_SECONDS, MOST_SPARE = 1e24, 1e6, 0.99
 NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
           "spare", "zero", "sources")  # fmt: skip
 
 
-def machine_of(name: str, content: object) -> Machine:
-    """From what a file holds. Raises ConfigError, which names what is wrong."""
-    given = _object(name, "the file", content, FIELDS)
-    per_node = given["per_node"]
-    if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
-        raise _wrong(name, "per_node", "a whole number from 1", per_node)
-    spare = given["spare"]
-    if isinstance(spare, bool) or not isinstance(spare, int | float) or not 0 <= spare < 1:
-        raise _wrong(name, "spare", "a share from 0 to below 1", spare)
-    host = _object(name, "host", given["host"], ("instruction", "ahead"))
-    sources = given["sources"]
-    if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
-        raise _wrong(name, "sources", "an object of texts", sources)
+def machine_of(name: str, content: object, place: str = "") -> Machine:
+    """From what a file holds. place: where errors say that it is from; default: the machine's name. Raises ConfigError,
+    which names what is wrong."""
+    given = Given(place or f"machine {name}", content).object(FIELDS)
+    host = given["host"].object(("instruction", "ahead"))
     return Machine(
         name=name,
-        about=str(given["about"]),
-        per_node=per_node,
-        inside=_wire(name, "inside", given["inside"]),
-        between=_wire(name, "between", given["between"]),
-        uplink=None if given["uplink"] is None else _number(name, "uplink", given["uplink"]),
-        duplex=_flag(name, "duplex", given["duplex"]),
-        stolen=_number(name, "stolen", given["stolen"], least=0),
-        attention=_attention(name, given["attention"]),
-        gemm={
-            dtype: _number(name, f"gemm.{dtype}", rate) for dtype, rate in _object(name, "gemm", given["gemm"]).items()
-        },
-        instruction=_number(name, "host.instruction", host["instruction"], least=0),
-        ahead=_flag(name, "host.ahead", host["ahead"]),
-        spare=spare,
-        zero=None if given["zero"] is None else _zero(name, given["zero"]),
-        sources=sources,
-        **{field: _number(name, field, given[field]) for field in NUMBERS},
+        about=given["about"].text(),
+        per_node=given["per_node"].count(),
+        inside=_wire(given["inside"]),
+        between=_wire(given["between"]),
+        uplink=None if given["uplink"].value is None else _rate(given["uplink"]),
+        duplex=given["duplex"].flag(),
+        stolen=_seconds(given["stolen"]),
+        attention=_attention(given["attention"]),
+        gemm={dtype: _rate(rate) for dtype, rate in given["gemm"].object().items()},
+        instruction=_seconds(host["instruction"]),
+        ahead=host["ahead"].flag(),
+        spare=given["spare"].number(least=0, most=MOST_SPARE),
+        zero=None if given["zero"].value is None else _zero(given["zero"]),
+        sources={field: source.text() for field, source in given["sources"].object().items()},
+        **{field: _rate(given[field]) for field in NUMBERS},
     )
 
 
-def _zero(name: str, given: object) -> ZeroCosts:
-    found = _object(name, "zero", given, tuple(field.name for field in dataclasses.fields(ZeroCosts)))
-    ranks = found["ranks"]
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
-        raise _wrong(name, "zero.ranks", "a whole number from 2", ranks)
+def _zero(given: Given) -> ZeroCosts:
+    found = given.object(tuple(field.name for field in dataclasses.fields(ZeroCosts)))
     return ZeroCosts(
-        ranks=ranks,
-        gather=_wire(name, "zero.gather", found["gather"]),
-        reduce=_wire(name, "zero.reduce", found["reduce"]),
-        all_reduce=_wire(name, "zero.all_reduce", found["all_reduce"]),
-        forward=_number(name, "zero.forward", found["forward"], least=0),
-        backward=_number(name, "zero.backward", found["backward"], least=0),
+        ranks=found["ranks"].count(least=2),
+        gather=_wire(found["gather"]),
+        reduce=_wire(found["reduce"]),
+        all_reduce=_wire(found["all_reduce"]),
+        forward=_seconds(found["forward"]),
+        backward=_seconds(found["backward"]),
     )
 
 
-def _attention(name: str, given: object) -> dict[str, dict[str, dict[str, Table]]]:
-    found: dict[str, dict[str, dict[str, Table]]] = {}
-    for dtype, ways in _object(name, "attention", given).items():
-        place = f"attention.{dtype}"
-        found[dtype] = {
-            way: {
-                kind: _table(name, f"{place}.{way}.{kind}", table)
-                for kind, table in _object(name, f"{place}.{way}", kinds, ("full", "causal")).items()
-            }
-            for way, kinds in _object(name, place, ways, tuple(PER_PRODUCT)).items()
+def _attention(given: Given) -> dict[str, dict[str, dict[str, Table]]]:
+    return {
+        dtype: {
+            way: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
+            for way, kinds in ways.object(tuple(PER_PRODUCT)).items()
         }
-    return found
+        for dtype, ways in given.object().items()
+    }
 
 
-def _table(name: str, place: str, given: object) -> Table:
-    wanted = "a list of [tokens, flops/s], tokens ascending"
-    if not isinstance(given, list) or not given or not all(isinstance(row, list) and len(row) == 2 for row in given):
-        raise _wrong(name, place, wanted, given)
-    table = tuple((_number(name, place, tokens), _number(name, place, rate)) for tokens, rate in given)
+def _table(given: Given) -> Table:
+    wrong = given.wrong("a list of [tokens, flops/s], tokens ascending")
+    rows = given.value
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and len(row) == 2 for row in rows):
+        raise wrong
+    inner = [[given.inner(f"{index}", value) for value in row] for index, row in enumerate(rows)]
+    table = tuple((_rate(tokens), _rate(rate)) for tokens, rate in inner)
     if any(after[0] <= before[0] for before, after in itertools.pairwise(table)):
-        raise _wrong(name, place, wanted, given)
+        raise wrong
     return table
 
 
-def _wire(name: str, place: str, given: object) -> Wire:
-    found = _object(name, place, given, ("latency", "rate"))
-    latency = _number(name, f"{place}.latency", found["latency"], least=0)
-    return Wire(latency=latency, rate=_number(name, f"{place}.rate", found["rate"]))
+def _wire(given: Given) -> Wire:
+    found = given.object(("latency", "rate"))
+    return Wire(latency=_seconds(found["latency"]), rate=_rate(found["rate"]))
 
 
-def _object(name: str, place: str, given: object, fields: Sequence[str] = ()) -> dict[str, Any]:
-    """fields: those that it must have, no more and no less."""
-    if not isinstance(given, dict) or not given:
-        raise _wrong(name, place, "an object", given)
-    if fields and (missing := [field for field in fields if field not in given]):
-        raise ConfigError(f"machine {name}: {place} needs {', '.join(fields)}; it has no {', '.join(missing)}")
-    if fields and (more := [field for field in given if field not in fields]):
-        known = ", ".join(fields)
-        raise ConfigError(f"machine {name}: {place} takes {known}; got {more[0]!r}{nearest(more[0], fields)}")
-    return given
+def _rate(given: Given) -> float:
+    """Tokens, bytes, or bytes or flops in a second."""
+    return given.number(least=1, most=MOST_RATE)
 
 
-def _number(name: str, place: str, given: object, least: float | None = None) -> float:
-    """Above 0, or from `least` on."""
-    right = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
-    if not right or given < (least or 0) or (least is None and given == 0):  # type: ignore[operator]
-        raise _wrong(name, place, "a number above 0" if least is None else "a number from 0", given)
-    return float(given)  # type: ignore[arg-type]
-
-
-def _flag(name: str, place: str, given: object) -> bool:
-    if not isinstance(given, bool):
-        raise _wrong(name, place, "true or false", given)
-    return given
-
-
-def _wrong(name: str, place: str, wanted: str, given: object) -> ConfigError:
-    return ConfigError(f"machine {name}: {place} must be {wanted}; got {given!r:.80}")
+def _seconds(given: Given) -> float:
+    return given.number(least=0, most=MOST_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import SequenceParallelConfig
-from ..errors import ConfigError
+from ..files import LARGEST, Given
 from .masks import CAUSAL, Mask
 
 PARTS = {
@@ -61,15 +61,15 @@ class Zero:
     def of(cls, section: Mapping[str, Any]) -> Zero:
         """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting that is no number."""
         names = {f.name for f in dataclasses.fields(cls)}
-        found: dict[str, Any] = {
-            name.removeprefix("stage3_"): value for name, value in section.items() if value != "auto"
-        }
-        known = {name: value for name, value in found.items() if name in names}
-        for name, value in known.items():
-            if name != "overlap_comm" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-                raise ConfigError(f"zero_optimization.{name} must be a number from 0; got {value!r}")
-        settings: dict[str, Any] = {name: int(x) if isinstance(x, float) else x for name, x in known.items()}
-        return cls(**settings)
+        known: dict[str, Any] = {}
+        for name, value in section.items():
+            if value == "auto" or (field := name.removeprefix("stage3_")) not in names:
+                continue
+            if field == "overlap_comm":
+                known[field] = value
+            else:
+                known[field] = int(Given("zero_optimization", value, name).number(least=0, most=LARGEST))
+        return cls(**known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,29 @@ class Pools:
             pool.close()
 
 
+class Tried:
+    """What cases came to."""
+
+    def __init__(self, try_one):
+        self.try_one, self.counts, self.failures = try_one, Counter(), {}
+
+    def add(self, case):
+        if self.counts["failed"] < FAILURES:
+            came_to, fault = self.try_one(case)
+            self.counts[came_to] += 1
+            if fault:
+                self.failures.setdefault(fault.splitlines()[-1], f"{case!r}\n{fault}")
+
+    def report(self, record_property):
+        record_property("cases", "; ".join(f"{number} {name}" for name, number in sorted(self.counts.items())))
+        kinds = "attention|virtual|batches|commands"
+        replay = f'python -m tests.fuzz {kinds} "{{...}}" replays one; those that end alike are shown once'
+        assert not self.failures, "\n\n".join([replay, *self.failures.values()])
+
+
 def fuzz(strategy, count, try_one, record_property):
     """Tries `count` drawn cases, of which try_one tells (what it came to, None or a fault); the counts are printed."""
-    counts, failures = Counter(), {}
+    tried = Tried(try_one)
 
     @settings(
         max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
@@ -39,13 +59,7 @@ def fuzz(strategy, count, try_one, record_property):
     )  # fmt: skip
     @given(strategy)
     def each(case):
-        if counts["failed"] < FAILURES:
-            came_to, fault = try_one(case)
-            counts[came_to] += 1
-            if fault:
-                failures.setdefault(fault.splitlines()[-1], f"{case!r}\n{fault}")
+        tried.add(case)
 
     each()
-    record_property("cases", "; ".join(f"{number} {name}" for name, number in sorted(counts.items())))
-    replay = 'python -m tests.fuzz attention|virtual|batches "{...}" replays one; those that end alike are shown once'
-    assert not failures, "\n\n".join([replay, *failures.values()])
+    tried.report(record_property)

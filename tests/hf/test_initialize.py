@@ -83,6 +83,10 @@ REFUSED_JSON = {
         good(train_micro_batch_size_per_gpu="auto"),
         ('"auto" for train_micro_batch_size_per_gpu', "Trainer"),
     ),
+    "a stage": (good(zero_optimization={"stage": 9}), ("zero_optimization.stage", "9")),
+    "bf16 null": (good(bf16=None), ("bf16", "got null")),
+    "a text": (good(bf16={"enabled": "false"}), ("bf16.enabled", 'got "false"')),
+    "a batch": (good(train_micro_batch_size_per_gpu=True), ("train_micro_batch_size_per_gpu", "true")),
     "auto others": (
         good(gradient_clipping="auto", bf16={"enabled": "auto"}, optimizer={"type": "SGD", "params": {"lr": "auto"}}),
         ('"auto" for gradient_clipping', "optimizer.params.lr", "bf16.enabled", "Trainer"),

@@ -15,6 +15,7 @@ ROOMS = ("errors", "planning", "running", "top", "hf_integration")
 # at the top of ds_seqpar, and no more than integers and strings: the rooms inside may import these
 PLAIN = {
     "ds_seqpar.errors": "errors",
+    "ds_seqpar.files": "errors",
     "ds_seqpar.handles": "errors",
     "ds_seqpar.config": "planning",
     "ds_seqpar.deepspeed_json": "planning",
