@@ -6,12 +6,13 @@ import argparse
 import json
 from typing import Any
 
+from . import limits
 from .config import SequenceParallelConfig, setting_names
 from .deepspeed_json import SECTION, dtype_of, read_deepspeed, section_of
 from .errors import ConfigError, nearest
 from .models import numbers_of
 from .planning.draw import draw_memory
-from .planning.footprint import bytes_a_token, footprint
+from .planning.footprint import bytes_a_token, footprint, shortened
 from .planning.needs import PARTS, Footprint, Step, Zero
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -47,12 +48,18 @@ def run(args: argparse.Namespace) -> None:
 
 def step_of(args: argparse.Namespace) -> Step:
     """Raises ConfigError for what does not fit."""
-    seq, ranks = count("--seq-len", args.seq_len), count("--ranks", args.ranks)
+    seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
+    sharing = ranks if config.size == "auto" else config.size
+    limits.check("ranks that share a sequence", sharing, limits.SHARING, "say --set size=8, or what is meant")
     model = numbers_of(args.model)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
+    few = shortened(resolved)
+    limits.check_followed(few.size // few.ulysses, few.overlap)
     micro = content.get("train_micro_batch_size_per_gpu", 1)
+    if isinstance(micro, int):
+        limits.check("train_micro_batch_size_per_gpu", micro, limits.COUNT)
     return Step(
         model=model,
         config=resolved,
@@ -65,10 +72,11 @@ def step_of(args: argparse.Namespace) -> Step:
     )
 
 
-def count(name: str, text: str) -> int:
-    """Raises ConfigError for what is no whole number from 1."""
+def count(name: str, text: str, most: int = limits.COUNT) -> int:
+    """Raises ConfigError for what is no whole number from 1 to `most`."""
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1; got {text!r}")
+    limits.check(name, int(text), most)
     return int(text)
 
 

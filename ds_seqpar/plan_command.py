@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from . import limits
 from .config import PLANNED_FOR, SequenceParallelConfig
 from .deepspeed_json import SECTION, dtype_of, section_of
 from .errors import ConfigError
@@ -75,7 +76,7 @@ def question_of(args: argparse.Namespace) -> Question:
     config = SequenceParallelConfig.from_dict(section_of(content))
     machine = Machine.load(args.machine or (DEFAULT if config.machine == "auto" else config.machine))
     if args.gpus_per_node:
-        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node))
+        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.RANKS))
     documents = _documents(args.documents) if args.documents else ()
     said = 0 if config.seq_len == "auto" else config.seq_len
     if not (args.seq_len or documents or said):
@@ -85,9 +86,9 @@ def question_of(args: argparse.Namespace) -> Question:
         model=numbers_of(args.model),
         machine=machine,
         world=count("--nodes", args.nodes) * machine.per_node,
-        seq=count("--seq-len", args.seq_len) if args.seq_len else sum(documents) or said,
+        seq=count("--seq-len", args.seq_len, limits.TOKENS) if args.seq_len else sum(documents) or said,
         documents=documents,
-        window=count("--window", args.window) if args.window else None,
+        window=count("--window", args.window, limits.TOKENS) if args.window else None,
         batch=micro if isinstance(micro, int) else 1,
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),

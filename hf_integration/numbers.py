@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.limits import check_model
 from ds_seqpar.planning.needs import Model
 
 
@@ -28,6 +29,7 @@ def numbers_of(place: str) -> Model:
 
 def numbers(config: PreTrainedConfig) -> Model:
     """Parameters are counted on the model itself, made on the meta device: they are right for every family."""
+    check_model(config.to_dict())
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
