@@ -10,7 +10,7 @@ import argparse
 import io
 import sys
 
-from . import calibrate, cpu_op, memory_command, plan_command
+from . import calibrate, cpu_op, limits, memory_command, plan_command
 from .config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
 from .errors import ConfigError, SeqParError
 from .files import LARGEST, shown
@@ -91,12 +91,14 @@ def _show(args: argparse.Namespace) -> None:
     chosen = {name: value for name, value in given.items() if value is not None}
     if len(args.placement) == 1:
         chosen["placement"] = args.placement[0]
-    config = SequenceParallelConfig(**chosen).resolve(args.size, heads=tuple(args.heads))
+    config = SequenceParallelConfig(**chosen)
+    _check_limits(args)
+    config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = recipe_of(config, config.topology(args.size))
     q_heads, kv_heads = args.heads
     heads = *most(q_heads, kv_heads, config.ulysses), 128  # of the Ulysses member that sets the pace
     shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
-    seq = args.seq or 4 * multiple(config.layout, config.size, config.ulysses)
+    seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
@@ -122,6 +124,17 @@ def _show(args: argparse.Namespace) -> None:
         if args.trace is not None and index == 0:
             timeline.save(args.trace)
             print(f"wrote {args.trace}\n")
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    """Raises ConfigError for more than `show` can do in some ten seconds."""
+    limits.check("--heads", max(args.heads), limits.HEADS)
+    limits.check("--seq", args.seq or 0, limits.TOKENS)
+    limits.check("--size", args.size, limits.RANKS)
+    inner = -(-args.size // max(1, args.ulysses))
+    limits.check_followed(inner, args.overlap, limits.SHOWN, limits.SHOWN_OVERLAPPED)
+    if args.png:
+        limits.check("--png takes size / ulysses, which", inner, limits.DRAWN, "leave --png out")
 
 
 def _prepare(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import copy
 import json
 from typing import Any
 
+from . import limits
 from .config import SequenceParallelConfig, setting_names
 from .deepspeed_checks import check_deepspeed
 from .deepspeed_json import SECTION, dtype_of, read_deepspeed, section_of
@@ -14,7 +15,7 @@ from .errors import ConfigError, nearest
 from .files import parse_json, shown
 from .models import numbers_of
 from .planning.draw import draw_memory
-from .planning.footprint import bytes_a_token, footprint
+from .planning.footprint import bytes_a_token, footprint, shortened
 from .planning.needs import PARTS, Footprint, Step, Zero
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -51,12 +52,17 @@ def run(args: argparse.Namespace) -> None:
 
 def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     """The step, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
-    seq, ranks = count("--seq-len", args.seq_len), count("--ranks", args.ranks)
+    seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
+    sharing = ranks if config.size == "auto" else config.size
+    limits.check("ranks that share a sequence", sharing, limits.SHARING, "say --set size=8, or what is meant")
     model = numbers_of(args.model)
     filled = fill_in(content, model.hidden)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
+    few = shortened(resolved)
+    limits.check_followed(few.size // few.ulysses, few.overlap)
+    limits.check("train_micro_batch_size_per_gpu", content.get("train_micro_batch_size_per_gpu") or 1, limits.COUNT)
     step = Step(
         model=model,
         config=resolved,
@@ -70,10 +76,11 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     return step, filled
 
 
-def count(name: str, text: str) -> int:
-    """Raises ConfigError for what is no whole number from 1."""
+def count(name: str, text: str, most: int = limits.COUNT) -> int:
+    """Raises ConfigError for what is no whole number from 1 to `most`."""
     if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
+    limits.check(name, int(text), most)
     return int(text)
 
 

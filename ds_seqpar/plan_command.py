@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
+from . import limits
 from .config import PLANNED_FOR, SequenceParallelConfig
 from .deepspeed_json import SECTION, dtype_of, section_of
 from .errors import ConfigError
@@ -78,10 +79,10 @@ def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
     said = DEFAULT if config.machine == "auto" else config.machine
     machine = Machine.load(said if args.machine is None else args.machine)
     if args.gpus_per_node is not None:
-        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node))
+        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.RANKS))
     documents = _documents(args.documents) if args.documents is not None else ()
     seq = sum(documents) or (None if config.seq_len == "auto" else config.seq_len)
-    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len)
+    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len, limits.TOKENS)
     if seq is None:
         raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
     model = numbers_of(args.model)
@@ -92,7 +93,7 @@ def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
         world=count("--nodes", args.nodes) * machine.per_node,
         seq=seq,
         documents=documents,
-        window=None if args.window is None else count("--window", args.window),
+        window=None if args.window is None else count("--window", args.window, limits.TOKENS),
         batch=content.get("train_micro_batch_size_per_gpu") or 1,
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),

@@ -19,6 +19,7 @@ from transformers import (
 
 from ds_seqpar.errors import ConfigError, nearest
 from ds_seqpar.files import Given, ask, read_json
+from ds_seqpar.limits import check_model
 from ds_seqpar.planning.needs import Model
 
 WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -51,6 +52,7 @@ def numbers(config: PreTrainedConfig) -> Model:
     """Parameters are counted on the model itself, made on the meta device: they are right for every family."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _unknown(config)
+    check_model(config.to_dict())
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config)

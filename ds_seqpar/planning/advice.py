@@ -12,7 +12,7 @@ from .footprint import footprint
 from .masks import Mask
 from .question import Question
 from .search import configured
-from .sparing import attention_of, ladder, least_memory
+from .sparing import ladder, least_memory
 
 
 def shortage(question: Question, rejected: Sequence[tuple[str, str]]) -> str:
@@ -54,7 +54,7 @@ def _fits(question: Question, size: int) -> bool:
             continue
         for sparing in ladder(question, ulysses)[-3:]:
             config = configured(question, frame, sparing)
-            found = footprint(question.step(config, Mask()), attention_of(question, frame, config))
+            found = footprint(question.step(config, Mask()))
             if found.peak.total <= question.limit and question.hosted(found.host):
                 return True
     return False

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .. import limits
 from ..config import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
 from . import schedules
@@ -82,8 +83,9 @@ def _word(value: Any) -> str:
 
 
 def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Frame]:
-    """All of them, in one order. given: settings that are no choice any more; a size, a schedule, a shape ..."""
-    sizes = [given["size"]] if _fixed(given, "size") else divisors(world)
+    """All of them, of sizes whose programs can be followed, in one order. given: settings that are no choice any more:
+    a size, a schedule, a shape ..."""
+    sizes = [given["size"]] if _fixed(given, "size") else [n for n in divisors(world) if n <= limits.FOLLOWED]
     for size in sizes:
         degrees = [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0])
         degrees = [ulysses for ulysses in degrees if size % ulysses == 0]

@@ -228,6 +228,7 @@ def pattern_of(mask: Mask, shards: Shards) -> Pattern:
 def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
     """The share of the product of a q block and a kv block that the mask leaves."""
 
+    @functools.cache
     def share(q: int, kv: int) -> float:
         whole = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
         seen = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))

@@ -104,25 +104,34 @@ def _save(figure: Figure, file: str | Path) -> None:
 
 
 def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float, width: float) -> None:
-    """width: of the axis of time, on which 1 is so many seconds."""
+    """width: of the axis of time, on which 1 is so many seconds. All bars are one collection: a bar by itself takes
+    milliseconds."""
+    from matplotlib.collections import PolyCollection
+
+    bars: list[tuple[Event, float, float]] = []  # each with the middle of its lane, and its height
     for row, rank in enumerate(ranks):
         found = lanes(timeline.of(rank, "move"))
         count = 1 + max((lane for lane, _ in found), default=0)
         height = 0.3 / count  # what overlaps shares the lane
-        for lane, event in found:
-            _draw(axes, event, row + 0.09 + height * (lane + 0.5), height, timeline.start, second, width)
+        bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in found]
         # what encloses others lies below them
         doing = timeline.of(rank, *(kind for kind in NAMES if kind != "move"))
-        for event in sorted(doing, key=lambda event: event.start - event.end):
-            _draw(axes, event, row - 0.2, 0.5, timeline.start, second, width)
+        bars += [(event, row - 0.2, 0.5) for event in sorted(doing, key=lambda event: event.start - event.end)]
+    corners, thin = [], []
+    for event, lane, height in bars:
+        left, right = ((at - timeline.start) / second for at in (event.start, event.end))
+        low, high = lane - height / 2, lane + height / 2
+        corners.append([(left, low), (right, low), (right, high), (left, high)])
+        thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would leave nothing of it
+        _label(axes, event, left, right, lane, height, width)
+    colors = [COLORS[event.kind] for event, _, _ in bars]
+    widths = [0 if narrow else 0.6 for narrow in thin]
+    axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=widths))
     axes.set_xlim(0, width)
 
 
-def _draw(axes: Axes, event: Event, lane: float, height: float, zero: float, second: float, width: float) -> None:
-    start, length = (event.start - zero) / second, (event.end - event.start) / second
-    thin = length / max(width, 1e-9) < 0.002  # an edge would leave nothing of it
-    color = COLORS[event.kind]
-    axes.barh(lane, length, left=start, height=height, color=color, edgecolor="white", linewidth=0 if thin else 0.6)
+def _label(axes: Axes, event: Event, left: float, right: float, lane: float, height: float, width: float) -> None:
+    """What an event is about, where its bar has room for it."""
     label = event.label.split(":")[0] if event.kind in ("move", "product", "exchange") else ""
-    if label and height > 0.2 and length / max(width, 1e-9) * 150 > len(label):
-        axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)
+    if label and height > 0.2 and (right - left) / max(width, 1e-9) * 150 > len(label):
+        axes.text((left + right) / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)

@@ -13,10 +13,14 @@ import functools
 import math
 from collections.abc import Mapping
 
+from ..config import SequenceParallelConfig
 from .calls import Figures, figures, parts_of
 from .layout import multiple
 from .needs import PARTS, Footprint, Moment, Step
+from .schedules import schedule
 from .shape import ITEMSIZE
+
+TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
 
 
 def footprint(step: Step, attention: Figures | None = None) -> Footprint:
@@ -30,6 +34,25 @@ def footprint(step: Step, attention: Figures | None = None) -> Footprint:
 def attention_figures(step: Step) -> Figures:
     """What attention takes of the rank with the most."""
     return _Step(step).attention
+
+
+def shortened(config: SequenceParallelConfig) -> SequenceParallelConfig:
+    """A configuration on fewer ranks whose attention takes as much memory of a rank, with as many tokens each; else the
+    same. The longest way round is shortened: on more than a few turns a rank never holds more at once. What is gathered
+    stays as it is, and whether turns are even."""
+    chosen, inner = schedule(config.schedule), config.size // config.ulysses
+    axes = dict(config.inner_axes)
+    rings = [name for name in axes if name not in chosen.collective_axes]
+    if config.overlap or not rings:
+        return config
+    longest = max(rings, key=lambda name: axes[name])
+    turns = min(axes[longest], TURNS + axes[longest] % 2)
+    inner, axes = inner // axes[longest] * turns, {**axes, longest: turns}
+    fitting = (own for own in chosen.shapes(inner) if dict(chosen.axes(inner, own)) == axes)
+    own = next(fitting, None)
+    if own is None:
+        return config
+    return dataclasses.replace(config, size=inner * config.ulysses, own=tuple(sorted(own.items())))
 
 
 def bytes_a_token(step: Step) -> float:
@@ -71,15 +94,16 @@ class _Step:
     @functools.cached_property
     def attention(self) -> Figures:
         m, step = self.model, self.step
-        inner = self.config.size // self.config.ulysses
+        config = shortened(self.config) if step.mask.scale_free else self.config
+        inner = config.size // config.ulysses
         found = [
             figures(
                 parts_of(
-                    self.config, world=step.world, tokens=self.tokens, mask=step.mask, dtype=step.dtype,
+                    config, world=config.size, tokens=self.tokens, mask=step.mask, dtype=step.dtype,
                     heads=(m.heads, m.kv_heads, m.head_dim), batch=step.batch, rank=rank,
                 ),
-                self.config.ulysses,
-                self.config.keep_attention if step.checkpointing else None,
+                config.ulysses,
+                config.keep_attention if step.checkpointing else None,
             )
             for rank in sorted({0, inner // 2, inner - 1})
         ]  # fmt: skip

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .topology import divisors
+
 
 class Stage(NamedTuple):
     """Heads that are attended to together."""
@@ -30,13 +32,13 @@ def stages(q_heads: int, kv_heads: int, count: int) -> tuple[Stage, ...]:
 def most_stages(q_heads: int, kv_heads: int, members: int) -> int:
     """In how many stages every member still has a query head in each."""
     group = q_heads // kv_heads
-    return max(n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= members)
+    return max(1, kv_heads // -(-members // group))  # a stage has a whole number of key/value heads
 
 
 def free_stages(q_heads: int, kv_heads: int, members: int) -> list[int]:
     """The numbers of equal stages that send no more bytes than one does, in order."""
-    found = range(1, most_stages(q_heads, kv_heads, members) + 1)
-    return [n for n in found if n == 1 or (kv_heads % n == 0 and kv_heads // n % members == 0)]
+    most = most_stages(q_heads, kv_heads, members)
+    return [n for n in divisors(kv_heads) if n == 1 or (n <= most and kv_heads // n % members == 0)]
 
 
 def heads_of(q_heads: int, kv_heads: int, members: int, member: int) -> tuple[slice, slice]:
@@ -66,7 +68,10 @@ def dealt(q_heads: int, kv_heads: int, members: int) -> tuple[tuple[slice, slice
 
 def most(q_heads: int, kv_heads: int, members: int) -> tuple[int, int]:
     """How many (query, key/value) heads the member with the most query heads has."""
-    return max((q.stop - q.start, kv.stop - kv.start) for q, kv in dealt(q_heads, kv_heads, members))
+    # the longest runs come first; but of key/value heads with fewer members than others the last one is
+    member = 0 if kv_heads >= members else members - members // kv_heads
+    q, kv = heads_of(q_heads, kv_heads, members, member)
+    return q.stop - q.start, kv.stop - kv.start
 
 
 def equally(q_heads: int, kv_heads: int, members: int) -> bool:

@@ -7,6 +7,7 @@ What a kernel allocates for itself and frees before it returns is not in it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from .shape import ITEMSIZE
 from .tiles import PIECE, Tile
 
 
+@functools.lru_cache(maxsize=8)  # stages of heads are alike
 def peak(bound: Bound, delta: bool = False) -> int:
     """The greatest number of bytes that a walk of the program has at once, its results included. delta: whether a
     backward is given delta in place of out, of which it makes one for its own queries too."""

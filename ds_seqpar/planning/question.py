@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .. import limits
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
 from .machine import Machine
@@ -39,9 +40,24 @@ class Question:
     memory: int | None = None
 
     def __post_init__(self) -> None:
+        for what, value, most in (
+            ("the ranks of a job, nodes x ranks a node,", self.world, limits.RANKS),
+            ("the tokens of a sequence", self.seq, limits.TOKENS),
+            ("the documents of a sequence", len(self.documents), limits.DOCUMENTS),
+            ("the sequences of a micro-batch", self.batch, limits.COUNT),
+        ):
+            limits.check(what, value, most)
+        self._check_given()
         if self.documents and sum(self.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
         self.machine.needs(self.dtype)
+
+    def _check_given(self) -> None:
+        """Ranks of a sequence are as many as programs can be followed of; of sizes that are open others are left out.
+        Raises ConfigError where none is left."""
+        sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
+        if sizes:
+            limits.check("the ranks of a sequence that is planned,", min(sizes), limits.FOLLOWED, "take a smaller size")
 
     @property
     def heads(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from .calls import Figures
 from .candidates import Frame, travels
 from .closed import Closed, closed, sampled
 from .everyone import call_seconds, followed_ranks, programs
-from .footprint import footprint
+from .footprint import attention_figures, footprint
 from .layout import NAMED, contiguous
 from .machine import PER_PRODUCT, Machine
 from .masks import Mask
@@ -24,7 +24,7 @@ from .question import Question
 from .recipes import shape_of
 from .shape import ITEMSIZE
 from .simulate import simulate
-from .sparing import attention_of, common, ladder
+from .sparing import common, ladder
 from .steptime import StepTime, call_of, carried_seconds, step_time
 from .timeline import Timeline
 
@@ -168,7 +168,7 @@ def looked_at(question: Question, frame: Frame, overlap: bool = False) -> Candid
             config = configured(question, frame, sparing, overlap)
             key = config.head_stages, config.keep_attention
             if key not in known:
-                known[key] = attention_of(question, frame, config)
+                known[key] = attention_figures(question.step(config, Mask()))
             memory = footprint(question.step(config, Mask()), known[key])
             least = min(least, memory.peak.total)
             if memory.peak.total <= question.limit and question.hosted(memory.host):

@@ -1,16 +1,14 @@
-"""Settings that spare memory, in the order in which the planner tries them, and what attention takes. Torch-free."""
+"""Settings that spare memory, in the order in which the planner tries them. Torch-free."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import SequenceParallelConfig
 from . import heads as dealing
 from .calls import Figures
-from .candidates import Frame
-from .footprint import attention_figures, footprint
+from .footprint import footprint
 from .masks import Mask
 from .needs import Footprint
 from .question import Question
@@ -31,7 +29,6 @@ COMMON = (
     "mlp_tiles",
     "loss_tiles",
 )  # that frames do not have
-TURNS = 8  # inner ranks from which on one more of a ring does not change what attention takes of memory
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,20 +53,6 @@ def ladder(question: Question, ulysses: int) -> list[dict[str, Any]]:
 def _lean(rungs: list[dict[str, Any]]) -> int:
     """The last that keeps everything on the device, and attention runs once."""
     return max(n for n, rung in enumerate(rungs) if not set(rung) & {"offload_checkpoints", "keep_attention"})
-
-
-def attention_of(question: Question, frame: Frame, config: SequenceParallelConfig) -> Figures:
-    """What attention takes of memory: on a ring of more than a few ranks what it takes on fewer, of as many tokens
-    each."""
-    for inner in (n for n in range(TURNS, frame.inner) if frame.inner % n == 0):
-        fixed = {name: frame.topology.size(name) for name in frame.schedule.collective_axes}
-        for own in frame.schedule.shapes(inner):
-            sizes = dict(frame.schedule.axes(inner, own))
-            if all(sizes[name] == size for name, size in fixed.items()):
-                small = dataclasses.replace(config, size=inner * frame.ulysses, own=tuple(own.items()))
-                seq = question.seq * small.size // config.size
-                return attention_figures(dataclasses.replace(question.step(small, Mask()), seq=seq))
-    return attention_figures(question.step(config, Mask()))
 
 
 def least_memory(question: Question, size: int) -> Footprint:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -63,22 +65,29 @@ class Timeline:
 
     events: tuple[Event, ...]
 
-    @property
+    @functools.cached_property
     def start(self) -> float:
         return min((event.start for event in self.events), default=0.0)
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """From the first start to the last end: of a simulation, which begins at 0, the critical path."""
         return max((event.end for event in self.events), default=0.0) - self.start
 
+    @functools.cached_property
+    def _by_rank(self) -> dict[int, list[Event]]:
+        found: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            found[event.rank].append(event)
+        return dict(found)
+
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({event.rank for event in self.events}))
+        return tuple(sorted(self._by_rank))
 
     def of(self, rank: int, *kinds: str) -> list[Event]:
         """A rank's events of these kinds, in their order."""
-        return [event for event in self.events if event.rank == rank and event.kind in kinds]
+        return [event for event in self._by_rank.get(rank, ()) if event.kind in kinds]
 
     def busy(self, rank: int, *kinds: str) -> float:
         """Seconds in which at least one of a rank's events of these kinds is going on."""
@@ -135,7 +144,7 @@ def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
     found, tid = [], 0
     for track in ("compute", "receive", "send"):
-        mine = [e for e in timeline.events if e.rank == rank and TRACKS[e.kind] == track]
+        mine = timeline.of(rank, *(kind for kind, its in TRACKS.items() if its == track))
         # what computes is one thing at a time, or inside another; messages overlap, and a track cannot show that
         placed = [(0, event) for event in mine] if track == "compute" else lanes(mine)
         count = 1 + max((lane for lane, _ in placed), default=-1)

@@ -97,4 +97,6 @@ def place(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tup
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """All of them, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d < number]
