@@ -41,11 +41,9 @@ def of_models(given: Mapping[int, Fields]) -> str:
 
 def of_attention(given: Mapping[int, Fields]) -> str:
     """Of calls of attention with a placement that was dropped, or is another batch's."""
-    names = differing(given)
-    if any("shards" not in fields for fields in given.values()) and "shards" in names:
-        return f"a placement was left out: {PLACEMENT}"
-    if {"shards", "mask"} & set(names):
-        return f"a placement belongs to another batch: {PLACEMENT}"
+    names, have = differing(given), ["shards" in fields for fields in given.values()]
+    if any(have) and {"shards", "mask"} & set(names):
+        return f"a placement {'belongs to another batch' if all(have) else 'was left out'}: {PLACEMENT}"
     beside_tokens = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in given.values()}
     if "q" in names and len(beside_tokens) == 1:
         return f"ranks hold unequal numbers of tokens, which a placement says: {PLACEMENT}"

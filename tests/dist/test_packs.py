@@ -531,8 +531,8 @@ WRONG_PLACEMENTS = {
     "other documents": everywhere(*POSITIONS),
     "one rank's other documents": only_one(*POSITIONS),
     "rows beside one another": everywhere(*POSITIONS),
-    "left out": everywhere("InputError", "give the model what sp.shard_batches returns"),
-    "left out on one rank": only_one("InputError", "give the model what sp.shard_batches returns"),
+    "left out": everywhere("InputError", "its placement included"),
+    "left out on one rank": only_one("InputError", "its placement included"),
 }
 
 
