@@ -20,11 +20,18 @@ from torch import Tensor
 from .documents import Lengths, documents_of, starts_of, without_documents
 from .errors import InputError, as_error
 from .placement import Placement
-from .running import trusted
+from .running import causes, trusted
 from .running.agreement import Alike, agree, in_words, sums
 from .running.groups import Groups
-
-IGNORE = -100
+from .tokens import (
+    IGNORE,
+    Vocabulary,
+    check_range,
+    describe,
+    labels_of,
+    predicted_from_padding,
+    warn_of_left_padding,
+)
 
 
 class Sharing(Protocol):
@@ -38,6 +45,9 @@ class Sharing(Protocol):
 
     @property
     def control_world(self) -> dist.ProcessGroup: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary | None: ...
 
     def place(self, seq: int, documents: Lengths | None = None, *, causal: bool = True) -> Placement | None: ...
 
@@ -74,21 +84,22 @@ def shard_window(
     world, as DDP does.
     """
     sharded: list[dict[str, Any]] = []
-    count, value, error = 0, None, None
+    counts, value, error = [0, 0], None, None
     try:
         window = list(window) if isinstance(window, Iterable) else [window]
-        sharded, count, value = _prepare(sp, window, causal, steps, device)
+        sharded, counts, value = _prepare(sp, window, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_error("making the batches of a window failed", reason)
     peers = Alike(sp.data_rank, sp.groups.control)
-    most = agree(
-        sp.control_world, "batches", value, error=error, number=len(sharded), alike=peers, call="shard_batches"
-    )
+    how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": causes.of_batches}
+    most = agree(sp.control_world, "batches", value, error=error, number=len(sharded), **how)
     world = dist.get_world_size()
-    total, batches = sums(sp.control_world, [count, len(sharded)], "shard_batches")
+    total, from_padding, batches = sums(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:
         lengths = in_words(sp.control_world, len(sharded), "shard_batches")
         raise InputError(f"all ranks must be given as many micro-batches; got {lengths}, give every rank whole windows")
+    if from_padding and dist.get_rank() == 0:
+        warn_of_left_padding()
     for batch in sharded:
         batch["num_items_in_batch"] = max(total, 1) / (world * len(window))
     return sharded
@@ -100,17 +111,20 @@ def _prepare(
     causal: bool,
     steps: int | None,
     device: torch.device | str | None,
-) -> tuple[list[dict[str, Any]], int, list[dict[str, str]]]:
-    """(this rank's part of each batch, the labels that count in it, what peers compare)."""
-    sharded = [_shard(sp, check_batch(sp, batch, causal)) for batch in window]
+) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
+    """(this rank's part of each batch; how many labels count in it, and how many of the whole would be predicted from
+    padding on the left; what peers compare)."""
+    checked = [check_batch(sp, batch, causal) for batch in window]
+    sharded = [_shard(sp, batch) for batch in checked]
     if not window or (steps is not None and len(window) != steps):
         raise InputError(
             f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
             f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
         )
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
+    from_padding = sum(predicted_from_padding(batch.tensors["labels"], batch.mask) for batch in checked)
     on_device = [_moved(batch, device) for batch in sharded]
-    return on_device, count, [_fingerprint(batch) for batch in window]
+    return on_device, [count, from_padding], [_fingerprint(batch) for batch in window]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +140,7 @@ class Checked:
 
 def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
     """Raises InputError where a batch cannot be sharded."""
-    labels = _labels(batch)
+    labels = labels_of(batch)
     rows, seq = labels.shape
     rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in rest.items():
@@ -135,6 +149,7 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
             )
+    check_range(batch, sp.vocabulary)
     mask = _checked_mask(batch.get("attention_mask"), labels)
     given, on_left = dict(batch), mask is not None and not bool(mask[:, 0].all())
     if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
@@ -162,31 +177,12 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
     return checked
 
 
-def _labels(batch: Mapping[str, Any]) -> Tensor:
-    """What a batch must have. Raises InputError where it has not."""
-    if not isinstance(batch, Mapping):
-        raise InputError(f"a batch must be a mapping of names to tensors; got {_describe(batch)}")
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype != torch.int64:
-        raise InputError(
-            "a batch needs labels of shape (batch, seq), int64, -100 where a token does not count; "
-            f"got {_describe(labels)}, for a language model pass labels=input_ids.clone()"
-        )
-    if "shift_labels" in batch:
-        raise InputError(
-            "a batch needs labels that are not shifted; got shift_labels, leave the shift to shard_batches"
-        )
-    return labels
-
-
 def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
     """On the CPU, as bool."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        raise InputError(
-            f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {_describe(mask)}"
-        )
+        raise InputError(f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {describe(mask)}")
     mask = mask.detach().cpu().bool()
     if bool(mask.all()):
         return None
@@ -230,7 +226,9 @@ def _shard(sp: Sharing, batch: Checked) -> dict[str, Any]:
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:
         positions = positions.expand(rows, -1)
-    sharded["position_ids"] = trusted.remember(positions.to(batch.tensors["labels"].device), sp)
+    # they are right with this placement only, so that one that is left out later shows
+    maker = sp if placement is None else placement
+    sharded["position_ids"] = trusted.remember(positions.to(batch.tensors["labels"].device), maker)
     if sp.keeps_masks and batch.mask is not None:
         mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
         sharded["attention_mask"] = trusted.remember(mask, sp)
@@ -260,11 +258,5 @@ def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
     for name, x in sorted(batch.items()):
         if isinstance(x, Tensor):
             content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            found[name] = f"{_describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+            found[name] = f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
     return found
-
-
-def _describe(x: object) -> str:
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-    return "none" if x is None else type(x).__name__

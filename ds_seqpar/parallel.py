@@ -26,6 +26,7 @@ from .running.kernels import Scores
 from .running.offload import Store, store_of
 from .running.telling import told_once
 from .sharding import Sharding
+from .tokens import Vocabulary
 
 
 class SequenceParallel(Sharding):
@@ -36,7 +37,8 @@ class SequenceParallel(Sharding):
     device: where this rank's tensors belong: the accelerator of LOCAL_RANK, where the process group works on one.
     accumulation_steps: micro-steps an optimiser step, where known (`initialize` sets it); None takes what
     `shard_batches` is given. mask_users: patched models whose loss counts tokens by an attention_mask; while there is
-    one, `shard_batches` returns this rank's part of a mask that has zeros. store: host memory of offloaded checkpoints.
+    one, `shard_batches` returns this rank's part of a mask that has zeros. vocabularies: of each patched model a
+    function that reads how many tokens and labels it knows. store: host memory of offloaded checkpoints.
     """
 
     @told_once
@@ -77,6 +79,7 @@ class SequenceParallel(Sharding):
         self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
         self.mask_users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]] = weakref.WeakKeyDictionary()
         self.store: Store | None = None
 
     @property
@@ -88,6 +91,12 @@ class SequenceParallel(Sharding):
     def control_world(self) -> dist.ProcessGroup:
         """All ranks, for CPU tensors."""
         return self.groups.world
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The most tokens, and labels, that any patched model knows now; None where no model is patched."""
+        known = [read(model) for model, read in self.vocabularies.items()]
+        return (max(tokens for tokens, _ in known), max(labels for _, labels in known)) if known else None
 
     def close(self) -> None:
         """Frees its process groups, with their threads and sockets; whatever communicates then raises ConfigError.

@@ -7,7 +7,8 @@
 
 All of transformers' TrainingArguments are options. Without further ones: a small LLaMA from a config, bytes as tokens,
 and the Python standard library's own sources, a file a document. --lora trains adapters instead of the model; --pack
-lays documents end to end instead of padding them, and none sees another.
+lays documents end to end instead of padding them, and none sees another. --resume_from_checkpoint True goes on from the
+last whole checkpoint of --output_dir, --resume_from_checkpoint FOLDER from that one.
 """
 
 from __future__ import annotations

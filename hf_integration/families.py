@@ -78,6 +78,13 @@ def heads(model: PreTrainedModel) -> tuple[int, int]:
     return q_heads, getattr(config, "num_key_value_heads", None) or q_heads
 
 
+def vocabulary(model: PreTrainedModel) -> tuple[int, int]:
+    """(tokens that the model embeds, labels that its head has logits for), as they are now."""
+    size = model.config.vocab_size
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return getattr(embeddings, "num_embeddings", size), getattr(head, "out_features", size)
+
+
 def is_known(model: PreTrainedModel) -> bool:
     """Whether the model is of a family that was checked."""
     return model.config.model_type in FAMILIES

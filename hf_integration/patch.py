@@ -33,7 +33,7 @@ from ds_seqpar.running.telling import told_once
 from . import checkpointing, sharded, tiling
 from .attention_name import NAME, local_attention, use_ours, use_own
 from .experts import Experts, check_output, has_experts
-from .families import attentions, check_adapters, check_model, heads, unwrapped, windows
+from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
 # in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
@@ -81,6 +81,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
+    sp.vocabularies[inner] = vocabulary
     experts = Experts(sp) if has_experts(inner) else None
     if experts is not None:
         hooks.append(inner.register_forward_hook(_after_head, with_kwargs=True))
@@ -123,6 +124,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
+    patch.sp.vocabularies.pop(inner, None)
     if patch.experts is not None:
         patch.experts.close()
     tiling.untile(inner)

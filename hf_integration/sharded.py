@@ -22,6 +22,7 @@ from ds_seqpar.errors import InputError
 from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
 from ds_seqpar.planning.shards import tokens_of
+from ds_seqpar.running import causes
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.inputs import describe, shape_of
 from ds_seqpar.running.trusted import is_trusted
@@ -29,7 +30,7 @@ from ds_seqpar.running.trusted import is_trusted
 from .checkpointing import is_checkpointed, layers_of
 from .fingerprint import fingerprint
 
-HOW = "give the model what sp.shard_batches returns"
+HOW = "give the model what sp.shard_batches returns, its placement included"
 
 
 class Agreement:
@@ -70,7 +71,7 @@ class Agreement:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value |= fingerprint(model) if model is not None and not self.compared else {}
-        agree(self.sp.groups.control, "model inputs", value, error=error)
+        agree(self.sp.groups.control, "model inputs", value, error=error, advice=causes.of_models)
         self.compared = True
 
 
@@ -203,8 +204,8 @@ def _wrong_positions(share: int | Placement | None, got: str = "those of other t
             f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
         )
     return (
-        f"a patched model needs this rank's tokens with their global position_ids; got {got}, {HOW}, or run it on "
-        "whole sequences: with hf_integration.whole_sequences(model)"
+        f"a patched model needs this rank's tokens with their global position_ids; got {got} (or a placement was left "
+        f"out), {HOW}, or run it on whole sequences: with hf_integration.whole_sequences(model)"
     )
 
 
@@ -225,7 +226,7 @@ class Later:
 
     def look(self, sp: SequenceParallel, share: int | Placement, positions: Tensor, mask: Tensor | None) -> None:
         """Compares on the device, and sends for the result."""
-        if not is_trusted(positions, sp):
+        if not is_trusted(positions, share if isinstance(share, Placement) else sp):
             wrong = (positions != self._of_device(sp, share, positions.device)).any()
             self._send_for(_wrong_positions(share), wrong)
         if mask is not None and not is_trusted(mask, sp):

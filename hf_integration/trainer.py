@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 
 from ds_seqpar import SequenceParallelConfig, cpu_op
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
@@ -25,7 +27,7 @@ from ds_seqpar.running import trusted
 from ds_seqpar.running.agreement import agree
 from ds_seqpar.running.telling import told_once
 
-from . import randomness
+from . import randomness, resuming
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .evaluation import check_evaluation
@@ -172,11 +174,13 @@ class SequenceParallelMixin(ShardedEvaluation):
 
     # ---- before the first step
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with randomness.unchanged():
             error = checks.data_error(self)
         agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
-        return super().train(*args, **kwargs)
+        run = resuming.Run.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        folder = resuming.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
+        return super().train(folder, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         model, loader = super()._prepare_for_training(*args, **kwargs)
@@ -199,9 +203,18 @@ class SequenceParallelMixin(ShardedEvaluation):
         return super()._finalize_training(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            randomness.share(self.sp.groups.control)
+        if checkpoint is None:
+            return
+        path = resuming.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
+        if resuming.is_whole(path):  # of others `train` has warned
+            super()._load_rng_state(checkpoint)
+        randomness.share(self.sp.groups.control)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:  # a folder that is written again is not whole before its end
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):

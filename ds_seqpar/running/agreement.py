@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .comm import failing, greatest
 from .telling import told_by
 
 Fields = dict[str, str]
+Advice = Callable[[Mapping[int, Fields]], str]  # rank -> its fields, of ranks that differ; to a clause, or ""
 SHOWN = 4  # differing fields, groups of ranks and runs of rank numbers that a sentence holds at most
 
 
@@ -27,6 +28,7 @@ def agree(
     number: int = 0,
     alike: Alike | None = None,
     call: str = "",
+    advice: Advice | None = None,
 ) -> int:
     """Over a group that carries CPU tensors (None: this rank alone), in log4(ranks) steps of four integers. Returns
     the greatest `number` of any rank.
@@ -36,6 +38,7 @@ def agree(
     that do.
     error: what keeps this rank from going on; it is raised here, and a DisagreementError that quotes it on the others.
     call: what users call to come here, named where a rank does not come.
+    advice: says why ranks differ, and what to do, where that can be told.
     """
     fields, failed = fields_of(value), int(error is not None)
     digest, doing = _digest(what, sorted(fields.items())), call or f"the comparison of {what}"
@@ -48,7 +51,7 @@ def agree(
             differs, _ = _compare(alike.group, 0, digest, 0, doing)
             wrong, _ = _compare(group, differs, 0, 0, doing)
     if wrong:
-        _explain(group, what, fields, error, alike.number if alike else 0)
+        _explain(group, what, fields, error, alike.number if alike else 0, advice)
     return most
 
 
@@ -117,7 +120,14 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, repr(value)
 
 
-def _explain(group: dist.ProcessGroup | None, what: str, fields: Fields, error: SeqParError | None, part: int) -> None:
+def _explain(
+    group: dist.ProcessGroup | None,
+    what: str,
+    fields: Fields,
+    error: SeqParError | None,
+    part: int,
+    advice: Advice | None,
+) -> None:
     """Gathers the sentences (slow) and raises, on every rank; one of them prints it if nobody catches it."""
     seen = gathered(group, (what, fields, error and str(error), part))
     names = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -133,7 +143,8 @@ def _explain(group: dist.ProcessGroup | None, what: str, fields: Fields, error: 
     parts = [0 if calls_differ else part for *_, part in seen]
     for part in sorted(set(parts)):
         members = [rank for rank, its in enumerate(parts) if its == part]
-        if given := differences({names[rank]: seen[rank][:2] for rank in members}):
+        why = advice({names[rank]: seen[rank][1] for rank in members}) if advice and not calls_differ else ""
+        if given := differences({names[rank]: seen[rank][:2] for rank in members}, why):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
             raise told_by(DisagreementError(f"{who} must be given the same {given}"), names[members[0]], key)
 
@@ -148,8 +159,9 @@ def gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
     return seen
 
 
-def differences(given: Mapping[int, tuple[str, Fields]]) -> str:
-    """What differs between ranks, in words, given rank -> (what it compares, its fields); "" if nothing does.
+def differences(given: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
+    """What differs between ranks, in words, given rank -> (what it compares, its fields); "" if nothing does. why: the
+    cause and what to do, where they are known.
 
     Ranks that gave the same stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
@@ -157,16 +169,21 @@ def differences(given: Mapping[int, tuple[str, Fields]]) -> str:
         by_call = {rank: what for rank, (what, _) in given.items()}
         return f"calls; got {_grouped(by_call)}"
     first = next(iter(given.values()))
-    names = {name: None for _, fields in given.values() for name in fields}  # in order
-    differing = [name for name in names if len({fields.get(name) for _, fields in given.values()}) > 1]
-    if not differing:
+    names = differing({rank: fields for rank, (_, fields) in given.items()})
+    if not names:
         return ""
-    more = [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
+    more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     by_rank = {
-        rank: ", ".join([_named(name, fields.get(name)) for name in differing[:SHOWN]] + more)
+        rank: ", ".join([_named(name, fields.get(name)) for name in names[:SHOWN]] + more)
         for rank, (_, fields) in given.items()
     }
-    return f"{first[0]}; got {_grouped(by_rank)}"
+    return f"{first[0]}{why and f', but {why}'}; got {_grouped(by_rank)}"
+
+
+def differing(given: Mapping[int, Fields]) -> list[str]:
+    """The names of the fields that ranks do not all have alike, in order."""
+    names = {name: None for fields in given.values() for name in fields}
+    return [name for name in names if len({fields.get(name) for fields in given.values()}) > 1]
 
 
 def _named(name: str, value: str | None) -> str:

@@ -21,7 +21,7 @@ from ..planning.heads import dealt
 from ..planning.layout import multiple
 from ..planning.masks import CAUSAL, FULL, Mask
 from ..planning.shards import Shards, UnevenShards, check_parts, members_tokens
-from . import keeping
+from . import causes, keeping
 from .agreement import agree
 from .comm import TorchComm
 from .runtime import Runtime
@@ -63,13 +63,14 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         return
     error = attention_error(runtime, q, k, v, asked)
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
-    if error is None and runtime.comm.groups.control is None:
+    group = runtime.comm.groups.control
+    if error is None and group is None:
         return  # nobody to compare with
     # where there is an error nothing of it may be fit to be shown
     given = _given(runtime, q, k, v, asked) if error is None else {}
     # inside torch.func nothing can be sent, not even the refusal of it
     with temporarily_clear_interpreter_stack(), runtime.recorded("agree", "attention inputs"):
-        agree(runtime.comm.groups.control, "attention inputs", given, error=error, call="attention")
+        agree(group, "attention inputs", given, error=error, call="attention", advice=causes.of_attention)
 
 
 def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one, try_all
 from tests.launch import on_ranks
@@ -169,7 +170,15 @@ ONE_GROUP = {
     # axolotl#3920: peers got different batches, because their loaders' workers were seeded by global rank
     "another batch on one rank": (
         lambda sp, rank: sp.shard_batch(batch(seed=int(rank == WRONG))),
-        differ("labels", "int64 (2, 16)"),
+        differ("labels", "int64 (2, 16)", "seed"),
+    ),
+    "a sampler over all ranks": (
+        lambda sp, rank: sp.shard_batches([batch(seed) for seed in DistributedSampler(range(8))][:1]),
+        everywhere("DisagreementError", "DistributedSampler", "num_replicas=sp.data_size"),
+    ),
+    "a label that is no token": (
+        lambda sp, rank: sp.shard_batch(one_given(rank, labels=torch.full((2, 16), -1))),
+        only_one("InputError", "-100", "got -1 at token 0"),
     ),
     "another length on one rank": (
         lambda sp, rank: sp.shard_batch(one_given(rank, **batch(seq=24))),

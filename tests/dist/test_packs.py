@@ -532,8 +532,8 @@ WRONG_PLACEMENTS = {
     "other documents": everywhere(*POSITIONS),
     "one rank's other documents": only_one(*POSITIONS),
     "rows beside one another": everywhere(*POSITIONS),
-    "left out": everywhere("InputError", "tokens", "sp.shard_batches"),
-    "left out on one rank": only_one("InputError", "tokens", "sp.shard_batches"),
+    "left out": everywhere("InputError", "its placement included"),
+    "left out on one rank": only_one("InputError", "its placement included"),
 }
 
 

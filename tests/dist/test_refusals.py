@@ -52,6 +52,16 @@ def without_kernel(sp, rank):
         select.cache_clear()
 
 
+def placed(sp, rank, wrong):
+    """Attention over packed documents, on the wrong rank with what `wrong` makes of the placement."""
+    ids = torch.arange(16)[None]
+    restarts = (torch.arange(8).repeat(2), torch.cat([torch.arange(4), torch.arange(12)]))
+    mine, other = (sp.shard_batch({"labels": ids, "position_ids": x})["placement"] for x in restarts)
+    q = torch.zeros(1, 4, 4, 8)
+    placement = wrong(other) if rank == WRONG else mine
+    return sp.attention(q, q, q, **({"mask": placement.mask, "shards": placement.shards} if placement else {}))
+
+
 # name -> (what a rank calls, what it is to be told). The SequenceParallel: 4 ranks, zigzag, ulysses 1, so 8 | length.
 RING = {
     # deepspeed#7384 and #7842: a length that the ranks do not divide went through and corrupted
@@ -111,6 +121,14 @@ RING = {
     "different calls": (
         lambda sp, rank: sp.gather(torch.zeros(8), 0) if rank == WRONG else attention(sp),
         differ("tensor to gather", "attention inputs"),
+    ),
+    "a placement left out": (
+        lambda sp, rank: placed(sp, rank, lambda other: None),
+        differ("a placement was left out", "shards=placement.shards", "no shards"),
+    ),
+    "a placement of another batch": (
+        lambda sp, rank: placed(sp, rank, lambda other: other),
+        differ("a placement belongs to another batch", "shards=placement.shards"),
     ),
     "three dims": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q[0], k, v))),

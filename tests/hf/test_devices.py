@@ -17,7 +17,9 @@ def on_fake_cuda():
     """What forwards ask of tensors on a device, which have shapes and no values here: to look at one raises."""
     sp, model = make(), nn.Linear(1, 1)
     ids = torch.arange(SEQ)[None]
-    batch = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
+    whole = {"input_ids": ids, "labels": ids.clone()}
+    batch = sp.shard_batch(whole, training=False)
+    packed = sp.shard_batch({**whole, "position_ids": torch.arange(4).repeat(1, 2)}, training=False)
     agreement = Agreement(sp, model)
     agreement.compared = True  # else it compares the models' values
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -31,11 +33,18 @@ def on_fake_cuda():
             given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask}
             assert agree_on_shard(agreement, given, unshifted=False, backward=True) is positions
             looks.append(len(agreement.later.found))
+        agreement.later.found.clear()
+        trusted.keep(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
+        for placement in (packed["placement"], None):
+            given = {"input_ids": tokens, "position_ids": ours, "placement": placement}
+            agree_on_shard(agreement, given, unshifted=False, backward=True)
+            looks.append(len(agreement.later.found))
     return looks
 
 
 def test_no_forward_waits_for_the_device():
-    assert on_ranks(1, on_fake_cuda) == [[0, 0, 1, 2]]
+    """Positions that came with a placement are looked at where it was left out: the host would not see that."""
+    assert on_ranks(1, on_fake_cuda) == [[0, 0, 1, 2, 0, 1]]
 
 
 def found_later():

@@ -41,15 +41,23 @@ OTHERS = {
     "dtype": (lambda: small().double(), "float64"),
     "layers": (llama, "layers"),
     "width of the mlp": (lambda: small(intermediate_size=128), "(128, 64)"),
-    "weights": (lambda: small(seed=5), "values of model.embed_tokens.weight"),
+    "weights": (lambda: small(seed=5), "call torch.manual_seed with one seed"),
     "head": (another_head, "values of lm_head.weight"),
     "rope": (other_rope, "500000.0"),
     "frozen": (one_frozen, "trained parameters"),
 }  # fmt: skip
 
+# what one token of a batch is -> a word of the sentence: one rank alone would meet it, and leave its peers waiting
+TOKENS = {
+    "token above the vocabulary": ("input_ids", 64, "from 0 to 63"),
+    "token below 0": ("input_ids", -1, "got -1 at token 5 of row 0"),
+    "label above the vocabulary": ("labels", 64, "from 0 to 63"),
+}
+
 
 def forwards():
-    """What a forward says where one rank has another model; then that of models that are alike, twice."""
+    """What a forward says where one rank has another model, and of tokens that the model does not have; then the loss
+    of models that are alike, twice."""
     sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
     for name, (make, _) in OTHERS.items():
         model = make() if dist.get_rank() == WRONG else small()
@@ -57,6 +65,10 @@ def forwards():
         (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
         found[name] = *refusal(model, **batch), sum(sp.comm.received.values())
     model = patch_attention(small(), sp)
+    for name, (key, value, _) in TOKENS.items():
+        (window,) = ragged(SECTION, 1, 1)
+        window[key][0, 5] = value
+        found[name] = *refusal(sp.shard_batches, [window]), sum(sp.comm.received.values())
     return found, sp.mean_loss([model(**batch).loss for batch in sp.shard_batches(ragged(SECTION, 1, 2))])
 
 
@@ -65,8 +77,11 @@ def test_a_model_that_is_not_its_peers():
     alone."""
     for found, loss in on_ranks(WORLD, forwards):
         for name, (kind, message, received) in found.items():
-            assert kind == "DisagreementError", name
-            assert OTHERS[name][1] in message, (name, message)
+            expected, word = (
+                ("InputError", TOKENS[name][2]) if name in TOKENS else ("DisagreementError", OTHERS[name][1])
+            )
+            assert kind == expected, (name, message)
+            assert word in message, (name, message)
             assert "\n" not in message
             assert received == 0
         for name in ("head", "rope", "frozen"):

@@ -1,0 +1,50 @@
+"""Why ranks differ and what to do, where what they compared shows it: the advice of `agree`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .agreement import Fields, differing, ranks_in_words
+
+SAMPLES = ("input_ids", "inputs_embeds", "labels")
+PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of its batch's placement on every rank"
+
+
+def of_batches(given: Mapping[int, Fields]) -> str:
+    """Of ranks of a sequence that hold other samples."""
+    if not any(name.endswith(SAMPLES) for name in differing(given)):
+        return ""
+    alike: dict[str, list[int]] = {}
+    for rank, fields in given.items():
+        alike.setdefault(repr(sorted(fields.items())), []).append(rank)
+    remedy = "make samplers with num_replicas=sp.data_size and rank=sp.data_rank, and seed all ranks alike"
+    if len(alike) == len(given):
+        return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"
+    *few, _ = sorted(alike.values(), key=len)
+    others = ranks_in_words([rank for ranks in few for rank in ranks])
+    return f"{others} has other samples than the rest, as from another seed or data set: {remedy}"
+
+
+def of_models(given: Mapping[int, Fields]) -> str:
+    """Of a sharded forward in which ranks have other weights, or other placements."""
+    names = differing(given)
+    if "placement" in names:
+        return "a placement belongs to another batch: give each forward all that shard_batches returned for its batch"
+    if any(name.startswith("values of ") for name in names) and not any(name.startswith("shape ") for name in names):
+        return (
+            "their models began with other weights, as from other seeds: call torch.manual_seed with one seed on every "
+            "rank before the model is made, or load one checkpoint"
+        )
+    return ""
+
+
+def of_attention(given: Mapping[int, Fields]) -> str:
+    """Of calls of attention with a placement that was dropped, or is another batch's."""
+    names, have = differing(given), ["shards" in fields for fields in given.values()]
+    if any(have) and {"shards", "mask"} & set(names):
+        return f"a placement {'belongs to another batch' if all(have) else 'was left out'}: {PLACEMENT}"
+    beside_tokens = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in given.values()}
+    if "q" in names and len(beside_tokens) == 1:
+        return f"ranks hold unequal numbers of tokens, which a placement says: {PLACEMENT}"
+    return ""

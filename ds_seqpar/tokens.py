@@ -1,0 +1,91 @@
+"""What the token ids and labels of a whole batch may be, and what is warned of."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+IGNORE = -100
+Vocabulary = tuple[int, int]  # the token ids that a model embeds, and the labels that its head has logits for
+
+
+def labels_of(batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a batch, int64 (rows, tokens), which it must have. Raises InputError where it has not."""
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch must be a mapping of names to tensors; got {describe(batch)}")
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype != torch.int64:
+        raise InputError(
+            "a batch needs labels of shape (batch, seq), int64, -100 where a token does not count; "
+            f"got {describe(labels)}, for a language model pass labels=input_ids.clone()"
+        )
+    if "shift_labels" in batch:
+        raise InputError(
+            "a batch needs labels that are not shifted; got shift_labels, leave the shift to shard_batches"
+        )
+    return labels
+
+
+def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
+    """Raises InputError for a label that is neither a token nor -100, and a token that the model does not have.
+
+    batch: with labels, and input_ids of their shape or none. vocabulary: None where the model is not known. Only the
+    rank that holds such a token would find it, and its peers would wait for that rank.
+    """
+    tokens, classes = vocabulary or (None, None)
+    labels, ids = batch["labels"], batch.get("input_ids")
+    wrong = (labels < 0) & (labels != IGNORE)
+    if classes is not None:
+        wrong |= labels >= classes
+    if wrong.any():
+        most = "from 0 on" if classes is None else f"from 0 to {classes - 1}"
+        raise InputError(
+            f"labels must be tokens {most}, or -100; got {_first(labels, wrong)}, set what does not count to -100"
+        )
+    if tokens is None or not isinstance(ids, Tensor):
+        return
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"input_ids must be int64 or int32; got {describe(ids)}, call .long() on them")
+    if (wrong := (ids < 0) | (ids >= tokens)).any():
+        raise InputError(
+            f"input_ids must be from 0 to {tokens - 1}, the tokens that the model has; got {_first(ids, wrong)}, take "
+            "the model's own tokenizer, or call model.resize_token_embeddings before training"
+        )
+
+
+def _first(x: Tensor, wrong: Tensor) -> str:
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"{int(x[at])} at token {at[1]} of row {at[0]}"
+
+
+def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
+    """The rows whose first real token, after padding on the left, has a label that would count. mask: bool, on the CPU,
+    as labels; None: no padding."""
+    if mask is None:
+        return 0
+    first = mask[:, 1:] & ~mask[:, :-1]
+    return int((labels[:, 1:].cpu()[first] != IGNORE).sum())
+
+
+@functools.cache
+def warn_of_left_padding() -> None:
+    """Once in a process."""
+    warnings.warn(
+        "padding on the left: the first token of a row has a label, and the padding before it is all that it could be "
+        "predicted from; here such labels do not count, while an unsplit model counts them (set them to -100 and both "
+        "give the same loss: docs/trainer.md)",
+        stacklevel=2,
+    )
+
+
+def describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return "none" if x is None else type(x).__name__

@@ -1,0 +1,172 @@
+"""Which checkpoint a run goes on from, where some are damaged, or another run's; and what is said."""
+
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_seqpar.errors import ConfigError
+from hf_integration.resuming import LAST, Run, look, meant
+from tests import scripts
+from tests.dist.ranks import is_one_sentence, refusal
+from tests.hf.trainers import documents, make, settings, trained
+from tests.launch import on_ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
+RUN = Run(rank=1, ranks=2, stage=2, bf16=False, scheduler=True, universal=False)
+SHARD = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "global_step3/mp_rank_00_model_states.pt"
+
+
+def write(folder, **written):
+    """A checkpoint's files, as the Trainer and DeepSpeed write them on two ranks under ZeRO-2; `written` changes what
+    its settings are."""
+    (folder / "global_step3").mkdir(parents=True)
+    (folder / "latest").write_text("global_step3")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
+    states = {"dp_world_size": 2, "ds_config": config, **written}
+    for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", SHARD, SHARD.replace("rank_1", "rank_0"), MODEL):
+        torch.save({**states, "filling": torch.zeros(100)}, folder / name)
+    return folder
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+# what is done to a checkpoint -> what is said of it
+FAULTS = {
+    "state missing": (lambda folder: (folder / "trainer_state.json").unlink(), "trainer_state.json is missing"),
+    "state empty": (lambda folder: (folder / "trainer_state.json").write_text(""), "trainer_state.json is damaged"),
+    "state cut": (
+        lambda folder: (folder / "trainer_state.json").write_text('{"global'),
+        "trainer_state.json is damaged",
+    ),
+    "state of another kind": (lambda folder: (folder / "trainer_state.json").write_text("[]"), "trainer_state.json is"),
+    "state without a step": (lambda folder: (folder / "trainer_state.json").write_text("{}"), "global_step 0"),
+    "latest missing": (lambda folder: (folder / "latest").unlink(), "latest is missing"),
+    "latest empty": (lambda folder: (folder / "latest").write_text(""), "latest names is missing"),
+    "latest of another step": (
+        lambda folder: (folder / "latest").write_text("global_step9"),
+        "latest names is missing",
+    ),
+    "shard missing": (lambda folder: (folder / SHARD).unlink(), "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing"),
+    "shard cut": (lambda folder: cut(folder / SHARD), "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged"),
+    "shard of zeros": (lambda folder: (folder / SHARD).write_bytes(bytes(999)), "optim_states.pt is damaged"),
+    "model missing": (lambda folder: (folder / MODEL).unlink(), "no model_states.pt"),
+    "model cut": (lambda folder: cut(folder / MODEL), "mp_rank_00_model_states.pt is damaged"),
+    "scheduler missing": (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+    "nothing there": (shutil.rmtree, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_checkpoint_that_was_not_written_to_its_end(name, tmp_path):
+    spoil, words = FAULTS[name]
+    folder = write(tmp_path / "checkpoint-3")
+    assert look(folder, RUN).fault == ""
+    spoil(folder)
+    assert words in look(folder, RUN).fault
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"ranks": 4}, "2 ranks, and this run has 4"),
+        ({"rank": 3, "ranks": 4}, "2 ranks, and this run has 4"),  # which has no shard there
+        ({"stage": 3}, "stage 1 or 2, and this run has 3"),
+        ({"stage": 0}, "stage 1 or 2, and this run has 0"),
+        ({"bf16": True}, "bf16=False, and this run has bf16=True"),
+    ],
+)
+def test_a_checkpoint_of_another_run(run, words, tmp_path):
+    found = look(write(tmp_path / "a folder"), dataclasses.replace(RUN, **run))
+    assert words in found.other
+    assert found.fault == ""
+
+
+def test_stages_with_the_same_files_and_a_missing_random_state(tmp_path):
+    folder = write(tmp_path / "checkpoint-abc")
+    found = look(folder, dataclasses.replace(RUN, stage=1))
+    assert (found.step, found.fault, found.other, found.random) == (3, "", "", "")
+    for spoil in (cut, Path.unlink):
+        spoil(folder / "rng_state_1.pth")
+        found = look(folder, RUN)
+        assert (found.fault, found.random) == ("", "rng_state_1.pth")
+
+
+def test_what_is_meant_by_a_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in (True, "True", "true", "last"):
+        assert meant(given) == LAST
+    for given in (None, False, "False", "", "None"):
+        assert meant(given) is None
+    assert meant(tmp_path) == str(tmp_path)
+    assert meant("run/checkpoint-3") == "run/checkpoint-3"
+    os.mkdir("True")
+    assert meant("True") == "True"
+    with pytest.raises(ConfigError, match="got 3"):
+        meant(3)
+
+
+def resumed(folder, given):
+    """(losses, or what was refused; warnings of resuming) of a run of three steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = {"train_dataset": documents(16)}
+        trainer = make(folder, 2, {"size": 2}, 2, parts=parts, max_steps=3, save_strategy="steps", save_steps=1)
+        _, message = refusal(lambda: trained(trainer, resume_from_checkpoint=given))
+        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    dist.barrier()
+    return message or logs, [str(x.message) for x in caught if "resuming" in str(x.message)]
+
+
+def resumed_again(folder):
+    """By case what `resumed` gives after a whole run: its last checkpoint loses its end, then all lose it."""
+    found, states = {"whole": resumed(folder, None)}, [Path(folder, f"checkpoint-{step}") for step in (3, 2, 1)]
+
+    def on_one(act):
+        if dist.get_rank() == 1:
+            act()
+        dist.barrier()
+
+    on_one((states[0] / "trainer_state.json").unlink)
+    on_one((states[1] / "rng_state_1.pth").unlink)
+    found["the one before"] = resumed(folder, "True")
+    on_one((states[0] / "trainer_state.json").unlink)
+    found["a folder"] = resumed(folder, str(states[0]))
+    on_one(lambda: [cut(next(x.glob("global_step*/*rank_0_mp_rank_00_optim_states.pt"))) for x in states[1:]])
+    found["none"] = resumed(folder, True)
+    return found
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path):
+    for rank, found in enumerate(on_ranks(2, resumed_again, tmp_path)):
+        losses, said = found["the one before"]
+        assert losses == found["whole"][0]
+        assert [word in " ".join(said) for word in ("checkpoint-2, the last", "rng_state_1.pth")] == [rank == 0] * 2
+        assert len(said) == 2 * (rank == 0)
+        for name, words in (
+            ("a folder", "trainer_state.json is missing"),
+            ("none", "optim_states.pt is damaged (rank 0)"),
+        ):
+            assert words in found[name][0]
+            assert is_one_sentence(found[name][0])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_example_takes_the_word_true(tmp_path):
+    """transformers' field is a text; of a folder named True nobody thinks."""
+    (tmp_path / "ds.json").write_text(json.dumps(settings({"size": 1}, 2)))
+    words = ["--deepspeed", tmp_path / "ds.json", "--output_dir", tmp_path, "--documents", 4, "--eval_documents", 1]
+    ran = scripts.run(1, tmp_path, EXAMPLE, *words, "--seq_len", 64, "--resume_from_checkpoint", "True")
+    assert ran.failed
+    assert "needs a whole one" in ran.stderr
