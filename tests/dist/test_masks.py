@@ -17,6 +17,7 @@ from tests.dist.ranks import (
     assert_all_refused,
     differ,
     everywhere,
+    gather_all,
     is_one_sentence,
     leaves,
     make,
@@ -25,7 +26,7 @@ from tests.dist.ranks import (
     try_all,
 )
 from tests.grids import cover, whole
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 SEQ, HEADS = 48, (8, 4)
 MASKS = {
@@ -60,7 +61,7 @@ def attend(sp, whole, mask):
     local = leaves(sp, *whole[:3])
     out = sp.attention(*local, mask=mask)
     out.backward(sp.shard(whole[3], 1))
-    return [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+    return gather_all(sp, out, *(x.grad for x in local))
 
 
 def masked(cases):
@@ -402,14 +403,14 @@ def compiled(settings):
         out = function(*local, Mask(**fields)) / 2.0
         gc.collect()  # the mask is the caller's, who has dropped it
         out.backward(sp.shard(whole[3], 1))
-        found = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+        found = gather_all(sp, out, *(x.grad for x in local))
         errors.append(gaps(found, whole, mask=Mask(**fields)))
     breaks = sum(counters["graph_break"].values())
     inside = torch.compile(lambda q, k, v: sp.attention(q, k, v, mask=Mask(window=6)) * 2.0, backend="aot_eager")
     local = leaves(sp, *whole[:3])
     out = inside(*local) / 2.0
     out.backward(sp.shard(whole[3], 1))
-    made = gaps([sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))], whole, mask=Mask(window=6))
+    made = gaps(gather_all(sp, out, *(x.grad for x in local)), whole, mask=Mask(window=6))
     loose = torch.compile(lambda *given, **options: sp.attention(*given, **options) * 1.0, backend="aot_eager")
     told = [
         refusal(loose, *leaves(sp, *whole[:3]), **options)
@@ -423,7 +424,7 @@ def compiled(settings):
 )
 def test_masks_are_compiled(settings):
     words = ["or a Mask; got 'window'", "mask 'causal, window 4", "UnevenShards"]
-    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200):
+    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200, fresh=True):
         assert max(error, made) < 1e-10
         assert breaks == 0
         for (kind, message), word in zip(told, words, strict=True):
@@ -449,4 +450,4 @@ def compiled_shards(members):
 
 @pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_shards_are_compiled(members):
-    assert max(on_ranks(2 * members, compiled_shards, members, timeout=200)) < 1e-10
+    assert max(on_ranks(2 * members, compiled_shards, members, timeout=200, fresh=True)) < 1e-10

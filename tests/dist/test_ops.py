@@ -10,7 +10,7 @@ from ds_seqpar.planning.masks import CAUSAL
 from ds_seqpar.running.ops import CONFIGURED
 from ds_seqpar.running.ulysses import join_out, own_heads, split_in
 from tests import oracle
-from tests.dist.ranks import SECONDS, WRONG, leaves, make, refusal
+from tests.dist.ranks import SECONDS, WRONG, gather_all, leaves, make, refusal
 from tests.launch import on_ranks
 
 
@@ -57,7 +57,7 @@ def compiled(settings, heads, backend):
         local = leaves(sp, *whole[:3])
         out = function(*local) / 2
         out.backward(sp.shard(whole[3], 1))
-        found = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+        found = gather_all(sp, out, *(x.grad for x in local))
         errors += oracle.errors(found, oracle.dense(*whole))
     return max(errors), sum(counters["graph_break"].values())
 
@@ -92,11 +92,8 @@ def wrongly_compiled():
         refusal(function, q[0] if wrong else q, k, v),
         refusal(function, q, k, v, causal=None),
     ]
-    return told, oracle.error(sp.gather(function(q, k, v), 1), oracle.attention(*whole_of(sp, q, k, v)))
-
-
-def whole_of(sp, *tensors):
-    return [sp.gather(x, 1) for x in tensors]
+    found, *whole = gather_all(sp, function(q, k, v), q, k, v)
+    return told, oracle.error(found, oracle.attention(*whole))
 
 
 def test_compiled_attention_still_asks_its_peers():

@@ -5,8 +5,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar.planning.masks import Mask
 from tests import oracle
-from tests.dist.ranks import attend, is_one_sentence, leaves, make, refusal
-from tests.launch import on_ranks
+from tests.dist.ranks import attend, gather_all, is_one_sentence, leaves, make, refusal
+from tests.launch import on_warm_ranks as on_ranks
 
 HEADS = (4, 2)
 MASKS = (Mask(window=7), Mask(documents=(0, 5, 24, 31)), Mask(window=9, documents=(0, 20, 21, 40)))
@@ -22,7 +22,7 @@ def masked(settings):
             local = leaves(sp, *whole[:3])
             out = sp.attention(*local, mask=mask)
             out.backward(sp.shard(whole[3], 1))
-            got = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+            got = gather_all(sp, out, *(x.grad for x in local))
             wanted = oracle.dense(*whole, mask=mask)
             found.append((max(oracle.errors(got, wanted)), sum(sp.comm.received.values()) - before))
     return found
@@ -52,7 +52,7 @@ def any_length():
             local = [sp.shard(x, 1, placement).requires_grad_() for x in whole[:3]]
             out = sp.attention(*local, mask=placement.mask, shards=placement.shards)
             out.backward(sp.shard(whole[3], 1, placement))
-            got = [sp.gather(x.detach(), 1, placement) for x in (out, *(x.grad for x in local))]
+            got = gather_all(sp, out, *(x.grad for x in local), placement=placement)
             found += oracle.errors(got, oracle.dense(*whole, mask=placement.mask))
     return max(found)
 
@@ -68,7 +68,7 @@ def again():
         local = leaves(sp, *whole[:3])
         out = checkpoint(sp.attention, *local, use_reentrant=False)
         out.backward(sp.shard(whole[3], 1))
-        got = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+        got = gather_all(sp, out, *(x.grad for x in local))
         return max(oracle.errors(got, oracle.dense(*whole)))
 
 

@@ -10,7 +10,7 @@ from ds_seqpar.planning.shards import UnevenShards, members_positions
 from ds_seqpar.running import virtual
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 HEADS = ((33, 33), (14, 2), (25, 5), (40, 10), (7, 1))
 BATCH, SEQ, DIM = 2, 48, 8
