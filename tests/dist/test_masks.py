@@ -77,8 +77,10 @@ def masked(cases):
 PAIRS = [(name, word) for name in RANKS[4] for word in MASKS if fits(RANKS[4][name], MASKS[word])]
 
 
-# every other pair has all settings and all masks
-@pytest.mark.parametrize("cases", [PAIRS[::2], pytest.param(PAIRS[1::2], marks=pytest.mark.whole)], ids=["few", "rest"])
+# every third pair has all settings and all masks
+@pytest.mark.parametrize(
+    "cases", [PAIRS[::3], pytest.param(PAIRS[1::3] + PAIRS[2::3], marks=pytest.mark.whole)], ids=["few", "rest"]
+)
 def test_masks_are_exact_on_every_kind_of_schedule(cases):
     for found in on_ranks(4, masked, cases):
         assert len(found) == len(cases)
@@ -185,21 +187,6 @@ def backwards_only(shards, lengths, mask):
 
 def places(shards, side, inner):
     return members_positions(shards, side, inner, 1)[0]
-
-
-@pytest.mark.parametrize(("members", "table"), [(2, TWO), (1, FOUR)], ids=["2x2", "4"])
-@pytest.mark.parametrize("choose", [cover, pytest.param(whole, marks=pytest.mark.whole)], ids=["cover", "whole"])
-def test_shards_of_any_length_are_exact(members, table, choose):
-    settings = {name: {**its, "ulysses": members} for name, its in (UNEVEN_TWO if members == 2 else UNEVEN_FOUR).items()}
-    cases = choose(settings=tuple(settings), shards=tuple(table), mask=tuple(OF_SHARDS))
-    for found in on_ranks(4, uneven, settings, table, cases):
-        assert len(found) == len(cases)
-        for (name, word, kind), result in found.items():
-            if settings[name]["schedule"] == "distflash" and not backwards_only(*table[word], OF_SHARDS[kind]):
-                assert "distflash needs causal attention" in result
-                assert is_one_sentence(result)
-            else:
-                assert result < 1e-10, (name, word, kind)
 
 
 UNEVEN_TWO = {name: SETTINGS[name] for name in ("ring", "mesh", "distflash")}
@@ -448,6 +435,6 @@ def compiled_shards(members):
     return max(found)
 
 
-@pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.whole), 2])
+@pytest.mark.parametrize("members", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_shards_are_compiled(members):
     assert max(on_ranks(2 * members, compiled_shards, members, timeout=200, fresh=True)) < 1e-10

@@ -252,15 +252,15 @@ def test_padding_on_either_side_is_seen_by_nobody(cases):
         assert {case: result for case, result in found.items() if not (result[0] < 1e-10 and result[1])} == {}
 
 
-def compiled(settings):
-    """The greatest error of a compiled function that is given one placement after another."""
+def compiled(settings, placements):
+    """The greatest error of a compiled function that is given one placement after another, of packs and windows."""
     sp, errors = make(**settings), []
 
     def function(q, k, v, mask, shards):
         return sp.attention(q * 2.0, k, v, mask=mask, shards=shards) / 2.0
 
     function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for name, window in (("rows differ", None), ("rows differ", 5), ("one row", 9), ("even", None)):
+    for name, window in placements:
         pack = PACKS[name]
         placement = sp.shard_batch(collated(pack))["placement"]
         q, *others = oracle.tensors(len(pack), sum(pack[0]), HEADS, 4)
@@ -271,18 +271,21 @@ def compiled(settings):
     return max(errors)
 
 
-# a ring over shards is compiled in test_masks
+ONE_AFTER_ANOTHER = (("rows differ", None), ("rows differ", 5), ("even", None), ("one row", 9))
+
+
+# what compiling takes is tracing: of each number of rows, on each rank. A ring over shards is compiled in test_masks
 @pytest.mark.parametrize(
-    ("ranks", "settings"),
+    ("ranks", "settings", "placements"),
     [
-        (2, {"ulysses": 2}),
-        pytest.param(4, {"ulysses": 2}, marks=pytest.mark.whole),
-        pytest.param(4, {"ulysses": 1, "overlap": True}, marks=pytest.mark.whole),
+        (2, {"ulysses": 2}, ONE_AFTER_ANOTHER[1:3]),
+        pytest.param(4, {"ulysses": 2}, ONE_AFTER_ANOTHER, marks=pytest.mark.whole),
+        pytest.param(4, {"ulysses": 1, "overlap": True}, ONE_AFTER_ANOTHER, marks=pytest.mark.whole),
     ],
-    ids=str,
+    ids=["two", "four", "overlapped"],
 )
-def test_attention_over_a_placement_is_compiled(ranks, settings):
-    assert max(on_ranks(ranks, compiled, settings, timeout=200, fresh=True)) < 1e-10
+def test_attention_over_a_placement_is_compiled(ranks, settings, placements):
+    assert max(on_ranks(ranks, compiled, settings, placements, timeout=200, fresh=True)) < 1e-10
 
 
 # ---- whatever says where documents are

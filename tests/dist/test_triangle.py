@@ -32,7 +32,8 @@ def masked(settings):
     {"size": 6, "ulysses": 1, "strips": 1},
     {"size": 6, "ulysses": 1, "strips": 2},
     {"size": 6, "ulysses": 2, "overlap": True},
-    {"size": 10, "ulysses": 1, "overlap": True},
+    {"size": 3, "ulysses": 1, "overlap": True},
+    pytest.param({"size": 10, "ulysses": 1, "overlap": True}, marks=pytest.mark.whole),
 ], ids=str)  # fmt: skip
 def test_masks_that_only_remove_are_exact_and_bring_less(settings):
     results = on_ranks(settings["size"], masked, settings, timeout=300)
