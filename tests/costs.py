@@ -46,12 +46,17 @@ def add(test, cause, seconds):
     found.setdefault(test, Counter())[cause] += seconds
 
 
-def rank_ended(pid, phases):
-    """By `tests.launch`, of a rank that is about to end. phases: its seconds until it ran, and until it had a group."""
+def rank_took(pid, phases, before=None):
+    """By `tests.launch`, of a rank after a test's call: its seconds up to now. phases: those until it ran, and until it
+    had a group. before: what this returned after the last call."""
     started, together = phases
-    add(_now.test, "forks", started)
-    add(_now.test, "rendezvous", together - started)
-    add(_now.test, "cases on ranks", seconds_of(pid) - together)
+    if before is None:
+        add(_now.test, "forks", started)
+        add(_now.test, "rendezvous", together - started)
+        before = together
+    now = seconds_of(pid)
+    add(_now.test, "cases on ranks", now - before)
+    return now
 
 
 class _Now:

@@ -4,7 +4,9 @@ The processes are forked from a server that has imported the heavy packages once
 fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh processes.
 """
 
+import atexit
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -49,19 +51,56 @@ class RankFailure(AssertionError):
         self.errors = errors
 
 
-def on_ranks(world, function, *args, timeout=120, check=True, patience=60):
+def on_ranks(world, function, *args, timeout=120, check=True, patience=60, fresh=True):
     """Calls function(*args) on `world` ranks with torch.distributed up; returns their results by rank.
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
     word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks; None leaves torch.distributed
     down, for what brings it up itself (a group that one rank has left is no longer there for another to join).
+    fresh: False for ranks that may have run other tests' functions before, and may run more after this one.
     """
-    with Ranks(world, patience) as ranks:
-        results, errors = ranks.call(function, *args, timeout=timeout)
+    if fresh or patience != 60:
+        with Ranks(world, patience) as ranks:
+            results, errors = ranks.call(function, *args, timeout=timeout)
+    else:
+        results, errors = _call_kept(world, function, *args, timeout=timeout)
     if errors and check:
         raise RankFailure(errors)
     return [errors.get(rank, results.get(rank)) for rank in range(world)]
+
+
+# for what leaves nothing behind in its process: no settings, no patched functions, no groups
+on_warm_ranks = functools.partial(on_ranks, fresh=False)
+_kept = {}  # world -> Ranks that wait for the next function
+KEPT_WORLD = 4  # larger ones would fill the memory
+
+
+def _call_kept(world, function, *args, timeout):
+    """`Ranks.call` on ranks that are kept for the next one, unless one of them failed."""
+    ranks = _kept.pop(world, None)
+    if ranks is not None and ranks.environment != _environment():
+        ranks.close()
+        ranks = None
+    ranks = ranks or Ranks(world)
+    results, errors = ranks.call(function, *args, timeout=timeout)
+    if errors or world > KEPT_WORLD:
+        ranks.close()
+    else:
+        ranks.count()
+        _kept[world] = ranks
+    return results, errors
+
+
+def _environment():
+    """What ranks are given of the environment; pytest's own note in it changes with every test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@atexit.register  # after multiprocessing's own, which waits for all processes, and so called before it
+def _close_kept():
+    while _kept:
+        _kept.popitem()[1].close()
 
 
 class Ranks:
@@ -71,13 +110,13 @@ class Ranks:
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preload)  # of the first ranks of a process: it has one server
-        self.folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
+        self.folder, self.environment = tempfile.TemporaryDirectory(), _environment()
+        self.pipes, self.processes, self.counted = [], [], [None] * world
         port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
             place = self.folder.name, port, patience
-            process = context.Process(target=_rank, args=(rank, world, *place, dict(os.environ), theirs))
+            process = context.Process(target=_rank, args=(rank, world, *place, self.environment, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -107,12 +146,17 @@ class Ranks:
                 errors[rank] = ("Died", f"exit code {process.exitcode}", f"ended with exit code {process.exitcode}")
         return results, errors
 
-    def close(self, patience=10):
-        """Ends the ranks, after `patience` seconds those that still run too."""
+    def count(self):
+        """Adds what the ranks took since they were last counted to the costs of this test."""
         if costs.FOLDER in os.environ:
             for rank, process in enumerate(self.processes):
                 with contextlib.suppress(OSError):  # it ended before
-                    costs.rank_ended(process.pid, json.loads(Path(self.folder.name, f"{rank}.json").read_text()))
+                    phases = json.loads(Path(self.folder.name, f"{rank}.json").read_text())
+                    self.counted[rank] = costs.rank_took(process.pid, phases, self.counted[rank])
+
+    def close(self, patience=10):
+        """Ends the ranks, after `patience` seconds those that still run too."""
+        self.count()
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -143,7 +187,7 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    began = time.process_time()
+    numbers, began = torch.get_rng_state(), time.process_time()
     outcome = True, None
     if patience is not None:
         store = f"file://{folder}/store"
@@ -155,7 +199,9 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
         if not outcome[0]:
             pipe.send(outcome)
         while outcome[0]:
-            outcome = _outcome(*pipe.recv())
+            task = pipe.recv()
+            torch.set_rng_state(numbers)  # every function finds what it would in a fresh process
+            outcome = _outcome(*task)
             pipe.send(outcome)
     os._exit(0)  # not by way of destroy_process_group, which would wait for ranks that are gone
 

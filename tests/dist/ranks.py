@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
@@ -29,7 +30,14 @@ def attend(sp, q, k, v, do, causal=True, scale=None):
     local = leaves(sp, q, k, v)
     out = sp.attention(*local, causal=causal, scale=scale)
     out.backward(sp.shard(do, 1))
-    return [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+    return gather_all(sp, out, *(x.grad for x in local))
+
+
+def gather_all(sp, *tensors, placement=None):
+    """Global tensors of these local (batch, tokens, heads, head_dim) ones, which may differ in heads: in one message,
+    since messages are what takes time where ranks share cores."""
+    joined = torch.cat([x.detach() for x in tensors], dim=2)
+    return sp.gather(joined, 1, placement).split([x.shape[2] for x in tensors], dim=2)
 
 
 def attention_error(sp):

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.running import virtual
 from ds_seqpar.running.kernels import KERNELS
 from tests import oracle
-from tests.dist.ranks import attend, leaves, make, refusal
-from tests.grids import grouped, whole
-from tests.launch import on_ranks
+from tests.dist.ranks import attend, gather_all, leaves, make, refusal
+from tests.grids import cover, grouped, whole
+from tests.launch import on_warm_ranks as on_ranks
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
@@ -143,7 +144,7 @@ def alone():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_rank_alone_communicates_with_nobody(world):
-    for error, received in on_ranks(world, alone):
+    for error, received in on_ranks(world, alone, fresh=True):
         assert error < 1e-10
         assert received == 0
 
@@ -157,9 +158,9 @@ def two_models():
     outs[0].backward(first.shard(a[3], 1))
     outs[1].backward(second.shard(b[3], 1))
     found = [
-        sp.gather(x.detach(), 1)
+        x
         for sp, out, local in zip((first, second), outs, locals_, strict=True)
-        for x in (out, *(x.grad for x in local))
+        for x in gather_all(sp, out, *(x.grad for x in local))
     ]
     return max(oracle.errors(found, [*oracle.dense(*a), *oracle.dense(*b, causal=False)]))
 
@@ -179,7 +180,7 @@ def dropped(degree):
     gc.collect()
     out.backward(do)
     sp = make(ulysses=degree)
-    return max(oracle.errors([sp.gather(x.grad, 1) for x in local], oracle.dense(*whole)[1:]))
+    return max(oracle.errors(gather_all(sp, *(x.grad for x in local)), oracle.dense(*whole)[1:]))
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -198,7 +199,7 @@ def two_layers(degree):
     out, expected = layers(sp.attention, *local), layers(oracle.attention, *whole)
     out.backward(sp.shard(do, 1))
     expected.backward(do)
-    found = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+    found = gather_all(sp, out, *(x.grad for x in local))
     return max(oracle.errors(found, [expected.detach(), *(x.grad for x in whole)]))
 
 
@@ -221,18 +222,15 @@ def test_the_same_step_gives_the_same_bits(degree):
     assert all(on_ranks(4, twice, degree))
 
 
-def against_virtual(settings):
-    same = []
+def real_ranks(settings):
+    """By setting: (out, dq, dk, dv), bits as they are, and what this rank received."""
+    found = []
     for degree, layout, causal, dtype in settings:
         sp = make(ulysses=degree, layout=layout)
-        whole = oracle.tensors(2, 48, (4, 2), dtype=dtype)
-        real, imagined = attend(sp, *whole, causal=causal), virtual.attention(sp.config, *whole, causal=causal)
-        expected = imagined.out, imagined.dq, imagined.dk, imagined.dv
-        same.append(all(torch.equal(a, b) for a, b in zip(real, expected, strict=True)))
-        # the virtual runner also counts as the real one does
-        real_counts = {kind: count for kind, count in sp.comm.received.items() if count}
-        same.append(real_counts == {kind: count for kind, count in imagined.received[sp.rank].items() if count})
-    return same
+        real = attend(sp, *oracle.tensors(2, 48, (4, 2), dtype=dtype), causal=causal)
+        counts = {kind: count for kind, count in sp.comm.received.items() if count}
+        found.append(([x.double().numpy() for x in real] if sp.rank == 0 else None, counts))
+    return found
 
 
 def test_virtual_ranks_give_the_same_bits_and_counts():
@@ -242,8 +240,18 @@ def test_virtual_ranks_give_the_same_bits_and_counts():
         for causal in (True, False)
         for dtype in (torch.float64, torch.bfloat16)
     ]
-    for rank, same in enumerate(on_ranks(4, against_virtual, settings)):
-        assert all(same), (rank, same)
+    by_setting = zip(*on_ranks(4, real_ranks, settings), strict=True)
+    for setting, results in zip(settings, by_setting, strict=True):
+        degree, layout, causal, dtype = setting
+        config = SequenceParallelConfig(size=4, ulysses=degree, layout=layout)
+        imagined = virtual.attention(config, *oracle.tensors(2, 48, (4, 2), dtype=dtype), causal=causal)
+        expected = imagined.out, imagined.dq, imagined.dk, imagined.dv
+        for real, x in zip(results[0][0], expected, strict=True):
+            assert x.dtype == dtype
+            assert (real == x.double().numpy()).all(), setting
+        # the virtual runner also counts as the real one does
+        for (_, counts), imagined_counts in zip(results, imagined.received, strict=True):
+            assert counts == {kind: count for kind, count in imagined_counts.items() if count}, setting
 
 
 def odd_strides(degree):
@@ -256,7 +264,7 @@ def odd_strides(degree):
     strided = [not x.is_contiguous() for x in views]
     out = sp.attention(*views)
     out.sum().backward()  # its gradient is one number, expanded: stride 0 on every dim
-    found = [sp.gather(x.detach(), 1) for x in (out, *(x.grad.transpose(1, 2) for x in local))]
+    found = gather_all(sp, out, *(x.grad.transpose(1, 2) for x in local))
     return max(oracle.errors(found, oracle.dense(*whole[:3], ones))), strided
 
 
@@ -295,7 +303,7 @@ def only_some_need_gradients(degree):
     for wanted, expected in (((True, False, False), (dq,)), ((False, False, True), (dv,)), ((0, 1, 1), (dk, dv))):
         local = [sp.shard(x, 1).requires_grad_(bool(on)) for x, on in zip((q, k, v), wanted, strict=True)]
         sp.attention(*local).backward(sp.shard(do, 1))
-        grads = [sp.gather(x.grad, 1) for x in local if x.requires_grad]
+        grads = gather_all(sp, *(x.grad for x in local if x.requires_grad))
         errors += oracle.errors(grads, expected)
     return max(errors)
 
@@ -315,26 +323,28 @@ def test_scale():
     assert max(on_ranks(4, own_scale)) < 1e-10
 
 
-def round_trips():
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+TRIPS = {"layout": LAYOUTS, "degree": (1, 2, 4), "dim": (0, 1, 2, -1), "dtype": DTYPES}
+
+
+def round_trips(cases):
     """gather(shard(x)) is x, for several dims, dtypes and layouts; and what shard takes is where position_ids says."""
-    good = []
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-    for layout in LAYOUTS:
-        for degree in (1, 2, 4):
-            sp = make(ulysses=degree, layout=layout)
-            for dtype in dtypes:
-                for dim in (0, 1, 2, -1):
-                    shape = [2, 3, 5]
-                    shape[dim] = 16
-                    x = torch.randn(shape, generator=torch.Generator().manual_seed(dim + 7)).mul(9).to(dtype)
-                    local, places = sp.shard(x, dim), sp.position_ids(16)
-                    good.append(torch.equal(sp.gather(local, dim), x))
-                    good.append(torch.equal(local, x.movedim(dim, 0)[places].movedim(0, dim)))
+    good, made = [], {}
+    for layout, degree, dim, dtype in (case.values() for case in cases):
+        if (layout, degree) not in made:
+            made[layout, degree] = make(ulysses=degree, layout=layout)
+        sp, shape = made[layout, degree], [2, 3, 5]
+        shape[dim] = 16
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(dim + 7)).mul(9).to(dtype)
+        local, places = sp.shard(x, dim), sp.position_ids(16)
+        good.append(torch.equal(sp.gather(local, dim), x))
+        good.append(torch.equal(local, x.movedim(dim, 0)[places].movedim(0, dim)))
     return all(good)
 
 
-def test_gather_is_the_inverse_of_shard():
-    assert all(on_ranks(4, round_trips))
+@pytest.mark.parametrize("choose", [cover, pytest.param(whole, marks=pytest.mark.whole)])
+def test_gather_is_the_inverse_of_shard(choose):
+    assert all(on_ranks(4, round_trips, choose(**TRIPS)))
 
 
 def positions_changed():
@@ -358,7 +368,7 @@ def gathers():
     return kind, message, allowed
 
 
-# yunchang#149 and transformers#46775: gradients of a gathered loss were summed once too often
+# yunchang#149 and transformers#46775: gradients of a gather_all loss were summed once too often
 def test_gather_refuses_what_autograd_follows():
     for kind, message, allowed in on_ranks(2, gathers):
         assert kind == "InputError"

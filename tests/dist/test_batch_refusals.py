@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, differ, everywhere, make, only_one, try_all
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 
 def batch(seed=0, seq=16, **other):

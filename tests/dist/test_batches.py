@@ -7,7 +7,7 @@ import torch
 
 from tests import oracle
 from tests.dist.ranks import SECONDS, attend, make
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 IGNORE = -100
 WORLD, SEQ = 4, 48

@@ -16,7 +16,7 @@ from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make, refusal
 from tests.hf.families import model_of
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 MASKS = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"```python\n(.*?)```", MASKS, re.S)
@@ -33,7 +33,7 @@ def test_scripts_run(tmp_path):
     for script in SCRIPTS:
         name = re.match(r"# (\S+\.py): torchrun --nproc-per-node 4 \1\n", script)[1]
         (tmp_path / name).write_text(script, encoding="utf-8")
-        outs = on_ranks(4, as_script, tmp_path / name)
+        outs = on_ranks(4, as_script, tmp_path / name, fresh=True)
         assert all(out.isfinite().all() for out in outs)
         tokens[name] = [out.shape[1] for out in outs]
     assert tokens == {"masks.py": [128] * 4, "batches.py": [515] * 4, "packed.py": [1024] * 4}
@@ -67,7 +67,7 @@ def quoted_of_attention():
 
 
 def test_what_is_quoted_of_kinds_of_attention_is_said():
-    for said in on_ranks(4, quoted_of_attention):
+    for said in on_ranks(4, quoted_of_attention, fresh=True):
         for name, sentence in said.items():
             assert f'"{sentence}"' in " ".join(MASKS.split()), name
 

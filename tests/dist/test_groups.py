@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.running import devices
 from tests.dist.ranks import WRONG, attention_error, make, refusal
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 WORLD = 4
 # settings -> which of the groups are one, and which there are none of
@@ -42,7 +42,7 @@ def all_cases():
 
 @pytest.fixture(scope="module")
 def found():
-    return on_ranks(WORLD, all_cases)
+    return on_ranks(WORLD, all_cases, fresh=True)
 
 
 def test_equal_groups_are_one_and_a_rank_alone_has_none(found):
@@ -77,7 +77,7 @@ def after_groups_of_some():
 
 
 def test_ranks_that_are_in_other_groups_too_find_each_other():
-    for errors in on_ranks(WORLD, after_groups_of_some):
+    for errors in on_ranks(WORLD, after_groups_of_some, fresh=True):
         assert max(errors) < 1e-10
 
 
@@ -96,7 +96,7 @@ def on_another_default_device():
 
 
 def test_the_default_device_is_not_that_of_numbers_for_the_host():
-    for mean, where, error in on_ranks(2, on_another_default_device):
+    for mean, where, error in on_ranks(2, on_another_default_device, fresh=True):
         assert (mean, where) == (1.0, "cpu")
         assert error < 1e-10
 
@@ -111,7 +111,7 @@ def one_without_a_device():
 
 
 def test_a_rank_without_a_device_is_told_of_on_all():
-    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device)):
+    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device, fresh=True)):
         assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
         assert "LOCAL_RANK 1" in message
 

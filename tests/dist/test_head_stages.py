@@ -12,7 +12,7 @@ from ds_seqpar.planning.masks import Mask
 from ds_seqpar.planning.shards import UnevenShards, members_positions
 from tests import live, oracle
 from tests.dist.ranks import attend, leaves, make, refusal
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
 SCHEDULES = ("ring", "double_ring", "distflash", "attention2d", "wallfacer", "mesh")

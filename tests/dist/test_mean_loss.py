@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.dist.ranks import SECONDS, WRONG, assert_all_refused, everywhere, make, only_one, try_all
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -101,7 +101,7 @@ def differentiated():
 
 
 def test_backward_on_the_mean_gives_the_gradients_of_backward_on_ones_own_loss():
-    results = on_ranks(2, differentiated)
+    results = on_ranks(2, differentiated, fresh=True)
     for about, half, without, gradients in results:
         assert about == ((), torch.float32, True)
         assert half == torch.bfloat16

@@ -14,7 +14,7 @@ from ds_seqpar.running.keeping import keeping
 from ds_seqpar.running.ulysses import own_heads, split_in
 from tests import live
 from tests.dist.ranks import make
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 HEADS, DIM, TOKENS = 8, 64, 512
 UNIT = TOKENS * HEADS * DIM * torch.bfloat16.itemsize  # one rank's q

@@ -16,6 +16,7 @@ from tests.dist.ranks import (
     assert_all_refused,
     differ,
     everywhere,
+    gather_all,
     is_one_sentence,
     make,
     only_one,
@@ -24,7 +25,7 @@ from tests.dist.ranks import (
 )
 from tests.grids import cover, whole
 from tests.hf.llama import small
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
 IGNORE = -100
@@ -46,11 +47,11 @@ PACKS = {
     "of one token": ((1,) * 13, (13,), (6, 7)),
     "even": ((16, 16), (8, 24)),
 }
-WINDOWS = (1, 5, 99)  # of them each case has one, and none
+WINDOWS = (None, 1, 5, 99)
+FORMS = range(5)  # of what is sharded and gathered
 EVERY = list(itertools.product(WAYS, PACKS))
 # each way with two packs, each pack with every other way
 FEW = [(way, pack) for n, way in enumerate(WAYS) for m, pack in enumerate(PACKS) if (n + m) % 2 == 0]
-REST = [case for case in EVERY if case not in FEW]
 
 
 def collated(pack, seed=0):
@@ -86,7 +87,7 @@ def attend(sp, placement, whole, attention, mask):
     local = [x.requires_grad_() for x in (q, k, v)]
     out = attention(*local, mask, placement.shards)
     out.backward(do)
-    return [sp.gather(x.detach(), 1, placement) for x in (out, *(x.grad for x in local))]
+    return gather_all(sp, out, *(x.grad for x in local), placement=placement)
 
 
 def gap(found, wanted):
@@ -102,10 +103,11 @@ def plain(sp):
 # ---- right
 
 
-def placed(cases):
+def placed(cases, all_of_them):
     """By way and pack: the greatest error of attention by window; what of the batch, put together again, is not as it
-    should be; whether gather undoes shard."""
-    found, turns = {}, itertools.cycle(WINDOWS)
+    should be; whether gather undoes shard. Of windows and of what is gathered each case has one, or all of them."""
+    turns, forms = itertools.cycle(WINDOWS), itertools.cycle(FORMS)
+    found = {}
     for way, names in itertools.groupby(cases, lambda case: case[0]):
         sp = make(**WAYS[way])
         for _, name in names:
@@ -119,32 +121,42 @@ def placed(cases):
                 "position_ids": restarts(pack),
                 "shift_labels": next_in_document(batch["labels"], pack),
             }
-            wrong = [x for x in expected if not torch.equal(sp.gather(shard[x], 1, placement), expected[x])]
+            wrong = differing(sp, shard, expected, placement)
             assert torch.equal(shard["position_ids"][0], sp.position_ids(0, placement))
             labels = sum(length - 1 for row in pack for length in row) * sp.data_size
             assert shard["num_items_in_batch"] == max(labels, 1) / 4
             whole = oracle.tensors(len(pack), sum(pack[0]), HEADS, 4, seed=sp.data_rank)
             gaps = {}
-            for window in (None, next(turns)):
+            for window in WINDOWS if all_of_them else (next(turns),):
                 mine = attend(sp, placement, whole, plain(sp), placement.masked(window))
                 gaps[window] = gap(mine, dense(pack, whole, window))
-            found[way, name] = gaps, wrong, inverse(sp, placement, len(pack), sum(pack[0]))
+            kinds = FORMS if all_of_them else (next(forms),)
+            undone = all(inverse(sp, placement, len(pack), sum(pack[0]), form) for form in kinds)
+            found[way, name] = gaps, wrong, undone
     return found
 
 
-def inverse(sp, placement, rows, seq):
-    """Whether gather undoes shard, of tensors of any dims."""
+def differing(sp, shard, expected, placement):
+    """The names whose tensors, put together again, are not the expected ones."""
+    found = sp.gather(torch.stack([shard[name].expand(shard["labels"].shape) for name in expected], dim=2), 1, placement)
+    return [name for name, x in zip(expected, found.unbind(2), strict=True) if not torch.equal(x, expected[name])]
+
+
+def inverse(sp, placement, rows, seq, form):
+    """Whether gather undoes shard, of a tensor of one of `FORMS` kinds of dims."""
     whole = torch.arange(3 * rows * seq * 2).view(3, rows, seq, 2)
-    given = [(whole[0], 1), (whole[0, :, :, 0], 1), (whole, 2), (whole, -2), (whole[..., 0], -1)]
-    return all(torch.equal(sp.gather(sp.shard(x, dim, placement), dim, placement), x) for x, dim in given)
+    x, dim = [(whole[0], 1), (whole[0, :, :, 0], 1), (whole, 2), (whole, -2), (whole[..., 0], -1)][form]
+    return torch.equal(sp.gather(sp.shard(x, dim, placement), dim, placement), x)
 
 
 # axolotl#3608: packed documents attended to one another, loss 1.83 times too large; TransformerEngine#1930: packing with
 # context parallelism wrong; verl#6475: labels leaked from one packed sample into the next; verl#6068: labels rolled
 # after slicing; TRL PR 6812: positions began at 0 on every shard
-@pytest.mark.parametrize("cases", [FEW, pytest.param(REST, marks=pytest.mark.whole)], ids=["few", "rest"])
-def test_packed_rows_are_placed_and_attention_over_them_is_exact(cases):
-    for found in on_ranks(4, placed, cases, timeout=200):
+@pytest.mark.parametrize(
+    ("cases", "all_of_them"), [(FEW, False), pytest.param(EVERY, True, marks=pytest.mark.whole)], ids=["few", "every"]
+)
+def test_packed_rows_are_placed_and_attention_over_them_is_exact(cases, all_of_them):
+    for found in on_ranks(4, placed, cases, all_of_them, timeout=200):
         assert len(found) == len(cases)
         for case, (gaps, wrong, undone) in found.items():
             assert {window: gap for window, gap in gaps.items() if not gap < 1e-10} == {}, case
@@ -153,6 +165,8 @@ def test_packed_rows_are_placed_and_attention_over_them_is_exact(cases):
 
 
 LENGTHS = {"layout": LAYOUTS, "members": (1, 2, 4), "seq": (1, 2, 3, 5, 7, 13, 31, 53)}
+# one token, fewer than ranks, fewer than zigzag's chunks, more
+SOME_LENGTHS = cover(**{**LENGTHS, "seq": (1, 3, 7, 53)})
 
 
 def any_length(cases):
@@ -167,11 +181,7 @@ def any_length(cases):
             placement, tensors = shard["placement"], oracle.tensors(2, seq, HEADS, 4)
             at = torch.arange(seq).expand(2, -1)
             expected = {"input_ids": ids, "position_ids": at, "shift_labels": next_in_document(ids, [(seq,)] * 2)}
-            right = all(
-                torch.equal(sp.gather(shard[name], 1, given), x)
-                for name, x in expected.items()
-                for given in (placement, None)
-            )
+            right = [differing(sp, shard, expected, given) for given in (placement, None)] == [[], []]
             right &= torch.equal(shard["position_ids"][0], sp.position_ids(seq))
             mine = attend(sp, placement, tensors, plain(sp), placement.mask)
             found[layout, members, seq] = gap(mine, oracle.dense(*tensors)), right
@@ -179,7 +189,7 @@ def any_length(cases):
 
 
 # deepspeed#7384, #7842: a sequence length that the ranks do not divide silently corrupts the result
-@pytest.mark.parametrize("cases", [cover(**LENGTHS), pytest.param(whole(**LENGTHS), marks=pytest.mark.whole)], ids=len)
+@pytest.mark.parametrize("cases", [SOME_LENGTHS, pytest.param(whole(**LENGTHS), marks=pytest.mark.whole)], ids=len)
 def test_any_length_is_exact_in_every_layout(cases):
     for found in on_ranks(4, any_length, cases, timeout=200):
         assert len(found) == len(cases)
@@ -195,13 +205,17 @@ PADDED = {
 }
 
 
-def padded():
-    """By side, documents and whether causal: the greatest error on real tokens, to attention over each document alone;
-    whether their positions and labels are right."""
+SIDES = {"layout": ("zigzag", "striped"), "side": tuple(PADDED), "cut": (None, 5), "causal": (True, False)}
+
+
+def padded(cases):
+    """By layout, side, documents and whether causal: the greatest error on real tokens, to attention over each document
+    alone; whether their positions and labels are right."""
     found = {}
-    for settings in ({"ulysses": 2}, {"ulysses": 1, "layout": "striped"}):
-        sp = make(**settings)
-        for (side, real), cut, causal in itertools.product(PADDED.items(), (None, 5), (True, False)):
+    for layout, group in itertools.groupby(cases, lambda case: case["layout"]):
+        sp = make(layout=layout, ulysses=2 if layout == "zigzag" else 1)
+        for side, cut, causal in ((case["side"], case["cut"], case["causal"]) for case in group):
+            real = PADDED[side]
             kept = torch.stack([(torch.arange(23) >= a) & (torch.arange(23) < b) for a, b in real])
             pieces = [
                 (row, lo, hi)
@@ -224,29 +238,30 @@ def padded():
                     *(x[row : row + 1, lo:hi] for x in (q, k, v, do)), causal))
                 for row, lo, hi in pieces
             ]  # fmt: skip
-            at = sp.gather(shard["position_ids"].expand(len(shard["labels"]), -1), 1, placement)
-            right = torch.equal(at[kept], positions[kept])
-            right &= torch.equal(sp.gather(shard["shift_labels"], 1, placement), labels)
-            found[sp.config.layout, side, cut, causal] = max(gaps), right
+            named = [shard[name].expand(shard["labels"].shape) for name in ("position_ids", "shift_labels")]
+            at, shifted = sp.gather(torch.stack(named, dim=2), 1, placement).unbind(2)
+            right = torch.equal(at[kept], positions[kept]) and torch.equal(shifted, labels)
+            found[layout, side, cut, causal] = max(gaps), right
     return found
 
 
 # TransformerEngine#3331: tail padding dropped real keys; accelerate#4177: a padding mask was discarded
-def test_padding_on_either_side_is_seen_by_nobody():
-    for found in on_ranks(4, padded, timeout=200):
-        assert len(found) == 2 * len(PADDED) * 4
+@pytest.mark.parametrize("cases", [cover(**SIDES), pytest.param(whole(**SIDES), marks=pytest.mark.whole)], ids=len)
+def test_padding_on_either_side_is_seen_by_nobody(cases):
+    for found in on_ranks(4, padded, cases, timeout=200):
+        assert len(found) == len(cases)
         assert {case: result for case, result in found.items() if not (result[0] < 1e-10 and result[1])} == {}
 
 
-def compiled(settings):
-    """The greatest error of a compiled function that is given one placement after another."""
+def compiled(settings, placements):
+    """The greatest error of a compiled function that is given one placement after another, of packs and windows."""
     sp, errors = make(**settings), []
 
     def function(q, k, v, mask, shards):
         return sp.attention(q * 2.0, k, v, mask=mask, shards=shards) / 2.0
 
     function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for name, window in (("rows differ", None), ("rows differ", 5), ("one row", 9), ("even", None)):
+    for name, window in placements:
         pack = PACKS[name]
         placement = sp.shard_batch(collated(pack))["placement"]
         q, *others = oracle.tensors(len(pack), sum(pack[0]), HEADS, 4)
@@ -257,11 +272,21 @@ def compiled(settings):
     return max(errors)
 
 
+ONE_AFTER_ANOTHER = (("rows differ", None), ("rows differ", 5), ("even", None), ("one row", 9))
+
+
+# what compiling takes is tracing: of each number of rows, on each rank. A ring over shards is compiled in test_masks
 @pytest.mark.parametrize(
-    "settings", [{"ulysses": 2}, pytest.param({"ulysses": 1, "overlap": True}, marks=pytest.mark.whole)], ids=str
+    ("ranks", "settings", "placements"),
+    [
+        (2, {"ulysses": 2}, ONE_AFTER_ANOTHER[1:3]),
+        pytest.param(4, {"ulysses": 2}, ONE_AFTER_ANOTHER, marks=pytest.mark.whole),
+        pytest.param(4, {"ulysses": 1, "overlap": True}, ONE_AFTER_ANOTHER, marks=pytest.mark.whole),
+    ],
+    ids=["two", "four", "overlapped"],
 )
-def test_attention_over_a_placement_is_compiled(settings):
-    assert max(on_ranks(4, compiled, settings, timeout=200)) < 1e-10
+def test_attention_over_a_placement_is_compiled(ranks, settings, placements):
+    assert max(on_ranks(ranks, compiled, settings, placements, timeout=200, fresh=True)) < 1e-10
 
 
 # ---- whatever says where documents are
@@ -538,7 +563,7 @@ WRONG_PLACEMENTS = {
 
 
 def test_a_patched_model_refuses_a_placement_that_is_not_its_batchs():
-    results = on_ranks(4, wrong_placements, timeout=SECONDS)
+    results = on_ranks(4, wrong_placements, timeout=SECONDS, fresh=True)
     assert len({loss for found in results for _, loss in found.values()}) == 1
     for rank, found in enumerate(results):
         for name, ((kind, message), _) in found.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.dist.ranks import make
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 SEQ = 16
 PADDED = {"left": [(5, 16), (0, 16)], "right": [(0, 11), (0, 16)], "both": [(2, 9), (4, 16)], "a row": [(0, 16), (0, 0)]}

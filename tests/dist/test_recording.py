@@ -30,7 +30,7 @@ from ds_seqpar.running import recorder
 from tests import oracle
 from tests.dist.ranks import leaves, make
 from tests.dist.test_traffic import BATCH, DIM, SEQ, block_units
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 KINDS = {
     Pack: "copy",

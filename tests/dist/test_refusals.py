@@ -23,7 +23,7 @@ from tests.dist.ranks import (
     refusal,
     try_all,
 )
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
 
@@ -322,7 +322,7 @@ def not_initialised():
 
 
 def test_without_torch_distributed():
-    ((kind, message),) = on_ranks(1, not_initialised, timeout=SECONDS)
+    ((kind, message),) = on_ranks(1, not_initialised, timeout=SECONDS, fresh=True)
     assert kind == "ConfigError"
     assert is_one_sentence(message)
     assert "init_distributed()" in message

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ds_seqpar.planning import schedules
 from tests import oracle
 from tests.dist.ranks import attend, make, planned
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 from tests.unit import toy_schedule
 
 HEADS = (8, 4)
@@ -99,7 +99,7 @@ def work_of_its_own(case):
 
 def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
     case = {"size": 4, "ulysses": 1, "schedule": "carousel", "seats": 2, "backward": "q"}
-    for rank, ((gap, received, plan), members) in enumerate(on_ranks(4, work_of_its_own, case)):
+    for rank, ((gap, received, plan), members) in enumerate(on_ranks(4, work_of_its_own, case, fresh=True)):
         assert gap < 1e-10
         assert sum(received.values()) == plan
         assert members == [(0, 1) if rank < 2 else (2, 3)]

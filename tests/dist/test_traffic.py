@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests import oracle
 from tests.dist.ranks import leaves, make, planned
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 
 BATCH, SEQ, DIM = 2, 48, 8
 

@@ -8,8 +8,19 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from ds_seqpar.running import virtual
 from tests import oracle
-from tests.dist.ranks import WRONG, assert_all_refused, attend, everywhere, leaves, make, only_one, refusal, try_all
-from tests.launch import on_ranks
+from tests.dist.ranks import (
+    WRONG,
+    assert_all_refused,
+    attend,
+    everywhere,
+    gather_all,
+    leaves,
+    make,
+    only_one,
+    refusal,
+    try_all,
+)
+from tests.launch import on_warm_ranks as on_ranks
 
 # name -> a local (B, s, H, D) tensor with the same values, otherwise laid out in memory
 LAYOUTS = {
@@ -31,7 +42,7 @@ def laid_out(settings):
         local = leaves(sp, *whole[:3])
         out = sp.attention(*map(lay, local))
         out.backward(lay(sp.shard(whole[3], 1)))
-        mine = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+        mine = gather_all(sp, out, *(x.grad for x in local))
         found[name] = max(oracle.errors(mine, oracle.dense(*whole)))
     return found
 
@@ -73,7 +84,7 @@ def under_autocast(kernel):
                 out.backward(sp.shard(whole[3], 1).to(out.dtype))
             same = torch.bfloat16 if dtype == torch.float32 else dtype
             alone = virtual.attention(sp.config, *(x.to(same) for x in whole))
-            mine = [sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))]
+            mine = gather_all(sp, out, *(x.grad for x in local))
             errors.append(max(oracle.errors(mine, (alone.out, alone.dq, alone.dk, alone.dv))))
             assert out.dtype == same
     return max(errors)
