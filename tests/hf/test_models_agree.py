@@ -13,8 +13,8 @@ from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, sma
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WORLD = 4
-SECTION = MODES["u2r2"]
+WORLD = 2
+SECTION = MODES["r2"]
 
 
 def other_rope():

@@ -22,8 +22,8 @@ from tests.hf.llama import MODES, SEQ, held, ragged, settings, small
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WORLD = 4
-SECTION = MODES["u2r2"]
+WORLD = 2
+SECTION = MODES["u2"]
 
 
 def sentence(message):
@@ -40,7 +40,7 @@ def attempt(sp, function, *args):
         outcome = None, "", 0
     except SeqParError as error:
         outcome = type(error), str(error), sum(sp.comm.received.values())
-    assert sp.gather(torch.tensor([sp.rank]), 0).sum() == 6
+    assert sp.gather(torch.tensor([sp.rank]), 0).sum() == 1
     return outcome
 
 
@@ -152,12 +152,12 @@ def no_positions(sp, batch):
 
 
 def another_ranks_positions(sp, batch):
-    batch["position_ids"] = torch.tensor([held(SECTION)[(sp.rank + 1) % 4]])
+    batch["position_ids"] = torch.tensor([held(SECTION)[1 - sp.rank]])
 
 
 def positions_from_zero(sp, batch):
     """Every shard rotated as if it began at 0 (deepspeed#5419, #7473)."""
-    batch["position_ids"] = torch.arange(SEQ // 4)[None]
+    batch["position_ids"] = torch.arange(SEQ // WORLD)[None]
 
 
 def labels_alone(sp, batch):
@@ -212,8 +212,8 @@ def test_a_batch_that_is_not_sharded_as_it_should_be(training):
 
 
 def length_that_does_not_fit(sp):
-    """A forward on 11 tokens a rank, where zigzag over a ring of 4 needs them in twos."""
-    ring = SequenceParallel(SequenceParallelConfig(**MODES["r4"]))
+    """A forward on 11 tokens a rank, where zigzag over a ring needs them in twos."""
+    ring = SequenceParallel(SequenceParallelConfig(**MODES["r2"]))
     model = small()
     patch_attention(model, ring)
     try:
@@ -243,25 +243,24 @@ def forward_one(sp, spoil, rank):
 def test_wrong_on_one_rank_is_refused_on_all():
     """ring-flash-attention#39: one rank goes another way and the others wait for it."""
     spoils = positions_from_zero, no_positions, labels_alone, padding, with_cache
-    for outcomes in refusals(*((forward_one, spoil, 2) for spoil in spoils)):
-        assert outcomes[2][0] is InputError
-        for rank in (0, 1, 3):
-            assert outcomes[rank] == (DisagreementError, f"rank 2 cannot go on: {outcomes[2][1]}")
+    for outcomes in refusals(*((forward_one, spoil, 1) for spoil in spoils)):
+        assert outcomes[1][0] is InputError
+        assert outcomes[0] == (DisagreementError, f"rank 1 cannot go on: {outcomes[1][1]}")
 
 
 def test_right_on_rank_0_only():
     """Contiguous positions that begin at 0 are those of rank 0, so that rank 0 sees nothing wrong."""
     outcomes = refused(contiguous_from_zero)
-    assert [kind for kind, _ in outcomes] == [DisagreementError, InputError, InputError, InputError]
+    assert [kind for kind, _ in outcomes] == [DisagreementError, InputError]
     assert outcomes[0][1] == f"rank 1 cannot go on: {outcomes[1][1]}"
 
 
 def contiguous_from_zero(sp):
     """A forward where every rank was given positions 0, 1, 2, ... in the contiguous layout."""
-    straight = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2, layout="contiguous"))
+    straight = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1, layout="contiguous"))
     model = small()
     patch_attention(model, straight)
-    (batch,) = straight.shard_batches(ragged({**SECTION, "layout": "contiguous"}, 1, 1))
+    (batch,) = straight.shard_batches(ragged({**MODES["r2"], "layout": "contiguous"}, 1, 1))
     positions_from_zero(straight, batch)
     try:
         model(**batch)
@@ -289,14 +288,14 @@ def test_ranks_that_do_not_do_the_same():
     for outcomes in refusals((unequal, "batch"), (unequal, "mode"), (unequal, "checkpointing")):
         for kind, message in outcomes:
             assert kind is DisagreementError
-            assert "must be given the same model inputs; got ranks 0, 2-3: " in message
+            assert "must be given the same model inputs; got rank 0: " in message
 
 
 def past_the_model(sp):
     """A decoder layer of a patched model, called by itself."""
     model = small()
     patch_attention(model, sp)
-    x, places = torch.randn(1, SEQ // 4, 64), sp.position_ids(SEQ)[None]
+    x, places = torch.randn(1, SEQ // WORLD, 64), sp.position_ids(SEQ)[None]
     model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, places))
 
 
@@ -364,10 +363,10 @@ JSON = [
     ({"curriculum_learning": {"enabled": True}}, 'must not set "curriculum_learning"'),
     ({"data_efficiency": {"enabled": True}}, 'must not set "data_efficiency"'),
     ({"gradient_allreduce_op": "sum"}, 'must not set "gradient_allreduce_op"'),
-    ({"sequence_parallel": {"size": 4, "ulises": 2}}, "got 'ulises' (did you mean 'ulysses'?)"),
+    ({"sequence_parallel": {"size": 2, "ulises": 2}}, "got 'ulises' (did you mean 'ulysses'?)"),
     ({"sequence_parallel": 4}, "must be an object such as"),
-    ({"sequence_parallel": {"size": 3}}, "got size 3 on 4 ranks, use one of [1, 2, 4]"),
-    ({"sequence_parallel": {"size": 4, "ulysses": 3}}, "got ulysses 3, size 4, use one of [1, 2, 4]"),
+    ({"sequence_parallel": {"size": 3}}, "got size 3 on 2 ranks, use one of [1, 2]"),
+    ({"sequence_parallel": {"size": 2, "ulysses": 3}}, "got ulysses 3, size 2, use one of [1, 2]"),
     ({"train_batch_size": 3}, "train_batch_size counts sequences: it must be 4 ="),
 ]
 
@@ -406,7 +405,7 @@ def initialize_by_args(path):
 def test_the_configuration_may_come_with_args(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(good()))
-    assert on_ranks(WORLD, initialize_by_args, str(path)) == [(4, str(path))] * WORLD
+    assert on_ranks(WORLD, initialize_by_args, str(path)) == [(2, str(path))] * WORLD
 
 
 def without(what):
@@ -439,7 +438,7 @@ def test_arguments_that_break_the_contract():
 
 def with_another_sp(how):
     """initialize with a SequenceParallel that is not what the JSON says, given or in the model."""
-    sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=2))
+    sp = SequenceParallel(SequenceParallelConfig(size=1))
     model = small() if how != "own" else nn.Linear(2, 2)
     if how == "patched":
         patch_attention(model, sp)
@@ -450,7 +449,7 @@ def with_another_sp(how):
 def test_a_sequence_parallel_that_is_not_the_jsons():
     for message in refused_by_initialize(with_another_sp, ["given", "patched", "own"]):
         assert 'the same settings as the JSON\'s "sequence_parallel" section' in message
-        assert "got size 2 there and 4 in the JSON" in message
+        assert "got size 1 there and 2 in the JSON" in message
 
 
 def two_sps(_):
