@@ -34,7 +34,7 @@ training_args = TrainingArguments(
     deepspeed=deepspeed_config,
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,
-    max_steps=4,
+    max_steps=2,
     learning_rate=1e-3,
     weight_decay=0.01,
     logging_steps=1,
@@ -46,7 +46,7 @@ trainer = Trainer(
     model=model,
     args=training_args,
     train_dataset=blocks["train"],
-    eval_dataset=blocks["test"].select(range(16)),
+    eval_dataset=blocks["test"].select(range(8)),
     data_collator=DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False),
 )
 trainer.train()

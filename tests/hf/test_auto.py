@@ -122,7 +122,7 @@ def runs(folder, cases):
     for name, section in cases:
         data = {"arrow": datasets.Dataset.from_list(lists()), "lazy": Lazy(lists())}
         parts = {"train_dataset": data.get(name, documents(96)), "data_collator": collated}
-        trainer, lines = said(make, f"{folder}/{name}", 4, section, 2, parts=parts, max_steps=3)
+        trainer, lines = said(make, f"{folder}/{name}", 4, section, 2, parts=parts, max_steps=2)
         found[name] = trained(trainer), lines, trainer.sp.config.settings() if section else None
     return found
 

@@ -99,12 +99,12 @@ def test_stages_of_heads_run_once_too():
 
 
 def ways(section):
-    """For each way to checkpoint: gradients of 3 layers, and how often attention ran forward."""
+    """For each way to checkpoint: gradients of 2 layers, and how often attention ran forward."""
     sp, found = make(**section), {}
     calls = count_forwards(sp)
     for name, how in {**CHECKPOINTING, "selective": "selective"}.items():
         calls.clear()
-        model = llama(num_hidden_layers=3).patch_attention(sp)
+        model = llama().patch_attention(sp)
         enable(model, how)
         model.train()
         model(**sp.shard_batches(ragged(section, 1, 1))[0]).loss.backward()
@@ -116,12 +116,12 @@ def ways(section):
 def test_what_is_kept_is_a_setting(mode):
     """Gradients to the last bit where nothing else than attention's own out is read (delta is that of a rank's own out
     where Ulysses is: another order of sums)."""
-    for keep, again in ((True, 3), (False, 6)):
+    for keep, again in ((True, 2), (False, 4)):
         for found in on_ranks(WORLD, ways, {**MODES[mode], "keep_attention": keep}):
             gradients, forwards = found["none"]
-            assert forwards == 3
+            assert forwards == LAYERS
             assert norm(gradients) > 0
-            for name, count in (("plain", again), ("reentrant", again), ("selective", 3)):
+            for name, count in (("plain", again), ("reentrant", again), ("selective", LAYERS)):
                 assert found[name][1] == count
                 assert gap(found[name][0], gradients) <= (0 if mode == "r4" else 1e-6)
 

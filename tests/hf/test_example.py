@@ -21,11 +21,15 @@ CONFIGS = sorted(
 )  # those of the Trainer are tested with its example
 
 
-def run(ranks, config, folder, *more, steps=10, seq_len=256, launcher=None):
-    """Runs the example on forked ranks, or by the launcher."""
+STEPS = 5
+TEXT = Path(json.__file__).parent  # a few files: all of Python's own take seconds to be listed, on every rank
+
+
+def run(ranks, config, folder, *more, steps=STEPS, seq_len=128, data=TEXT, launcher=None):
+    """Runs the example on forked ranks, or by the launcher. data: None is the example's own."""
     words = [
         EXAMPLE, "--deepspeed_config", config, "--out", folder / "out",
-        "--steps", steps, "--seq-len", seq_len, "--eval-sequences", 2, *more,
+        "--steps", steps, "--seq-len", seq_len, "--eval-sequences", 1, *(["--data", data] if data else []), *more,
     ]  # fmt: skip
     return scripts.launch(launcher, ranks, folder, *words) if launcher else scripts.run(ranks, folder, *words)
 
@@ -59,6 +63,12 @@ def alone(tmp_path_factory):
     return log_of(folder)
 
 
+def test_without_data_it_reads_pythons_own(tmp_path):
+    ran = run(1, config_with(tmp_path, size=1), tmp_path, steps=1, seq_len=16, data=None)
+    assert not ran.failed, ran.stderr[-3000:]
+    assert len(log_of(tmp_path)) == 1
+
+
 MORE = [
     {"ulysses": 4},
     {"ulysses": 1},
@@ -72,7 +82,7 @@ MORE = [
 
 
 def assert_same(found, expected):
-    assert len(found) == len(expected) == 10
+    assert len(found) == len(expected) == STEPS
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -109,14 +119,9 @@ def test_writes_a_model_for_from_pretrained(shared):
 
 def test_takes_a_model_and_a_text(shared, tmp_path):
     (tmp_path / "text.txt").write_text("All the world is a stage. " * 400)
-    arguments = (
-        "--model",
-        str(shared / "out" / "model"),
-        "--data",
-        str(tmp_path / "text.txt"),
-        "--gradient-checkpointing",
-    )
-    ran = run(4, ROOT / "ds_configs" / "zero3_auto_bf16.json", tmp_path, *arguments, steps=3)
+    arguments = "--model", str(shared / "out" / "model"), "--gradient-checkpointing"
+    config = ROOT / "ds_configs" / "zero3_auto_bf16.json"
+    ran = run(2, config, tmp_path, *arguments, steps=1, data=tmp_path / "text.txt")
     assert not ran.failed, ran.stderr[-3000:]
     assert log_of(tmp_path)[0]["loss"] < log_of(shared)[0]["loss"]  # it went on from the trained weights
 
@@ -124,7 +129,7 @@ def test_takes_a_model_and_a_text(shared, tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_ready_configuration_trains(config, tmp_path):
-    ran = run(4, config, tmp_path, steps=6)
+    ran = run(4, config, tmp_path, steps=6, seq_len=256)
     assert not ran.failed, ran.stderr[-3000:]
     losses = [line["loss"] for line in log_of(tmp_path)]
     assert losses[-1] < losses[0]
@@ -159,7 +164,7 @@ def test_missing_json_ends_it_with_a_sentence(tmp_path):
 
 
 def test_bad_degree_ends_it_with_a_sentence(tmp_path):
-    ran = run(4, config_with(tmp_path, size=4, ulysses=3), tmp_path)
+    ran = run(2, config_with(tmp_path, size=2, ulysses=3), tmp_path)
     assert ran.failed
     assert "ulysses 3, size 4" in ran.stdout + ran.stderr
 

@@ -21,8 +21,8 @@ from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WORLD = 4
-SECTION = MODES["u2r2"]
+WORLD = 2
+SECTION = MODES["r2"]
 
 
 def good(stage="2", **changes):
@@ -126,9 +126,9 @@ def test_a_key_given_twice(tmp_path):
 def other_sections():
     """(U that is chosen, a step's results) for an sp of one's own with settings that the JSON does not name."""
     found = []
-    for section in (None, {"size": 4}, {"schedule": "auto", "overlap": True}):
+    for section in (None, {"size": 2}, {"schedule": "auto", "overlap": True}):
         sp = SequenceParallel(
-            SequenceParallelConfig(size=4, ulysses=2, layout="striped", overlap=True, kernel="reference"), heads=(8, 2)
+            SequenceParallelConfig(size=2, ulysses=1, layout="striped", overlap=True, kernel="reference"), heads=(8, 2)
         )
         config = {**without("sequence_parallel"), **({"sequence_parallel": section} if section else {})}
         engine, *_ = ds_seqpar.initialize(model=small(), config=config, sequence_parallel=sp)

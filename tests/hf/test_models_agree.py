@@ -14,8 +14,8 @@ from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WORLD = 4
-SECTION = MODES["u2r2"]
+WORLD = 2
+SECTION = MODES["r2"]
 
 
 def other_rope():

@@ -23,8 +23,8 @@ from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WORLD = 4
-SECTION = MODES["u2r2"]
+WORLD = 2
+SECTION = MODES["u2"]
 
 
 def sentence(message):
@@ -41,7 +41,7 @@ def attempt(sp, function, *args):
         outcome = None, "", 0
     except SeqParError as error:
         outcome = type(error), str(error), sum(sp.comm.received.values())
-    assert sp.gather(torch.tensor([sp.rank]), 0).sum() == 6
+    assert sp.gather(torch.tensor([sp.rank]), 0).sum() == 1
     return outcome
 
 
@@ -153,12 +153,12 @@ def no_positions(sp, batch):
 
 
 def another_ranks_positions(sp, batch):
-    batch["position_ids"] = torch.tensor([held(SECTION)[(sp.rank + 1) % 4]])
+    batch["position_ids"] = torch.tensor([held(SECTION)[1 - sp.rank]])
 
 
 def positions_from_zero(sp, batch):
     """Every shard rotated as if it began at 0 (deepspeed#5419, #7473)."""
-    batch["position_ids"] = torch.arange(SEQ // 4)[None]
+    batch["position_ids"] = torch.arange(SEQ // WORLD)[None]
 
 
 def labels_alone(sp, batch):
@@ -213,8 +213,8 @@ def test_a_batch_that_is_not_sharded_as_it_should_be(training):
 
 
 def length_that_does_not_fit(sp):
-    """A forward on 11 tokens a rank, where zigzag over a ring of 4 needs them in twos."""
-    ring = SequenceParallel(SequenceParallelConfig(**MODES["r4"]))
+    """A forward on 11 tokens a rank, where zigzag over a ring needs them in twos."""
+    ring = SequenceParallel(SequenceParallelConfig(**MODES["r2"]))
     model = small()
     patch_attention(model, ring)
     try:
@@ -244,27 +244,26 @@ def forward_one(sp, spoil, rank):
 def test_wrong_on_one_rank_is_refused_on_all():
     """ring-flash-attention#39: one rank goes another way and the others wait for it."""
     spoils = positions_from_zero, no_positions, labels_alone, padding, with_cache
-    for outcomes in refusals(*((forward_one, spoil, 2) for spoil in spoils)):
-        assert outcomes[2][0] is InputError
-        for rank in (0, 1, 3):
-            kind, message = outcomes[rank]
-            assert kind is DisagreementError
-            assert missing(message, "rank 2 cannot", outcomes[2][1]) == []
+    for outcomes in refusals(*((forward_one, spoil, 1) for spoil in spoils)):
+        assert outcomes[1][0] is InputError
+        kind, message = outcomes[0]
+        assert kind is DisagreementError
+        assert missing(message, "rank 1 cannot", outcomes[1][1]) == []
 
 
 def test_right_on_rank_0_only():
     """Contiguous positions that begin at 0 are those of rank 0, so that rank 0 sees nothing wrong."""
     outcomes = refused(contiguous_from_zero)
-    assert [kind for kind, _ in outcomes] == [DisagreementError, InputError, InputError, InputError]
+    assert [kind for kind, _ in outcomes] == [DisagreementError, InputError]
     assert missing(outcomes[0][1], "rank 1 cannot", outcomes[1][1]) == []
 
 
 def contiguous_from_zero(sp):
     """A forward where every rank was given positions 0, 1, 2, ... in the contiguous layout."""
-    straight = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2, layout="contiguous"))
+    straight = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1, layout="contiguous"))
     model = small()
     patch_attention(model, straight)
-    (batch,) = straight.shard_batches(ragged({**SECTION, "layout": "contiguous"}, 1, 1))
+    (batch,) = straight.shard_batches(ragged({**MODES["r2"], "layout": "contiguous"}, 1, 1))
     positions_from_zero(straight, batch)
     try:
         model(**batch)
@@ -292,14 +291,14 @@ def test_ranks_that_do_not_do_the_same():
     for outcomes in refusals((unequal, "batch"), (unequal, "mode"), (unequal, "checkpointing")):
         for kind, message in outcomes:
             assert kind is DisagreementError
-            assert missing(message, "model inputs", "ranks 0, 2-3: ", "rank 1: ") == []
+            assert missing(message, "model inputs", "rank 0: ", "rank 1: ") == []
 
 
 def past_the_model(sp):
     """A decoder layer of a patched model, called by itself."""
     model = small()
     patch_attention(model, sp)
-    x, places = torch.randn(1, SEQ // 4, 64), sp.position_ids(SEQ)[None]
+    x, places = torch.randn(1, SEQ // WORLD, 64), sp.position_ids(SEQ)[None]
     model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, places))
 
 
@@ -367,10 +366,10 @@ JSON = [
     ({"curriculum_learning": {"enabled": True}}, ('not set "curriculum_learning"',)),
     ({"data_efficiency": {"enabled": True}}, ('not set "data_efficiency"',)),
     ({"gradient_allreduce_op": "sum"}, ('not set "gradient_allreduce_op"',)),
-    ({"sequence_parallel": {"size": 4, "ulises": 2}}, ("got 'ulises'", "'ulysses'")),
+    ({"sequence_parallel": {"size": 2, "ulises": 2}}, ("got 'ulises'", "'ulysses'")),
     ({"sequence_parallel": 4}, ('"sequence_parallel"', "an object", "got 4")),
-    ({"sequence_parallel": {"size": 3}}, ("size 3", "4 ranks", "[1, 2, 4]")),
-    ({"sequence_parallel": {"size": 4, "ulysses": 3}}, ("ulysses 3", "size 4", "[1, 2, 4]")),
+    ({"sequence_parallel": {"size": 3}}, ("size 3", "2 ranks", "[1, 2]")),
+    ({"sequence_parallel": {"size": 2, "ulysses": 3}}, ("ulysses 3", "size 2", "[1, 2]")),
     ({"train_batch_size": 3}, ("train_batch_size", "must be 4", "got 3")),
 ]
 
@@ -409,7 +408,7 @@ def initialize_by_args(path):
 def test_the_configuration_may_come_with_args(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(good()))
-    assert on_ranks(WORLD, initialize_by_args, str(path)) == [(4, str(path))] * WORLD
+    assert on_ranks(WORLD, initialize_by_args, str(path)) == [(2, str(path))] * WORLD
 
 
 def without(what):
@@ -442,7 +441,7 @@ def test_arguments_that_break_the_contract():
 
 def with_another_sp(how):
     """initialize with a SequenceParallel that is not what the JSON says, given or in the model."""
-    sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=2))
+    sp = SequenceParallel(SequenceParallelConfig(size=1))
     model = small() if how != "own" else nn.Linear(2, 2)
     if how == "patched":
         patch_attention(model, sp)
@@ -452,7 +451,7 @@ def with_another_sp(how):
 
 def test_a_sequence_parallel_that_is_not_the_jsons():
     for message in refused_by_initialize(with_another_sp, ["given", "patched", "own"]):
-        assert missing(message, "the same settings", "size 2", "4 in the JSON") == []
+        assert missing(message, "the same settings", "size 1", "2 in the JSON") == []
 
 
 def two_sps(_):

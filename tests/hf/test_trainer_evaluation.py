@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import Trainer
 
@@ -76,16 +77,19 @@ def evaluated(folder, size):
     found = {}
     for own in (CallsTheModel, ComputesItsLoss):
         for order in (before, behind):
-            trainer = make(folder, size, {"size": size}, stage=3, kind=order(own))
+            sequences = 4 * size // dist.get_world_size()
+            trainer = make(folder, sequences, {"size": size}, stage=3, kind=order(own))
             found[own.__name__, order.__name__] = trainer.evaluate(documents(7, seed=9))["eval_loss"]
     return found
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.whole), 4])
-def test_a_prediction_step_of_ones_own_gives_the_mean_token_loss(size, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "size"), [(2, 2), *(pytest.param(4, size, marks=pytest.mark.whole) for size in (2, 4))]
+)
+def test_a_prediction_step_of_ones_own_gives_the_mean_token_loss(ranks, size, tmp_path):
     """NaN where a rank has no label; else its own mean, averaged as if ranks had as many labels."""
     expected = mean_of_steps(small(pad_token_id=0).eval(), documents(7, seed=9), 4)
-    for found in on_ranks(4, evaluated, tmp_path, size):
+    for found in on_ranks(ranks, evaluated, tmp_path, size):
         assert len(found) == 4
         assert found == pytest.approx(dict.fromkeys(found, expected), rel=1e-5)
 
@@ -105,10 +109,10 @@ def tried(folder, size):
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(1, marks=pytest.mark.whole), pytest.param(2, marks=pytest.mark.whole), 4]
+    ("ranks", "size"), [(2, 2), *(pytest.param(4, size, marks=pytest.mark.whole) for size in (1, 2, 4))]
 )
-def test_an_evaluation_that_would_be_wrong_is_refused_before_the_first_step(size, tmp_path):
-    for said, meant in on_ranks(4, tried, tmp_path, size):
+def test_an_evaluation_that_would_be_wrong_is_refused_before_the_first_step(ranks, size, tmp_path):
+    for said, meant in on_ranks(ranks, tried, tmp_path, size):
         assert len(said) == 6
         for (own, _), (sentence, steps) in said.items():
             assert is_one_sentence(sentence)

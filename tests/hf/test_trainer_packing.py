@@ -116,7 +116,7 @@ def test_the_example_trains_on_packs_as_one_rank_does(tmp_path):
     for number in range(38):
         (texts / f"{number}.txt").write_text(f"document {number} says so. " * (1 + number % 7))
     alone, held_out = example(1, tmp_path / "alone", texts)
-    shared, held_out_shared = example(4, tmp_path / "shared", texts)
+    shared, held_out_shared = example(2, tmp_path / "shared", texts)
     assert len(shared) == 3
     assert shared[-1] < shared[0]
     assert shared == pytest.approx(alone, rel=1e-4)

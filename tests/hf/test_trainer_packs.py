@@ -12,7 +12,7 @@ from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 NAMES = sorted(FAMILIES)
-STEPS = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+STEPS = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 COLLATORS = {
     "padded": None,
     "packed": PackingCollator,
@@ -35,7 +35,7 @@ def runs(folder, cases, **changes):
 
 def same(found, plain, rel):
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert len(plain[name]) == len(found[name]) > 2
+        assert len(plain[name]) == len(found[name]) == 2
         assert found[name] == pytest.approx(plain[name], rel=rel), name
 
 
@@ -74,14 +74,14 @@ OTHERS = [name for name in NAMES if name not in FEW]
 
 
 @pytest.mark.parametrize(
-    "names",
-    [FEW, *(pytest.param(part, marks=pytest.mark.whole) for part in (OTHERS[:5], OTHERS[5:10], OTHERS[10:]))],
-    ids="-".join,
+    ("names", "ranks"),
+    [(FEW, 2), *(pytest.param(part, 4, marks=pytest.mark.whole) for part in (OTHERS[:5], OTHERS[5:10], OTHERS[10:]))],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else str(x),
 )
-def test_three_steps_of_every_family_are_the_plain_trainers(tmp_path, names):
+def test_three_steps_of_every_family_are_the_plain_trainers(tmp_path, names, ranks):
     """Megatron#3672: a loss for balanced experts that is off by the ranks of a sequence."""
     plain = on_ranks(1, three_steps, tmp_path / "plain", names, None, timeout=300)[0]
-    for found in on_ranks(4, three_steps, tmp_path, names, 4, timeout=400):
+    for found in on_ranks(ranks, three_steps, tmp_path, names, ranks, timeout=400):
         for name in names:
             for figure in ("loss", "grad_norm", "eval_loss"):
                 assert found[name][figure] == pytest.approx(plain[name][figure], rel=1e-5), (name, figure)
@@ -90,7 +90,7 @@ def test_three_steps_of_every_family_are_the_plain_trainers(tmp_path, names):
 def two_groups(folder, size):
     """Of a model with experts, whose plain Trainer adds up the loss for their balance over ranks and micro-steps."""
     model, section = model_of("qwen3_moe", 11), size and {"size": size}
-    return trained(make(f"{folder}/{size}", 2, section, 2, model=model, max_steps=3, learning_rate=1e-4))
+    return trained(make(f"{folder}/{size}", 2, section, 2, model=model, max_steps=2, learning_rate=1e-4))
 
 
 def test_experts_in_two_groups_are_those_of_two_plain_ranks(tmp_path):

@@ -17,8 +17,8 @@ from tests.hf.trainers import documents, make, mean_of_steps, trained
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-# section -> sequences that a group of 4 ranks' worth takes a micro-step, so that all work on four
-SHARED = {None: 1, 1: 1, 2: 2, 4: 4}
+# section -> sequences that a group of 4 ranks' worth takes a micro-step, so that all work on four: the plain one alone
+SHARED = {None: 4, 1: 1, 2: 2, 4: 4}
 SIZES = (1, 2, 4)
 
 
@@ -27,7 +27,7 @@ def section(size):
 
 
 def run(folder, size, **changes):
-    trainer = make(folder, SHARED[size], section(size), eval_strategy="steps", eval_steps=4, **changes)
+    trainer = make(folder, SHARED[size], section(size), eval_strategy="steps", eval_steps=3, **changes)
     return trained(trainer)
 
 
@@ -36,21 +36,26 @@ def runs(folder, sizes, changes):
     return {size: run(f"{folder}/{size}", size, **changes) for size in sizes}
 
 
-FULL = {"include_num_input_tokens_seen": "non_padding"}
+def alone(function, folder, *args):
+    """What the plain Trainer makes of it, on one rank that takes the sequences of all others."""
+    return on_ranks(1, function, folder / "plain", (None,), *args)[0][None]
+
+
+FULL = {"include_num_input_tokens_seen": "non_padding", "max_steps": 6}
 
 
 @pytest.mark.parametrize(
-    ("stage", "sizes"), [(3, (2, 4)), *(pytest.param(stage, SIZES, marks=pytest.mark.whole) for stage in (2, 3))]
+    ("stage", "sizes"), [(3, (2,)), *(pytest.param(stage, SIZES, marks=pytest.mark.whole) for stage in (2, 3))]
 )
 def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes, tmp_path):
     """transformers#46775, #48167; deepspeed#5248, #6841; verl#2857: scales wrong by the SP size. Ragged labels and
     lengths, padding, two micro-steps, AdamW, clipping."""
-    changes = {"stage": stage, **FULL}
-    for found in on_ranks(4, runs, tmp_path, (None, *sizes), changes, timeout=200):
-        plain = found.pop(None)
-        assert len(plain["loss"]) == 12
-        assert plain["eval_loss"][-1] < plain["eval_loss"][0] - 0.1  # it learns
-        assert max(plain["grad_norm"]) > 1.0  # clipped, or equal norms would not say that clipping is right
+    changes = {"stage": stage, **FULL, "parts": {"train_dataset": documents(48)}}
+    plain = alone(runs, tmp_path, changes)
+    assert len(plain["loss"]) == 6
+    assert plain["eval_loss"][-1] < plain["eval_loss"][0] - 0.1  # it learns
+    assert max(plain["grad_norm"]) > 1.0  # clipped, or equal norms would not say that clipping is right
+    for found in on_ranks(4, runs, tmp_path, sizes, changes, timeout=200):
         for size, shared in found.items():
             for name, rel in (("loss", 1e-5), ("grad_norm", 1e-5), ("eval_loss", 1e-5), ("learning_rate", 0)):
                 assert shared[name] == pytest.approx(plain[name], rel=rel), (size, name)
@@ -59,25 +64,27 @@ def test_losses_norms_evaluation_and_counts_are_the_plain_trainers(stage, sizes,
 
 @pytest.mark.whole
 def test_bf16_runs_agree_to_its_rounding(tmp_path):
-    for found in on_ranks(4, runs, tmp_path, (None, 2, 4), {"bf16": True}):
+    plain = alone(runs, tmp_path, {"bf16": True})
+    for found in on_ranks(4, runs, tmp_path, (2, 4), {"bf16": True}):
         for size in (2, 4):
-            assert found[size]["loss"] == pytest.approx(found[None]["loss"], rel=1e-3)
-            assert found[size]["grad_norm"] == pytest.approx(found[None]["grad_norm"], rel=1e-2)
-            assert found[size]["eval_loss"] == pytest.approx(found[None]["eval_loss"], rel=1e-3)
+            assert found[size]["loss"] == pytest.approx(plain["loss"], rel=1e-3)
+            assert found[size]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+            assert found[size]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_the_last_window_of_an_epoch_may_be_short(size, tmp_path):
-    """Five micro-steps an epoch make windows of two, two and one."""
-    changes = {"max_steps": -1, "num_train_epochs": 2, "parts": {"train_dataset": documents(20)}}
-    for found in on_ranks(4, runs, tmp_path, (None, size), changes):
-        assert found[None].counts[0] == 6
-        assert found[size]["loss"] == pytest.approx(found[None]["loss"], rel=1e-4)
-        assert found[size].counts == found[None].counts
+    """Three micro-steps an epoch make windows of two and one."""
+    changes = {"max_steps": -1, "num_train_epochs": 2, "parts": {"train_dataset": documents(12)}}
+    plain = alone(runs, tmp_path, changes)
+    assert plain.counts[0] == 4
+    for found in on_ranks(4, runs, tmp_path, (size,), changes):
+        assert found[size]["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+        assert found[size].counts == plain.counts
 
 
 def grouped(folder, size):
-    return trained(make(folder, 2, section(size), train_sampling_strategy="group_by_length", max_steps=6))
+    return trained(make(folder, 2, section(size), train_sampling_strategy="group_by_length", max_steps=3))
 
 
 def test_grouping_by_length_takes_the_plain_trainers_sequences(tmp_path):
@@ -128,15 +135,17 @@ def evaluations_by_size(folder, sizes, *args):
     return {size: evaluations(f"{folder}/{size}", size, *args) for size in sizes}
 
 
-@pytest.mark.parametrize("counts", [(1, 7, 8), pytest.param((1, 6, 7, 8), marks=pytest.mark.whole)], ids=str)
-def test_evaluation_counts_every_sequence_once(counts, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "counts"), [((2, 4), (1, 7)), pytest.param(SIZES, (1, 6, 7, 8), marks=pytest.mark.whole)], ids=str
+)
+def test_evaluation_counts_every_sequence_once(sizes, counts, tmp_path):
     """Sets that do not divide are filled up with sequences from the start; transformers counts those, and weighs the
     last step by rank. Four sequences a step: 1 and 7 leave a remainder, and 1 is fewer than there are groups."""
-    ranks = on_ranks(4, evaluations_by_size, tmp_path, (None, *SIZES), counts, timeout=200)
-    plain, model = ranks[0][None], small().eval()
-    expected = {count: mean_of_steps(model, documents(count, seed=count), 4) for count in counts}
+    ranks = on_ranks(4, evaluations_by_size, tmp_path, sizes, counts, timeout=200)
+    plain, model = alone(evaluations_by_size, tmp_path, sorted({*counts, 8})), small().eval()
+    expected = {count: mean_of_steps(model, documents(count, seed=count), 4) for count in plain}
     assert plain[8][0] == pytest.approx(expected[8], rel=1e-5)
-    for size in SIZES:
+    for size in sizes:
         for found in (by_size[size] for by_size in ranks):
             for count, (loss, steps, right, predictions, labels) in found.items():
                 assert loss == pytest.approx(expected[count], rel=1e-5), (size, count)
@@ -152,10 +161,11 @@ def test_evaluation_counts_every_sequence_once(counts, tmp_path):
 
 
 def test_logits_are_reduced_before_they_are_gathered(tmp_path):
-    for found in on_ranks(4, evaluations_by_size, tmp_path, (None, 4), (7,), best):
-        _, _, right, predictions, labels = found[4][7]
+    plain = alone(evaluations_by_size, tmp_path, (7,), best)
+    for found in on_ranks(2, evaluations_by_size, tmp_path, (2,), (7,), best):
+        _, _, right, predictions, labels = found[2][7]
         assert predictions.shape == labels.shape
-        assert right == found[None][7][2]
+        assert right == plain[7][2]
 
 
 class Unsized(torch.utils.data.IterableDataset):
@@ -182,62 +192,56 @@ def streaming(count):
 STREAMS = {"unsized": Unsized, "sized": Sized, "streaming": streaming}
 
 
-def streamed(folder, size):
+def streamed(folder, size, names):
     """For each kind of stream: the run on it, and the loss and number of held-out sequences."""
     own_batches = {"dispatch_batches": False}  # plain ranks cannot be dealt batches of different lengths
     found = {}
-    for name, stream in STREAMS.items():
-        # plain ranks would take whole files of a streaming data set: other sequences than they are dealt by default
-        kind = STREAMS["unsized"] if size is None and name == "streaming" else stream
-        parts = {"train_dataset": kind(26)}
-        trainer = make(f"{folder}/{name}", 2, section(size), parts=parts, max_steps=5, accelerator_config=own_batches)
-        run, metrics = trained(trainer), trainer.evaluate(stream(11)) if size else {}
+    for name in names:
+        parts = {"train_dataset": STREAMS[name](10)}
+        trainer = make(f"{folder}/{name}", 2, section(size), parts=parts, max_steps=2, accelerator_config=own_batches)
+        run, metrics = trained(trainer), trainer.evaluate(STREAMS[name](7)) if size else {}
         samples = round(metrics.get("eval_samples_per_second", 0) * metrics.get("eval_runtime", 0))
         found[name] = (
             run,
             metrics.get("eval_loss"),
             samples,
-            mean_of_steps(unpatch_attention(trainer.model), documents(11), 4),
+            mean_of_steps(unpatch_attention(trainer.model), documents(7), 4),
         )
     return found
 
 
 def test_iterable_data_sets(tmp_path):
-    """The stream ends within the fourth window, is filled up, and begins again; evaluation counts a sequence once."""
-    plain = on_ranks(2, streamed, tmp_path / "plain", None)[0]
-    for shared in on_ranks(4, streamed, tmp_path / "shared", 2):
+    """The stream ends within the second window, is filled up, and begins again; evaluation counts a sequence once."""
+    plain = on_ranks(2, streamed, tmp_path / "plain", None, ["unsized", "sized"])[0]
+    # plain ranks would take whole files of a streaming data set: other sequences than they are dealt by default
+    plain["streaming"] = plain["unsized"]
+    for shared in on_ranks(4, streamed, tmp_path / "shared", 2, list(STREAMS)):
         for name, (run, loss, samples, expected) in shared.items():
             assert run["loss"] == pytest.approx(plain[name][0]["loss"], rel=1e-4), name
             assert run.counts[:4] == plain[name][0].counts[:4], name
             assert loss == pytest.approx(expected, rel=1e-5), name
-            assert samples == 11, name
+            assert samples == 7, name
 
 
-def without_labels(folder, size):
+def without_labels(folder, size, sequences):
     """Training where no token counts, then logits of examples that have no labels at all."""
     silent = [{**example, "labels": torch.full_like(example["labels"], IGNORE)} for example in documents(16)]
     parts = {"train_dataset": silent, "eval_dataset": silent[:6] + documents(2)}
     parts |= {"gather_logits": True} if size else {}
-    trainer = make(folder, 2, section(size), stage=3, parts=parts, max_steps=2, eval_strategy="epoch")
+    trainer = make(folder, sequences, section(size), stage=3, parts=parts, max_steps=2, eval_strategy="epoch")
     run = trained(trainer)
     trainer.data_collator = default_data_collator
     bare = [{"input_ids": torch.arange(i, i + 23)} for i in range(5)]
     return run["loss"], run["grad_norm"], run["eval_loss"], trainer.predict(bare).predictions
 
 
-def plain_and_shared(folder, function):
-    """Of ranks that are plain, then of groups of two."""
-    return function(f"{folder}/plain", None), function(f"{folder}/shared", 2)
-
-
 def test_nothing_to_learn_is_nothing_and_not_nan(tmp_path):
     """axolotl#3026, Megatron#1764: NaN where all tokens of a rank, or of a step, are masked."""
-    ranks = on_ranks(4, plain_and_shared, tmp_path, without_labels)
-    (_, _, held_out, plain), _ = ranks[0]
-    # plain ranks take all examples in one step; ours two, and before 5.23 the Trainer kept the NaN of the silent one
+    _, _, held_out, plain = on_ranks(1, without_labels, tmp_path / "plain", None, 8)[0]
+    # the plain one takes all examples in one step; ours two, and before 5.23 the Trainer kept the NaN of the silent one
     if Version(transformers.__version__).release < (5, 23):
         held_out = [math.nan]
-    for _, (losses, norms, evaluated, predictions) in ranks:
+    for losses, norms, evaluated, predictions in on_ranks(4, without_labels, tmp_path / "shared", 2, 2):
         assert losses == norms == [0, 0]
         assert len(evaluated) == 1
         assert evaluated == pytest.approx(held_out[:1], rel=1e-5, nan_ok=True)
@@ -297,9 +301,9 @@ def test_ranks_of_a_sequence_draw_the_same_numbers(workers, tmp_path):
 def test_groups_share_out_every_epoch_however_much_they_draw(tmp_path):
     """The sampler that groups by length draws from each rank's own state: apart, groups would train on some examples
     twice and on others not at all."""
-    epochs = {"max_steps": -1, "num_train_epochs": 3, "train_sampling_strategy": "group_by_length"}
+    epochs = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"}
     ranks = on_ranks(4, functools.partial(drawn, **epochs), tmp_path, Restless())
     batches = [[row[0] for batch in ranks[group] for row in batch] for group in (0, 2)]
-    assert [len(seen) for seen in batches] == [24, 24]
-    for first in (0, 8, 16):
+    assert [len(seen) for seen in batches] == [16, 16]
+    for first in (0, 8):
         assert sorted(batches[0][first : first + 8] + batches[1][first : first + 8]) == list(range(1, 17))

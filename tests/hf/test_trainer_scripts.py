@@ -1,10 +1,12 @@
 """Scripts that train with the Trainer: ours in all ways it is started, and a plain one with the documented change."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command, launch_command_parser
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from tests import scripts
@@ -64,32 +66,54 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
     assert logs["changed"][0].keys() == logs["plain"][0].keys()
 
 
+STEPS = 3
+
+
 def run(launcher, ranks, config, folder, *more):
-    """Runs the example by the launcher, or on forked ranks as it is by the launcher of DeepSpeed."""
-    words = ["--output_dir", folder / "out", "--seq_len", 200, "--documents", 32, "--eval_documents", 3]
-    words += ["--max_steps", 4, "--logging_steps", 1, *more]
+    """Runs the example by the launcher, or on forked ranks as it is by the launcher of DeepSpeed or of accelerate."""
+    words = ["--output_dir", folder / "out", "--seq_len", 200, "--documents", 12, "--eval_documents", 3]
+    words += ["--max_steps", STEPS, "--logging_steps", 1, *more]
+    options = "--use_deepspeed", "--deepspeed_config_file", str(config)
     if launcher == "accelerate":
-        options = "--use_deepspeed", "--deepspeed_config_file", config
         return scripts.launch(launcher, ranks, folder, *options, EXAMPLE, *words)
+    if launcher == "as by accelerate":
+        return scripts.run(ranks, folder, EXAMPLE, *words, environment=set_by_accelerate(ranks, *options))
     words += ["--deepspeed", config]
     if launcher == "deepspeed":
         return scripts.launch(launcher, ranks, folder, EXAMPLE, *words)
     return scripts.run(ranks, folder, EXAMPLE, "--local_rank=LOCAL_RANK", *words)
 
 
+def set_by_accelerate(ranks, *options):
+    """What `accelerate launch` sets for the processes it starts: it is stopped before it starts any."""
+    words, found, before = [*options, "--num_processes", str(ranks), "script.py"], {}, dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.run.run", lambda args: found.update(os.environ))
+        launch_command(launch_command_parser().parse_args(words))
+    return {name: value for name, value in found.items() if before.get(name) != value}
+
+
+def save_texts(folder):
+    """A few short ones: all of Python's own take seconds to be listed and read, on every rank."""
+    folder.mkdir()
+    for number in range(15):
+        (folder / f"{number}.txt").write_text(f"document {number} says so. " * (4 + number % 7))
+
+
 CHECKPOINTED = ["--gradient_checkpointing", "True"]
 LORA = ["--lora", "--bf16", "True", *CHECKPOINTED]
 
 
-# forked ranks go through what a launched process does; both launchers are tried for themselves, and the cover has
-# accelerate's, since test_example.py has DeepSpeed's
+# forked ranks go through what a launched process does; both launchers are tried for themselves among the whole, and
+# DeepSpeed's in the cover too, by test_example.py
 @pytest.mark.parametrize(
     ("launcher", "ranks", "config", "more"),
     [
         ("forked", 4, "long_context_sp4", ["--model", *CHECKPOINTED]),
         pytest.param("forked", 4, "long_context_sp4_offload", CHECKPOINTED, marks=pytest.mark.whole),
         pytest.param("forked", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
-        ("accelerate", 2, "trainer_zero2_sp2dp", LORA),
+        ("as by accelerate", 2, "trainer_zero2_sp2dp", LORA),
+        pytest.param("accelerate", 2, "trainer_zero2_sp2dp", LORA, marks=pytest.mark.whole),
         pytest.param("accelerate", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
         pytest.param("deepspeed", 4, "trainer_zero3_sp4", ["--model"], marks=pytest.mark.whole),
         pytest.param("forked", 4, "trainer_zero3_sp4", [], marks=pytest.mark.whole),
@@ -102,12 +126,14 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
     if "--model" in more:
         save_model(tmp_path / "model")
         more = ["--model", str(tmp_path / "model"), *more[1:]]
+    save_texts(tmp_path / "texts")
+    more = [*more, "--data", str(tmp_path / "texts")]
     ran = run(launcher, ranks, ROOT / "ds_configs" / f"{config}.json", tmp_path, *more)
     assert not ran.failed, ran.stdout[-2000:] + ran.stderr[-3000:]
     assert re.search(r"held-out loss \d\.\d{3}, perplexity \d+\.\d", ran.stdout), ran.stdout[-2000:]
-    state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
+    state = json.loads((tmp_path / "out" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-    assert len(losses) == 4
+    assert len(losses) == STEPS
     reported = {name: float(x) for name, x in re.findall(r"'(\w+)': '?([\d.]+)", ran.stdout)}
     assert reported["tokens_per_second"] > 0
     assert reported["memory_gib"] > 0.1
@@ -120,7 +146,7 @@ def test_the_example_trains_evaluates_and_saves(launcher, ranks, config, more, t
 
 
 def started_by_accelerate_alone(launcher, folder):
-    words = ["--output_dir", folder, "--documents", 1]
+    words = ["--output_dir", folder, "--documents", 1, "--eval_documents", 1]  # of Python's own
     if launcher == "accelerate":
         return scripts.launch(launcher, 2, folder, "--cpu", EXAMPLE, *words)
     alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -140,7 +166,8 @@ def test_bad_settings_end_the_example_with_a_sentence(launcher, tmp_path):
     content = json.loads((ROOT / "ds_configs" / "trainer_zero3_sp4.json").read_text())
     content["sequence_parallel"]["size"] = 3
     (tmp_path / "ds.json").write_text(json.dumps(content))
-    ran = run(launcher, 4, tmp_path / "ds.json", tmp_path)
+    save_texts(tmp_path / "texts")
+    ran = run(launcher, 2, tmp_path / "ds.json", tmp_path, "--data", tmp_path / "texts")
     assert ran.failed
-    assert "size 3 on 4 ranks" in ran.stdout + ran.stderr
+    assert "size 3 on 2 ranks" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr

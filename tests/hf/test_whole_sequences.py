@@ -16,8 +16,8 @@ from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, sm
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
-WORLD = 4
-SECTION = MODES["u2r2"]
+WORLD = 2
+SECTION = MODES["r2"]
 
 
 def own_batch():
