@@ -3,8 +3,8 @@ decides; what it says becomes one sentence, with the key and its value."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, section_of
@@ -21,7 +21,7 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
     ConfigError for what DeepSpeed refuses, and for texts in place of numbers and of true or false: "false" is false for
     DeepSpeed and true for transformers."""
     section_of(content)  # one that is misspelt, or stands inside another, is no key that DeepSpeed does not know
-    place = f"{KIND} {source}" if isinstance(source, str | Path) else KIND
+    place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
     for key in SECTIONS:
         section = Given(place, content.get(key, {}), key)
         if not isinstance(section.value, Mapping):

@@ -9,11 +9,11 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import ConfigError, nearest
@@ -26,7 +26,7 @@ LONGEST = 200  # characters of what a library says
 Made = TypeVar("Made")
 
 
-def read_text(path: str | Path, kind: str, form: str = "file") -> str:
+def read_text(path: str | os.PathLike[str], kind: str, form: str = "file") -> str:
     """The text of a file. kind: what it is for, as "the DeepSpeed configuration". Raises ConfigError for a file that
     cannot be read, is larger than `LARGEST_FILE`, or is not UTF-8."""
     try:
@@ -43,7 +43,7 @@ def read_text(path: str | Path, kind: str, form: str = "file") -> str:
         raise ConfigError(f"{kind} must be UTF-8 text; {path}: {error.reason}") from None
 
 
-def read_json(path: str | Path, kind: str) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     """The object that a JSON file holds. Raises ConfigError as `read_text` and `parse_json` do, and for a file that
     holds no object."""
     content = parse_json(read_text(path, kind, "JSON file"), kind, str(path))

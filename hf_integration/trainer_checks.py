@@ -105,10 +105,10 @@ def check_arguments(args: TrainingArguments) -> None:
 
 def check_json(args: TrainingArguments) -> None:
     """Raises ConfigError for a DeepSpeed JSON file with faults that reading it by transformers leaves unseen, and for
-    what DeepSpeed refuses."""
-    path = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if isinstance(path, str | os.PathLike) and os.path.isfile(path):
-        check_deepspeed(read_deepspeed(path), path)
+    what DeepSpeed refuses, in a file or a dict."""
+    given = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(given, Mapping) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
+        check_deepspeed(read_deepspeed(given), given)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

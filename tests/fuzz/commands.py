@@ -17,13 +17,13 @@ from ds_seqpar.planning.schedules import SCHEDULES
 
 # sizes that are right and larger than a command can work on: `True` once the commands refuse them
 HUGE_SIZES = False
-HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000") if HUGE_SIZES else ()
+HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000", "<<digits:19>>") if HUGE_SIZES else ()
 
 # as they stand in a JSON file
 ODD = (
     "null", "true", "false", "0", "-1", "-4", "1", "2", "3", "9", "1.5", "NaN", "Infinity", "-Infinity", "1e308",
     "1e-308", "1e999", "5e-324", '""', '"auto"', '"false"', '"3"', '"x"', '"\\ud800"', "[]", "{}", "[1]", '{"a": 1}',
-    "[null]", '{"enabled": "yes"}', '{"": {}}', "<<digits:19>>", "-<<digits:19>>", "<<digits:400>>", "<<digits:5000>>",
+    "[null]", '{"enabled": "yes"}', '{"": {}}', "<<digits:20>>", "-<<digits:19>>", "<<digits:400>>", "<<digits:5000>>",
     "<<deep:31>>", "<<deep:500>>", "<<deep:100000>>", '"<<long:100000>>"', *HUGE,
 )  # fmt: skip
 # whole files; None: a folder, "missing": none
@@ -32,7 +32,7 @@ WRONG_FILES = (
     '{"a": "\udcff"}', "\udcff\udcfe", "\x00", "<<digits:5000>>", "<<deep:100000>>", '{"a": <<deep:100000>>}',
     '{"a": "<<long:5000000>>"}', None, "missing",
 )  # fmt: skip
-NUMBERS = ("0", "-1", "1", "3", "many", "", " ", "1.5", "1e3", "NaN", "inf", "٣", "0x10", "<<digits:19>>",
+NUMBERS = ("0", "-1", "1", "3", "many", "", " ", "1.5", "1e3", "NaN", "inf", "٣", "0x10", "<<digits:20>>",
            "<<digits:400>>", "<<digits:5000>>", *HUGE)  # fmt: skip
 OUTPUTS = ("out.png", "out.svg", "out.pgf", "out.xyz", "out", "", "missing/out.png", "folder", "folder/", "/dev/full",
            "<<long:300>>.png", "é.png", "\udcff.png", "a\nb.png")  # fmt: skip

@@ -174,6 +174,10 @@ WRONG = {
         ['got "sequence_paralel", rename'],
     ),
     "a key given twice": (lambda: {"deepspeed": written_twice()}, ['"ulysses" twice']),
+    "what DeepSpeed refuses": (
+        lambda: {"deepspeed_changes": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}}},
+        ["zero_optimization.reduce_bucket_size", "1.5"],
+    ),
     "several GPUs' JSON": (lambda: {"deepspeed_changes": {"sequence_parallel_size": 2}}, ["sequence_parallel_size"]),
 }  # fmt: skip
 
