@@ -186,8 +186,7 @@ def no_tokens(sp, batch):
 
 
 SPOILT = {
-    whole_sequence: "needs this rank's tokens with their global position_ids; got none, give the model what "
-    "sp.shard_batches returns, or run it on whole sequences: with hf_integration.whole_sequences(model)",
+    whole_sequence: "its placement included, or run it on whole sequences: with hf_integration.whole_sequences(model)",
     whole_sequence_with_labels: "labels must be shifted before sharding; got no shift_labels, give the model what",
     whole_sequence_with_positions: "global position_ids; got those of other tokens",
     no_positions: "global position_ids; got none",
