@@ -204,8 +204,8 @@ def _wrong_positions(share: int | Placement | None, got: str = "those of other t
             f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
         )
     return (
-        f"a patched model needs this rank's tokens with their global position_ids; got {got} (or a placement was left "
-        f"out), {HOW}, or run it on whole sequences: with hf_integration.whole_sequences(model)"
+        f"a patched model needs this rank's tokens with their global position_ids; got {got}, {HOW}, or run it on "
+        "whole sequences: with hf_integration.whole_sequences(model)"
     )
 
 
