@@ -17,6 +17,7 @@ from .planning.needs import Model
 
 # a class that all of a library's models have among their bases -> the package that registers it
 PACKAGES = {"PreTrainedModel": "hf_integration"}
+HOW = "which is not installed; install it by pip install 'ds_seqpar[hf]'"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def library_of(model: nn.Module) -> Library | None:
     """The library that the model belongs to; None for a model of one's own."""
     for base in type(unwrapped(model)).__mro__:
         if base.__name__ in PACKAGES and base.__name__ not in _registered:
-            importlib.import_module(PACKAGES[base.__name__])
+            imported(PACKAGES[base.__name__])
         if base.__name__ in _registered:
             return _registered[base.__name__]
     return None
@@ -76,7 +77,17 @@ def own_library(model: nn.Module) -> Library:
 def numbers_of(place: str) -> Model:
     """What a model's memory depends on, from the folder or file of its config. Raises ConfigError for one that is none,
     or that is not known."""
-    return importlib.import_module(f"{PACKAGES['PreTrainedModel']}.numbers").numbers_of(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.numbers").numbers_of(place)
+
+
+def imported(name: str) -> Any:
+    """The module. Raises ConfigError where a library that it is for is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in ("transformers", "accelerate"):
+            raise ConfigError(f"models of HuggingFace need {error.name}, {HOW}") from error
+        raise
 
 
 def unwrapped(model: nn.Module) -> Any:

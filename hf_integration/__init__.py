@@ -1,12 +1,14 @@
 """ds_seqpar in HuggingFace transformers: `patch_attention(model, sp)`, a method of every model too, and a Trainer."""
 
-import importlib
 from typing import Any
 
-import transformers
-from transformers import PreTrainedModel
+from ds_seqpar.models import HOW, Library, imported, register
 
-from ds_seqpar.models import Library, register
+try:
+    import transformers
+    from transformers import PreTrainedModel
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"hf_integration needs {error.name}, {HOW}", name=error.name) from error
 
 from .families import heads, is_known
 from .job import job_of
@@ -55,4 +57,4 @@ def __getattr__(name: str) -> Any:
     if name not in TRAINER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_transformers(transformers.__version__)
-    return getattr(importlib.import_module(f".{TRAINER[name]}", __name__), name)
+    return getattr(imported(f"{__name__}.{TRAINER[name]}"), name)

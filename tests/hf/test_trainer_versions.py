@@ -34,7 +34,7 @@ def test_a_newer_one_is_warned_of_on_one_rank(monkeypatch):
 def test_what_is_installed_and_run_is_what_is_said():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    (needs,) = [line for line in config["options"]["install_requires"].splitlines() if line.startswith("transformers")]
+    (needs,) = [line for line in config["options.extras_require"]["hf"].splitlines() if line.startswith("transformers")]
     assert needs == f"transformers >= {OLDEST[0]}.{OLDEST[1]}, < {NEWEST[0]}.{NEWEST[1] + 1}"
     newest = re.search(r"^transformers==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.M)
     oldest = re.search(r"^OLDEST := transformers==(\d+)\.(\d+)", (ROOT / "Makefile").read_text(), re.M)
