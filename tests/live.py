@@ -10,6 +10,7 @@ import gc
 import time
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,6 +45,19 @@ def measure(attend, q, k, v, do):
         q.grad = k.grad = v.grad = None
         left = live.settled()
     return Figures(forward=forward, kept=kept, backward=backward, gradients=gradients, left=left)
+
+
+def least(measure):
+    """Of up to 8 measurements, until each of the least figures was seen twice on every rank: gloo may let go of what it
+    has sent late."""
+    often, names = [], [field.name for field in dataclasses.fields(Figures)]
+    for _ in range(8):
+        often.append(dataclasses.astuple(measure()))
+        again = torch.tensor(all(found.count(min(found)) > 1 for found in zip(*often, strict=True)), dtype=torch.int)
+        dist.all_reduce(again, dist.ReduceOp.MIN)
+        if again:
+            break
+    return Figures(**dict(zip(names, map(min, zip(*often, strict=True)), strict=True)))
 
 
 class Live(TorchDispatchMode):
