@@ -15,9 +15,8 @@ from ds_seqpar.planning.layout import NAMED
 from ds_seqpar.planning.machine import presets
 from ds_seqpar.planning.schedules import SCHEDULES
 
-# sizes that are right and larger than a command can work on: `True` once the commands refuse them
-HUGE_SIZES = False
-HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000", "<<digits:19>>") if HUGE_SIZES else ()
+# sizes that are right and larger than a command can work on
+HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000", "<<digits:19>>")
 
 # as they stand in a JSON file
 ODD = (
