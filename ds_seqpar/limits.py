@@ -30,8 +30,8 @@ MODEL = {
 }  # fmt: skip
 MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DRAWN = 64  # ranks in a picture: more cannot be told apart
-DOCUMENTS = 2**14  # of a sequence: the planner deals them out anew for each shape
-FRAMES = 100_000  # shapes that the planner tells apart
+DOCUMENTS = 2**12  # of a sequence: the planner deals them out anew for each shape, milliseconds for each
+FRAMES = 80_000  # shapes of attention that the planner tells apart: a fifth of a millisecond each
 
 
 def check(name: str, value: int, most: int, hint: str = "") -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from .. import limits
 from ..errors import ConfigError
 from .advice import shortage
 from .candidates import Frame, checked, frames, refusal
@@ -35,6 +36,7 @@ STEPS = 4000  # of ranks, that the closed form looks at: seconds of the planner'
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found
 SIMULATED = 15_000  # instructions, of all finalists together
 SAME = "in all that counts the same as"
+FEWER = "say --set size=8, or a schedule"
 GIB = 2**30
 
 
@@ -127,6 +129,7 @@ class _Search:
             if key not in seen:
                 seen.add(key)
                 self.considered += 1
+                limits.check("shapes of attention that differ", self.considered, limits.FRAMES, FEWER)
                 yield frame
 
     def sized(self) -> Iterator[Frame]:

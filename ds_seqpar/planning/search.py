@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..config import SequenceParallelConfig
@@ -27,6 +27,7 @@ from .simulate import simulate
 from .sparing import common, ladder
 from .steptime import StepTime, call_of, carried_seconds, step_time
 from .timeline import Timeline
+from .topology import Axes
 
 DIRECTIONS = ("forward", "backward")
 GIB = 2**30
@@ -135,9 +136,18 @@ def _seconds(machine: Machine, frame: Frame, way: str, side: str, units: Mapping
     axes = [(name, frame.topology.size(name)) for name in frame.topology.inner_axes]
     crossing = {name: _crossing(machine, frame, name) for name, _ in axes}
     near = [(name, 1 if crossing[name] else size) for name, size in axes]
-    total = max(frame.schedule.received(tuple(axes), way, side, units))
-    inside = max(frame.schedule.received(tuple(near), way, side, units))
+    kinds = tuple(units.items())
+    total = _most_received(frame.schedule.received, tuple(axes), way, side, kinds)
+    inside = _most_received(frame.schedule.received, tuple(near), way, side, kinds)
     return max(inside / machine.inside.rate, (total - inside) / _between(machine, max(crossing.values())))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _most_received(
+    received: Callable[..., list[float]], axes: Axes, way: str, side: str, units: tuple[tuple[str, float], ...]
+) -> float:
+    """By the busiest rank; frames that differ in layout and placement alone have the same."""
+    return max(received(axes, way, side, dict(units)))
 
 
 def _between(machine: Machine, crossing: float) -> float:

@@ -168,6 +168,8 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
     if all(run.step == 1 for run in runs):  # without looking at every token
         ends = [0, *(run.start + run.length for run in runs)]
         covered = all(run.start == end for run, end in zip(runs, ends[:-1], strict=True))
+    elif len(steps := {run.step for run in runs if run.length > 1}) == 1:
+        covered = _cover_by_step([run for run in runs if run.length], *steps)
     else:
         positions = sorted(p for run in runs for p in run.positions)
         covered = positions == list(range(len(positions)))
@@ -176,6 +178,16 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
             f"the runs of {side} must hold every position from 0 on once, each rank's in order; got others, "
             "give each rank (start, step, length) of what it holds"
         )
+
+
+def _cover_by_step(runs: Sequence[Run], step: int) -> bool:
+    """Whether runs of one step, ascending, hold every position from 0 on once: each remainder of the step by itself."""
+    total, ends = length(tuple(runs)), dict[int, int]()  # remainder -> where it goes on
+    for run in runs:
+        if ends.setdefault(run.start % step, run.start % step) != run.start:
+            return False
+        ends[run.start % step] += step * run.length
+    return all(ends.get(rest, rest) >= total for rest in range(min(step, total)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,11 @@ class Topology:
 
     def size(self, *names: str) -> int:
         """How many ranks the named axes span."""
-        return math.prod(size for name, size in self.axes if name in names)
+        return math.prod([self._sizes.get(name, 1) for name in names])
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on every axis."""
