@@ -21,6 +21,7 @@ class ShardingTrainer(Protocol):
     def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], loss_only: bool, *args: Any) -> tuple: ...
 
     args: TrainingArguments
+    accelerator: Any
     model: Any
     model_accepts_loss_kwargs: bool
     train_dataset: Any

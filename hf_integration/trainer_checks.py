@@ -77,6 +77,17 @@ KINDS = {
 }
 NEXT_TOKENS = ("SFTTrainer", "_BaseTrainer")  # of trl's
 TOKENS = {"input_ids", "inputs_embeds", "labels"}
+# fields of TrainingArguments that say what is trained, and when all ranks come together
+ALIKE = (
+    *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("dataloader_drop_last", "bf16", "fp16", "gradient_checkpointing", "max_grad_norm", "weight_decay"),
+    *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_only_model"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
+)
+OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
 LOOKED_AT = 64  # examples of a data set whose lengths are compared before training
 
 
@@ -208,6 +219,14 @@ def _datasets(trainer: ShardingTrainer) -> Iterator[tuple[str, Any, int]]:
     yield "training", trainer.train_dataset, trainer.args.per_device_train_batch_size
     for name, dataset in evaluated.items():
         yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
+
+
+def settings(trainer: ShardingTrainer) -> dict[str, object]:
+    """What all ranks must be told alike: each has its part of the optimizer, and would step by its own settings."""
+    content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    stage = content.get("zero_optimization", {}).get("stage")
+    in_json = {name: content.get(name) for name in OF_JSON} | {"zero_optimization stage": stage}
+    return {name: getattr(trainer.args, name, None) for name in ALIKE} | {"deepspeed": in_json}
 
 
 def lengths(trainer: ShardingTrainer) -> dict[str, int | None]:

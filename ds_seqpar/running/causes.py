@@ -12,13 +12,18 @@ PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of i
 
 
 def of_batches(given: Mapping[int, Fields]) -> str:
-    """Of ranks of a sequence that hold other samples."""
-    if not any(name.endswith(SAMPLES) for name in differing(given)):
+    """Of ranks of a sequence that hold other samples, in windows of as many batches with the same columns."""
+    names = differing(given)
+    same_columns = all(name in fields for name in names for fields in given.values())
+    if not same_columns or not any(name.endswith(SAMPLES) for name in names):
         return ""
     alike: dict[str, list[int]] = {}
     for rank, fields in given.items():
         alike.setdefault(repr(sorted(fields.items())), []).append(rank)
-    remedy = "make samplers with num_replicas=sp.data_size and rank=sp.data_rank, and seed all ranks alike"
+    remedy = (
+        "make samplers with num_replicas=sp.data_size and rank=sp.data_rank (give a Trainer the whole data set on "
+        "every rank), and seed all ranks alike"
+    )
     if len(alike) == len(given):
         return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"
     *few, _ = sorted(alike.values(), key=len)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar.errors import ConfigError
+from hf_integration import SequenceParallelTrainer
 from hf_integration.resuming import LAST, Run, look, meant
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, refusal
@@ -128,6 +129,13 @@ def resumed(folder, given):
     return message or logs, [str(x.message) for x in caught if "resuming" in str(x.message)]
 
 
+class Full(SequenceParallelTrainer):
+    """Whose disk is full before a checkpoint is whole."""
+
+    def _save_rng_state(self, output_dir):
+        raise OSError("no space left")
+
+
 def resumed_again(folder):
     """By case what `resumed` gives after a whole run: its last checkpoint loses its end, then all lose it."""
     found, states = {"whole": resumed(folder, None)}, [Path(folder, f"checkpoint-{step}") for step in (3, 2, 1)]
@@ -144,6 +152,10 @@ def resumed_again(folder):
     found["a folder"] = resumed(folder, str(states[0]))
     on_one(lambda: [cut(next(x.glob("global_step*/*rank_0_mp_rank_00_optim_states.pt"))) for x in states[1:]])
     found["none"] = resumed(folder, True)
+    with pytest.raises(OSError, match="no space left"):
+        make(folder, 2, {"size": 2}, 2, kind=Full, max_steps=3, save_strategy="steps", save_steps=2).train()
+    dist.barrier()
+    found["written again"] = (states[1] / "trainer_state.json").exists()
     return found
 
 
@@ -154,6 +166,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path):
         assert losses == found["whole"][0]
         assert [word in " ".join(said) for word in ("checkpoint-2, the last", "rng_state_1.pth")] == [rank == 0] * 2
         assert len(said) == 2 * (rank == 0)
+        assert not found["written again"]
         for name, words in (
             ("a folder", "trainer_state.json is missing"),
             ("none", "optim_states.pt is damaged (rank 0)"),

@@ -292,10 +292,13 @@ def test_a_loss_of_ones_own_is_tried_before_training(tmp_path):
 
 
 def unequal(folder):
-    """Groups that have other numbers of examples would make other numbers of steps."""
+    """Groups that have other numbers of examples would make other numbers of steps; ranks with other learning rates
+    would step by them in their parts of the optimizer; data that was dealt to ranks before is no group's."""
     data, said = equal(24, 16 if dist.get_rank() < 2 else 12), []
     trainer = make(folder, 1, SECTION, stage=3, parts={"train_dataset": data})
-    for call in (trainer.train, lambda: trainer.evaluate(data)):
+    other = make(folder, 1, SECTION, stage=3, learning_rate=1e-3 * (1 + (dist.get_rank() == 3)))
+    dealt = make(folder, 1, SECTION, stage=3, parts={"train_dataset": documents(64)[dist.get_rank() :: 4]})
+    for call in (trainer.train, lambda: trainer.evaluate(data), other.train, dealt.train):
         try:
             call()
         except ValueError as error:
@@ -305,9 +308,11 @@ def unequal(folder):
 
 def test_data_sets_are_as_long_on_all_ranks(tmp_path):
     for said in on_ranks(4, unequal, tmp_path):
-        assert len(said) == 2
+        assert len(said) == 4
         assert missing(said[0], "data sets", "ranks 0-1: training examples 16", "ranks 2-3: training examples 12") == []
         assert missing(said[1], "evaluation data", "ranks 0-1: 8", "ranks 2-3: 6") == []
+        assert missing(said[2], "ranks 0-2: learning_rate 0.001", "rank 3: learning_rate 0.002") == []
+        assert missing(said[3], "samples", "whole data set") == []
 
 
 class FailsLater(torch.utils.data.Dataset):
