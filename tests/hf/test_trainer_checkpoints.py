@@ -102,7 +102,7 @@ def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, 
 
 
 def stopped_early(folder):
-    """A step so large that the loss grows: the second evaluation in a row without a better one ends it, on all ranks."""
+    """A step so large that the loss grows: the second evaluation in a row without a better one ends all ranks."""
     trainer = make(
         folder, 4, {"size": 2}, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=5.0, lr_scheduler_type="constant",
