@@ -1,5 +1,5 @@
 """Imported first by the server that ranks are forked from: no collector looks through what is being imported, and what
-is installed is read once, which accelerate does several times for every Trainer and trl for all packages there are."""
+is installed is read once. (accelerate reads it several times for every Trainer, trl all of it when it is imported.)"""
 
 import functools
 import gc

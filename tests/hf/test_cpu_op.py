@@ -1,6 +1,9 @@
 """The lock of DeepSpeed's CPU op: one that nobody holds is removed, one that is held is waited for, aloud."""
 
+import contextlib
+import io
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,7 +18,6 @@ from tests.hf.llama import llama, settings
 from tests.launch import on_ranks
 from tests.words import missing
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(60)"
 
@@ -110,8 +112,17 @@ def test_python_m_ds_seqpar_prepare_goes_on_after_an_interrupted_run(compiled_fo
     shutil.copytree(compiled_folder, lock.parent, dirs_exist_ok=True)
     end(held(lock))
     aged(lock)
-    command = [sys.executable, "-m", "ds_seqpar", "prepare"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"ds_seqpar: removed {lock}" in done.stderr
-    assert "is compiled" in done.stdout
+    ((code, stdout, stderr),) = on_ranks(1, prepared, patience=None, timeout=300)
+    assert code == 0, stderr
+    assert f"ds_seqpar: removed {lock}" in stderr
+    assert "DeepSpeed's CPU op is compiled" in stdout
+
+
+def prepared():
+    """(exit code, stdout, stderr) of `python -m ds_seqpar prepare` in this rank's process."""
+    sys.argv = ["ds_seqpar", "prepare"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_module("ds_seqpar", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            return end.code, out.getvalue(), err.getvalue()

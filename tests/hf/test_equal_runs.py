@@ -7,7 +7,7 @@ import ds_seqpar
 from tests.hf.llama import MODES, part, ragged, settings, small, update
 from tests.launch import on_ranks
 
-STEPS, MICRO_STEPS, SEQUENCES = 6, 2, 4
+STEPS, MICRO_STEPS, SEQUENCES = 8, 2, 4
 RUN = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}, "gradient_clipping": 0.5}
 
 

@@ -66,7 +66,7 @@ def test_two_lines_turn_a_plain_script_into_a_sequence_parallel_one(tmp_path):
     assert logs["changed"][0].keys() == logs["plain"][0].keys()
 
 
-STEPS = 3
+STEPS = 2
 
 
 def run(launcher, ranks, config, folder, *more):

@@ -1,5 +1,7 @@
 """trl's SFTTrainer with the mixin before it logs what it logs alone; what of trl is not supported says so."""
 
+import os
+
 import pytest
 from datasets import Dataset
 from transformers import ByT5Tokenizer, Trainer
@@ -14,9 +16,9 @@ from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
-# a group's, of 4 ranks, so that all runs take four a micro-step; the plain one alone, since trl's evaluation loss
-# weighs its ranks alike, however many tokens each has
-SEQUENCES = {None: 4, 1: 1, 2: 2, 4: 4}
+# a micro-step's, of all ranks together; the plain one is alone, since trl's evaluation loss weighs its ranks alike,
+# however many tokens each has
+SEQUENCES = 4
 FIGURES = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
 
 
@@ -32,7 +34,7 @@ def sft(folder, size, parts=None, **changes):
     class Shared(SequenceParallelMixin, SFTTrainer):
         pass
 
-    sequences = SEQUENCES[size]
+    sequences = SEQUENCES * (size or 1) // int(os.environ["WORLD_SIZE"])  # a group's
     given = {
         "per_device_train_batch_size": sequences, "per_device_eval_batch_size": sequences, "max_steps": 2,
         "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 3e-3, "report_to": "none",
@@ -57,9 +59,9 @@ def runs(folder, sizes, changes):
     return {size: figures(sft(f"{folder}/{size}", size, **changes)) for size in sizes}
 
 
-def same_as_plain(folder, changes, sizes):
+def same_as_plain(folder, changes, sizes, ranks=4):
     plain = on_ranks(1, runs, folder / "plain", (None,), changes)[0][None]
-    for found in on_ranks(4, runs, folder, sizes, changes, timeout=200):
+    for found in on_ranks(ranks, runs, folder, sizes, changes, timeout=200):
         for name, values in plain.items():
             assert len(values) == 2, name
             for size in sizes:
@@ -74,7 +76,7 @@ def test_all_that_sft_logs_is_the_plain_trainers_in_training_and_evaluation(size
 
 def test_wrapped_packing_cuts_documents_into_equal_blocks_as_the_plain_trainer_does(tmp_path):
     packed = {"packing": True, "packing_strategy": "wrapped", "max_length": 32, "eval_packing": True}
-    same_as_plain(tmp_path, packed, (4,))
+    same_as_plain(tmp_path, packed, (2,), ranks=2)
 
 
 # TRL PR 6843: with its own context parallelism packing is refused, because documents attended across their ends
@@ -97,7 +99,7 @@ def test_wrapped_packing_cuts_documents_into_equal_blocks_as_the_plain_trainer_d
     ids=["bfd", "bfd_split", "padding_free"],
 )
 def test_packing_keeps_documents_apart_as_trl_does_alone(tmp_path, changes):
-    same_as_plain(tmp_path, changes, (2,) if "packing" in changes else (4,))
+    same_as_plain(tmp_path, changes, (2,), ranks=4 if "packing" in changes else 2)
 
 
 def refused(folder, names):
