@@ -61,14 +61,14 @@ def _chosen(cases):
     return sorted(taken)
 
 
-def grouped(group, legal=lambda case: True, **axes):
+def grouped(group, legal=lambda case: True, few=None, **axes):
     """pytest parameters (name, cases): the cover, and marked `whole` the rest, each split by the axes in `group`.
 
-    A group of cases is one test, so that pytest's own time for a case stays small.
+    A group of cases is one test, so that pytest's own time for a case stays small. few: cases instead of the cover.
     """
     cases = whole(legal, **axes)
-    chosen = set(_chosen(cases))
-    few, rest = ([case for index, case in enumerate(cases) if (index in chosen) is wanted] for wanted in (True, False))
+    few = [cases[index] for index in _chosen(cases)] if few is None else few
+    rest = [case for case in cases if case not in few]
     return [*_split(few, group), *_split(rest, group, "rest-", marks=pytest.mark.whole)]
 
 

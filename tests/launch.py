@@ -7,6 +7,7 @@ fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh 
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -200,6 +201,7 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
             pipe.send(outcome)
         while outcome[0]:
             task = pipe.recv()
+            gc.collect()  # what the last one left: a rank's groups may hang in a circle
             torch.set_rng_state(numbers)  # every function finds what it would in a fresh process
             outcome = _outcome(*task)
             pipe.send(outcome)

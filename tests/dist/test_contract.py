@@ -3,6 +3,7 @@
 Absolute gradients, from SGD without clipping: Adam hides a wrong scale, and so does DeepSpeed's own clipping.
 """
 
+import itertools
 import warnings
 
 import deepspeed
@@ -16,10 +17,10 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
-from tests.grids import grouped
+from tests.grids import cover, grouped
 from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, norm, one_process, part, ragged, small, step
 from tests.hf.llama import settings as json_settings
-from tests.launch import on_ranks
+from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -76,7 +77,21 @@ def by_case(cases, ranks):
     return zip(cases, zip(*ranks, strict=True), strict=True)
 
 
-@pytest.mark.parametrize("cases", grouped(("stage",), legal, **AXES))
+# each stage with a ring and with Ulysses around one, in two groups and in one; each other mode once or twice: layouts
+# and modes meet stages by the number of ranks only
+FEW = [
+    {**case, "layout": layout}
+    for case, layout in zip(cover(stage=AXES["stage"], mode=("r2", "u2r2"), steps=(1, 3)), itertools.cycle(LAYOUTS))
+] + [
+    {"stage": stage, "mode": mode, "layout": layout, "steps": steps}
+    for stage, mode, layout, steps in (
+        ("1", "s1", "zigzag", 3), ("3", "s1", "zigzag", 1), ("0", "u4", "zigzag", 1), ("2", "r4", "striped", 1),
+        ("3", "u2", "zigzag", 3),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", grouped(("stage",), legal, FEW, **AXES))
 def test_gradients_loss_and_norm_are_those_of_one_process(cases):
     """deepspeed#5248, #6841, transformers#46775: scaled by the wrong world size. verl#2857, 360-LLaMA-Factory#72:
     accumulation gives other losses. Megatron#7513, #673: each rank's own token count. Megatron#1764,
@@ -283,7 +298,7 @@ def test_neutral_settings_are_neutral(names):
     are refused, switched off."""
     case = {"stage": "2", "mode": "u2r2", "steps": 3}
     expected = one_process(small(), global_window(case))
-    for results in on_ranks(WORLD, train_neutral, names):
+    for results in on_ranks(WORLD, train_neutral, names, fresh=True):
         for name, result in zip(names, results, strict=True):
             check(result, *expected, NEUTRAL[name][0])
 
@@ -404,7 +419,7 @@ def test_a_model_that_is_sharded_on_load(tmp_path):
     """deepspeed#7458: not sharded on load. With train_batch_size, which loading reads too."""
     small().save_pretrained(tmp_path)
     cases = [{"stage": "3", "mode": mode, "steps": 3} for mode in ("u2r2", "r2")]
-    for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases)):
+    for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases, fresh=True)):
         expected = one_process(small(), global_window(case))
         for result in results:
             assert result["sharded"]
@@ -503,7 +518,7 @@ def test_a_model_of_ones_own_holds_the_contract():
         {"stage": "1", "mode": "u2", "steps": 3},
         {"stage": "3", "mode": "r2", "steps": 1, "layout": "contiguous"},
     ]
-    for case, results in by_case(cases, on_ranks(WORLD, train_own, cases)):
+    for case, results in by_case(cases, on_ranks(WORLD, train_own, cases, fresh=True)):
         expected = one_process_own(case)
         for result in results:
             check(result, *expected, case["stage"])
