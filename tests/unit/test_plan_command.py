@@ -90,7 +90,7 @@ REFUSED = [
     (["--nodes", 0], "--nodes must be a whole number from 1"),
     (["--memory", "none"], "--memory must be a number above 0; got 'none'"),
     (["--memory", "0.001"], "a configuration must fit the memory and the length; got none for 16384 tokens on 4 ranks"),
-    (["--machine", "h100"], "a machine is one of modest, h100-ib, h200-ib, a100-ib, or a JSON file"),
+    (["--machine", "h100"], "a machine is one of modest, h100-ib, h200-ib, a100-ib, cpu, or a JSON file"),
     (["--documents", "/nowhere"], "--documents must be a readable file"),
     (["--documents", __file__], "--documents must be a file of lengths"),
     (["--set", "size=3"], "size must divide the number of ranks"),
