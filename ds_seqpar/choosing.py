@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .config import SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
-from .planning.job import Job, line_of, planned
+from .planning.job import Job, asks, line_of, planned
 from .planning.machine import Machine
-from .running.agreement import agree
-from .running.devices import ranks_a_node
+from .running.agreement import agree, gathered
+from .running.devices import Host, own_host, shared_by
+
+WHAT = "sequence parallel configuration"
 
 
 def agreed(
@@ -26,22 +28,40 @@ def agreed(
     error: SeqParError | None,
 ) -> SequenceParallelConfig:
     """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit, or where one
-    has an error already. Each rank plans for itself; rank 0 says what is chosen."""
+    has an error already. Where the settings ask for a plan each rank plans for itself, and rank 0 says what is
+    chosen."""
     settings: dict[str, Any] = {}
-    choice = None
     try:
         config, ranks = _config(given), dist.get_world_size()
-        resolved, choice = planned(config, job, heads, ranks, functools.partial(seen, world=ranks))
+        resolved = config.resolve(ranks, heads)
         settings = {**config.settings(), "heads": heads}
-        if choice:  # by what each rank has read and seen
-            settings |= {"tokens": choice.question.seq, "ranks a node": choice.question.machine.per_node}
-            settings |= {f"planned {name}": value for name, value in resolved.settings().items()}
     except Exception as reason:  # a schedule of one's own may raise anything
-        error = error or as_error("SequenceParallel needs a configuration that can be read; reading it failed", reason)
-    agree(world, "sequence parallel configuration", settings, error=error, call="SequenceParallel")
+        error = error or _unreadable(reason)
+    agree(world, WHAT, settings, error=error, call="SequenceParallel")
+    return _planned(world, config, heads, job) if asks(config) else resolved
+
+
+def _planned(
+    world: dist.ProcessGroup, config: SequenceParallelConfig, heads: tuple[int, int] | None, job: Job | None
+) -> SequenceParallelConfig:
+    """By the planner, on every rank for the same hosts."""
+    hosts: list[Host] = [host for _, host in gathered(world, ("SequenceParallel", own_host()))]
+    error, found, choice = None, {}, None
+    try:
+        resolved, choice = planned(config, job, heads, len(hosts), functools.partial(seen, hosts=hosts))
+        found = {f"planned {name}": value for name, value in resolved.settings().items()}
+        if choice:  # by what each rank has read
+            found |= {"tokens": choice.question.seq}
+    except Exception as reason:
+        error = _unreadable(reason)
+    agree(world, WHAT, found, error=error, call="SequenceParallel")
     if choice and dist.get_rank() == 0:
         print(line_of(choice), file=sys.stderr, flush=True)
     return resolved
+
+
+def _unreadable(reason: Exception) -> SeqParError:
+    return as_error("SequenceParallel needs a configuration that can be read; reading it failed", reason)
 
 
 def _config(given: object) -> SequenceParallelConfig:
@@ -55,8 +75,11 @@ def _config(given: object) -> SequenceParallelConfig:
     return given
 
 
-def seen(dtype: str, world: int) -> Machine:
-    """The machine that is supposed for the planner where nobody says which, with the ranks a node that were
-    launched."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return dataclasses.replace(Machine.supposed(name, dtype), per_node=min(ranks_a_node(world), world))
+def seen(dtype: str, hosts: Sequence[Host]) -> Machine:
+    """The machine that is supposed for the planner where nobody says which, the same on all ranks: by the name of rank
+    0's accelerator; without accelerators by the cores and the memory of the smallest host."""
+    per_node, device = shared_by(hosts), hosts[0].device
+    if device:
+        return dataclasses.replace(Machine.supposed(device, dtype), per_node=per_node)
+    cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}
+    return Machine.of_processors(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)

@@ -33,7 +33,7 @@ from .errors import ConfigError, SeqParError, as_error, nearest
 from .files import Given
 from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
-from .planning.job import Job
+from .planning.job import Job, asks
 from .running import groups
 from .running.agreement import agree
 from .running.devices import set_device
@@ -211,14 +211,14 @@ def prepare_model(
     """The SequenceParallel to train with; patches a transformers model that is not patched yet.
 
     section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: returns what
-    is known of the run beside the model, for what is "auto". Collective over the world. Raises on all ranks where
-    `given`, or what the model is patched with, has other settings than the section gives on one of them, and for models
-    that cannot be patched.
+    is known of the run beside the model, where the section asks for a plan. Collective over the world. Raises on all
+    ranks where `given`, or what the model is patched with, has other settings than the section gives on one of them,
+    and for models that cannot be patched.
     """
     sp, library, found, base = None, known_library(model), None, unwrapped(model)
     try:
         sp = _made(model, section, given)
-        if library and job and not (sp or error):
+        if library and job and not (sp or error) and asks(SequenceParallelConfig.from_dict(section)):
             found = library.job(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .. import limits
 from ..config import PLANNED_FOR, SequenceParallelConfig
 from ..deepspeed_json import dtype_of
 from ..errors import SECTION, ConfigError
@@ -63,6 +64,12 @@ class Planned(NamedTuple):
     choice: Choice | None
 
 
+def asks(config: SequenceParallelConfig) -> bool:
+    """Whether the settings ask for a plan: `seq_len` or `machine` is said, and one of `CHOICES` is left open."""
+    said = any(getattr(config, name) != "auto" for name in PLANNED_FOR)
+    return said and isinstance(config.placement, str) and "auto" in (getattr(config, name) for name in CHOICES)
+
+
 def planned(
     config: SequenceParallelConfig,
     job: Job | None,
@@ -70,19 +77,26 @@ def planned(
     world: int,
     seen: Callable[[str], Machine],
 ) -> Planned:
-    """The configuration with every "auto" replaced: by the planner where one of `CHOICES` is left to it and the model
-    and the length are known, else as `config.resolve` says. seen: what the machine is supposed to be, for a dtype.
+    """The configuration with every "auto" replaced: by the planner where it `asks`, else as `config.resolve` says.
+    seen: what the machine is supposed to be, for a dtype.
 
-    Raises ConfigError for what `resolve` or the planner refuses, and for a "seq_len" whose model is not known.
+    Raises ConfigError for what `resolve` or the planner refuses, and where a plan is asked for without a model or a
+    length.
     """
     resolved = config.resolve(world, heads)
-    seq = config.seq_len if config.seq_len != "auto" else job.seq if job else None
-    if seq is None or not isinstance(config.placement, str) or "auto" not in (getattr(config, n) for n in CHOICES):
+    if not asks(config):
         return Planned(resolved, None)
+    said = next(name for name in PLANNED_FOR if getattr(config, name) != "auto")
     if job is None or job.model is None:
         raise ConfigError(
-            f"{SECTION}.seq_len plans for a model whose numbers are known; got {seq} without a model, let initialize "
-            "make the SequenceParallel of a transformers model, or leave seq_len out"
+            f"{SECTION}.{said} plans for a model whose numbers are known; got {getattr(config, said)} without a model, "
+            f"let initialize make the SequenceParallel of a transformers model, or leave {said} out"
+        )
+    seq = config.seq_len if config.seq_len != "auto" else job.seq
+    if seq is None:
+        raise ConfigError(
+            f"{SECTION}.machine plans for a length that is known; got {config.machine!r} and data that does not say "
+            "how long its sequences are, say seq_len too, or leave machine out"
         )
     choice = choose(question_of(config, job, seq, world, seen(job.dtype)))
     best = choice.best.config
@@ -95,7 +109,7 @@ def question_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, 
     machine = seen
     if config.machine != "auto":
         machine = dataclasses.replace(Machine.load(config.machine), per_node=seen.per_node)
-    documents = job.documents if sum(job.documents) == seq else ()
+    documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.DOCUMENTS else ()
     share = 2 * world  # of zigzag's chunks; what is missing is padded
     return Question(
         model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,

@@ -16,6 +16,7 @@ from .candidates import Frame, checked, frames, refusal
 from .needs import Footprint
 from .question import Question
 from .search import (
+    DIRECTIONS,
     Candidate,
     Guess,
     Guesser,
@@ -216,7 +217,15 @@ class _Search:
             else:
                 self.refused["overlap", "it would take too long to find its order"] += 1
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
-        return _plainest(ranked)
+        return _plainest(self.different(ranked))
+
+    def different(self, ranked: list[Candidate]) -> list[Candidate]:
+        """One of those that come out alike: plans that the overlap pass made the same, or ways round of one length."""
+        found: dict[tuple, Candidate] = {}
+        for one in sorted(ranked, key=lambda one: len(section_of(one))):
+            if (first := found.setdefault(_outcome(one), one)) is not one:
+                self.refused[str(one.frame), f"{SAME} {first.frame}"] += 1
+        return [one for one in ranked if one in found.values()]
 
     def overlapping(self, found: list[Candidate]) -> list[Candidate]:
         """Those with overlap that may be faster than the best without."""
@@ -250,6 +259,12 @@ def _promise(guess: Guess) -> tuple:
 
 def _numbers(one: Candidate) -> tuple:
     return one.config.size, one.config.ulysses, one.forward, one.backward, one.memory.peak.total, one.config.overlap
+
+
+def _outcome(one: Candidate) -> tuple:
+    """What a row of the table shows."""
+    seconds = [float(f"{one.time.parts[f'attention {way}']:.6g}") for way in DIRECTIONS]
+    return one.config.size, one.config.ulysses, one.simulated, one.memory.peak.total, *seconds
 
 
 def _gathers(frame: Frame) -> bool:

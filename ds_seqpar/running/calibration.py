@@ -21,7 +21,7 @@ from ..errors import ConfigError, KernelError
 from ..planning.machine import PER_PRODUCT
 from ..planning.tiles import Tile
 from .comm import Comm, Message
-from .devices import own_device, ranks_a_node
+from .devices import host_memory, own_device, ranks_a_node
 from .kernels import BlockSpec, Kernel, select
 
 # by type of device: tokens of tiles, (heads, head_dim) of them, sides of products of matrices, bytes of a long message
@@ -38,11 +38,6 @@ WINDOW = {"cpu": 0.04, "gpu": 0.004}
 SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
 LASTING = 0.1  # seconds that the longest message takes, about, where links are slow
 SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
-
-
-def host_memory() -> int:
-    """Bytes of this node."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Calibration:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +59,44 @@ def ranks_a_node(world: int) -> int:
     """As the launcher says (torchrun and accelerate in LOCAL_WORLD_SIZE, DeepSpeed's in LOCAL_SIZE); all where none
     does."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+
+
+class Host(NamedTuple):
+    """What a rank sees of the host that it runs on. name: no other host has it, nor a container with a network of its
+    own. device: the accelerator's name, "" for none. cores: those that this rank may run on. memory: bytes of all."""
+
+    name: str
+    device: str
+    cores: tuple[int, ...]
+    memory: int
+
+
+def own_host() -> Host:
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # where there is no /proc, the name alone must do
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    known = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
+    return Host(" ".join(parts), device, tuple(sorted(cores)), host_memory())
+
+
+def host_memory() -> int:
+    """Bytes of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def shared_by(hosts: Sequence[Host]) -> int:
+    """How many ranks each host has. hosts: every rank's, by rank. Raises ConfigError where hosts have not equally many,
+    or their ranks do not follow one another."""
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(host.name for host in hosts)]
+    if len(set(runs)) > 1 or len(runs) > len({host.name for host in hosts}):
+        raise ConfigError(
+            f"planning needs as many ranks on each host, and those of a host numbered one after another; got runs of "
+            f"{', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, launch them so or leave seq_len "
+            "and machine out"
+        )
+    return runs[0]
 
 
 def accelerated(group: dist.ProcessGroup) -> torch.device | None:

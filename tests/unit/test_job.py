@@ -4,14 +4,15 @@ import dataclasses
 
 import pytest
 
+from ds_seqpar import choosing
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning import runner_up
-from ds_seqpar.planning.job import Job, line_of, planned, question_of
+from ds_seqpar.planning.job import Job, asks, line_of, planned, question_of
 from ds_seqpar.planning.machine import DEFAULT, Machine
 from ds_seqpar.planning.needs import Model, Zero
 from ds_seqpar.planning.planner import plan
-from ds_seqpar.running.devices import ranks_a_node
+from ds_seqpar.running.devices import Host, own_host, shared_by
 from tests.words import missing
 
 Config = SequenceParallelConfig
@@ -27,13 +28,16 @@ def _seen(dtype="bfloat16", device="NVIDIA H100 80GB HBM3", per_node=8):
 
 
 def _planned(world=16, job=JOB, seen=_seen, **settings):
+    """A plan is asked for by a machine, where no length asks for it."""
+    if "seq_len" not in settings:
+        settings = {"machine": "h100-ib", **settings}
     return planned(Config(**settings), job, (32, 8), world, seen)
 
 
 def test_all_auto_is_what_the_planner_takes():
     found = _planned()
     its = plan(question_of(Config(), JOB, 65536, 16, _seen())).best.config
-    assert found.config == its
+    assert found.config == dataclasses.replace(its, machine="h100-ib")
     assert found.config.size == 16
     assert "auto" not in (found.config.ulysses, found.config.schedule)
 
@@ -46,13 +50,21 @@ def test_all_auto_is_what_the_planner_takes():
     ],
 )
 def test_what_leaves_no_choice_is_not_planned(given):
-    found = _planned(**given)
-    assert found == (Config(**given).resolve(16, (32, 8)), None)
+    found = _planned(**given, seq_len=4096)
+    assert found == (Config(**given, seq_len=4096).resolve(16, (32, 8)), None)
 
 
-@pytest.mark.parametrize("job", [None, Job(), dataclasses.replace(JOB, seq=None)])
-def test_without_a_length_auto_is_what_it_was(job):
-    assert _planned(job=job) == (Config().resolve(16, (32, 8)), None)
+@pytest.mark.parametrize("settings", [{}, {"size": "auto", "ulysses": "auto", "schedule": "auto"}, {"size": 4}])
+def test_nothing_is_planned_that_nobody_asked_for(settings):
+    assert not asks(Config(**settings))
+    assert planned(Config(**settings), JOB, (32, 8), 16, None) == (Config(**settings).resolve(16, (32, 8)), None)
+
+
+def test_a_machine_without_a_length_is_refused():
+    with pytest.raises(ConfigError, match="say seq_len too"):
+        _planned(job=dataclasses.replace(JOB, seq=None))
+    with pytest.raises(ConfigError, match=r"machine plans for a model whose numbers are known"):
+        _planned(job=None)
 
 
 def test_what_is_given_stays():
@@ -191,11 +203,31 @@ def test_changes_are_small_ones_first_and_real():
     assert not any("between" in words for words in one_node)
 
 
-def test_ranks_a_node_are_those_of_the_launcher(monkeypatch):
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert ranks_a_node(6) == 6
-    monkeypatch.setenv("LOCAL_SIZE", "3")  # DeepSpeed's
-    assert ranks_a_node(6) == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's, and accelerate's
-    assert ranks_a_node(6) == 2
+def _host(name, cores=(0, 1), memory=2**34, device=""):
+    return Host(name, device, cores, memory)
+
+
+def test_ranks_a_node_are_those_that_share_a_host():
+    assert shared_by([_host("a")] * 4) == 4
+    assert shared_by([_host("a"), _host("b"), _host("c")]) == 1
+    assert shared_by([_host("a")] * 2 + [_host("b")] * 2) == 2
+    for names in ("aab", "abab", "abba"):
+        with pytest.raises(ConfigError, match="as many ranks on each host"):
+            shared_by([_host(name) for name in names])
+
+
+def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as accelerate sets it on CPUs
+    assert choosing.seen("float32", [own_host()] * 4).per_node == 4
+
+
+def test_processors_are_taken_as_they_are():
+    two = choosing.seen("float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
+    assert (two.per_node, two.memory, two.host_memory) == (2, 2**32, 2**33)
+    alone = choosing.seen("float32", [_host("a", cores=tuple(range(8)))])
+    for way in ("forward", "backward"):
+        assert alone.best_rate("float32", way) == 8 * two.best_rate("float32", way)
+    apart = choosing.seen("float32", [_host("a", cores=(n,)) for n in range(4)])  # each bound to a core of its own
+    assert apart.gemm == two.gemm
+    assert "H100" not in two.about + two.name
+    assert choosing.seen("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"

@@ -84,7 +84,7 @@ REFUSED = [
     (["--nodes", 0], ("--nodes", "got '0'")),
     (["--memory", "none"], ("--memory", "got 'none'")),
     (["--memory", "0.001"], ("16384 tokens", "4 ranks", "GiB")),
-    (["--machine", "h100"], ("modest, h100-ib, h200-ib, a100-ib", "got 'h100'")),
+    (["--machine", "h100"], ("modest, h100-ib, h200-ib, a100-ib, cpu", "got 'h100'")),
     (["--documents", "/nowhere"], ("--documents", "/nowhere", "No such file")),
     (["--documents", __file__], ("--documents", "lengths")),
     (["--set", "size=3"], ("size 3", "4 ranks", "[1, 2, 4]")),
