@@ -22,9 +22,12 @@ def small(per_node):
     return calibrate.calibrate()
 
 
-@pytest.mark.parametrize("per_node", [4, 2, 1])
-def test_a_calibration_is_a_machine(tmp_path, per_node):
-    first, *others = on_ranks(4, small, [per_node] * 4)
+@pytest.mark.parametrize(
+    ("world", "per_node"),
+    [(4, 2), (2, 2), (2, 1), *(pytest.param(4, per_node, marks=pytest.mark.whole) for per_node in (4, 1))],
+)
+def test_a_calibration_is_a_machine(tmp_path, world, per_node):
+    first, *others = on_ranks(world, small, [per_node] * world)
     assert all(other == first for other in others)
     place = tmp_path / "machine.json"
     place.write_text(json.dumps(first))
@@ -32,9 +35,9 @@ def test_a_calibration_is_a_machine(tmp_path, per_node):
     assert machine.per_node == per_node
     assert set(machine.attention) == set(machine.gemm) == {"float32", "bfloat16"}
     assert machine.sources["inside"].startswith("measured" if per_node > 1 else "not measured")
-    assert machine.sources["between"].startswith("measured" if per_node < 4 else "not measured")
+    assert machine.sources["between"].startswith("measured" if per_node < world else "not measured")
     assert not machine.ahead
-    assert machine.zero.ranks == 4
+    assert machine.zero.ranks == world
     assert min(machine.zero.forward, machine.zero.backward) > 0
     assert "GB/s each way" in calibrate.table(first)
 

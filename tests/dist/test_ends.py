@@ -13,7 +13,7 @@ from tests.words import missing
 pytestmark = pytest.mark.usefixtures("compiled")
 
 REFUSED = """
-import os, threading
+import os, sys, threading, time
 import torch, torch.distributed as dist
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 
@@ -23,6 +23,13 @@ dist.all_reduce(torch.ones(3))
 for thread in map(int, os.listdir("/proc/self/task")):
     if thread != threading.get_native_id():
         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+usual = sys.excepthook
+def slowly(*error):
+    time.sleep(1.0)
+    usual(*error)
+
+if dist.get_rank() == 0:
+    sys.excepthook = slowly
 SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
@@ -30,7 +37,7 @@ import os, threading, time
 from ds_seqpar.running import leaving
 from ds_seqpar.running.leaving import wait_until_idle
 
-leaving.PATIENCE = 2.0
+leaving.PATIENCE = 1.0
 done = []
 def work(seconds):
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
@@ -41,7 +48,7 @@ def work(seconds):
         pass
     done.append(seconds)
 
-for seconds in (0.0, 1.0, 30.0):
+for seconds in (0.0, 0.5, 30.0):
     started = threading.Event()
     threading.Thread(target=work, args=(seconds,), daemon=True).start()
     started.wait()
@@ -55,27 +62,33 @@ def test_the_end_waits_for_gloos_threads_but_not_for_ever():
     ran = subprocess.run([sys.executable, "-c", WORKING], capture_output=True, text=True, timeout=100, check=True)
     (idle, _), (worked, soon), (endless, long) = [map(float, line.split()) for line in ran.stdout.splitlines()]
     assert (idle, worked, endless) == (1, 2, 2)
-    assert 0.9 < soon < 4
-    assert 1.9 < long < 12
+    assert 0.4 < soon < 4
+    assert 0.9 < long < 12
 
 
 BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
 
 
-@pytest.mark.whole
-def test_a_refusal_ends_every_rank_by_exit_code_1(tmp_path):
-    """It was SIGABRT, "terminate called without an active exception", on one rank of four."""
+@pytest.mark.parametrize(("ranks", "busy", "times"), [(2, 0, 1), pytest.param(6, 4, 2, marks=pytest.mark.whole)])
+def test_a_refusal_ends_every_rank_by_exit_code_1(ranks, busy, times, tmp_path):
+    """It was SIGABRT, "terminate called without an active exception", on one rank of four. No rank ends before rank 0
+    has printed the sentence, for a launcher ends all ranks after the first."""
     (tmp_path / "refused.py").write_text(REFUSED)
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(4)]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
     try:
-        for _ in range(2):
-            ended = run_ranks(6, tmp_path / "refused.py")
-            assert [code for code, _ in ended] == [1] * 6, ended
-            said = "".join(text for _, text in ended)
+        for _ in range(times):
+            ended = run_ranks(ranks, tmp_path / "refused.py")
+            assert [code for code, *_ in ended] == [1] * ranks, ended
+            assert all("ConfigError" in by_rank_0 for *_, by_rank_0 in ended), ended
+            said = "".join(text for _, text, _ in ended)
             assert "terminate called" not in said
+<<<<<<< HEAD
             assert said.count("size 4 on 6") == 1
+=======
+            assert said.count(f"size must divide the number of ranks; got size 4 on {ranks} ranks") == 1
+>>>>>>> t-dist
             assert said.count("Traceback") == 1
-            assert "[rank5]: ConfigError, see rank 0\n" in said
+            assert f"[rank{ranks - 1}]: ConfigError, see rank 0\n" in said
     finally:
         for process in busy:
             process.kill()
@@ -83,17 +96,20 @@ def test_a_refusal_ends_every_rank_by_exit_code_1(tmp_path):
 
 
 def run_ranks(world, script):
-    """(exit code, what it printed) of every rank."""
+    """(exit code, what it printed, what rank 0 had printed when it ended) of every rank."""
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    return [(process.wait(timeout=200), process.stdout.read()) for process in processes]
+    files, processes, by_rank_0 = [script.with_name(f"{rank}.txt") for rank in range(world)], [], {}
+    for rank, file in enumerate(files):
+        with file.open("w") as printed:
+            processes.append(subprocess.Popen(
+                [sys.executable, str(script)],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=printed, stderr=subprocess.STDOUT,
+            ))  # fmt: skip
+    for rank in reversed(range(world)):
+        processes[rank].wait(timeout=200)
+        by_rank_0[rank] = files[0].read_text()
+    return [(processes[rank].returncode, files[rank].read_text(), by_rank_0[rank]) for rank in range(world)]
 
 
 MODEL = """
@@ -116,8 +132,13 @@ WORDS = {"early": "no mpu", "late": "size 3 on {}"}
 
 @pytest.mark.parametrize(
     ("when", "ranks"),
+<<<<<<< HEAD
     [("late", 2), *(pytest.param(when, 4, marks=pytest.mark.whole) for when in WORDS)],
+=======
+    [("late", 2), *((when, 4) for when in SENTENCES)],
+>>>>>>> t-dist
 )
+@pytest.mark.whole  # a launcher starts DeepSpeed three times over; what ranks print and how they end is tested above
 def test_the_launcher_shows_one_traceback(when, ranks, tmp_path):
     """It was 118 lines of 4 ranks. early: before ranks can talk, so that others say the sentence in a line."""
     (tmp_path / "train.py").write_text(MODEL)

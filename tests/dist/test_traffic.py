@@ -56,7 +56,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", CASES)
+LARGEST = pytest.param(8, marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize("size", [*(size for size in CASES if size < 8), LARGEST])
 def test_elements_follow_the_formulas(size):
     cases = [(degree, "zigzag", heads, travels) for degree, heads in CASES[size] for travels in ("kv", "q")]
     for found in on_ranks(size, received, size, cases):
@@ -83,7 +86,7 @@ def formulas(size, degree, layout, heads, travels):
     return ring, ((degree - 1) * (q + kv) // degree, (degree - 1) * q // degree)
 
 
-@pytest.mark.parametrize("size", [3, 4, 8])
+@pytest.mark.parametrize("size", [3, 4, LARGEST])
 def test_contiguous_causal_skips_moves_that_nobody_needs(size):
     cases = [(degree, "contiguous", (4, 1), "kv") for degree in (1, 2) if size % degree == 0]
     for found in on_ranks(size, received, size, cases):
@@ -144,14 +147,19 @@ def on_the_wire(config, dtype):
 # counts alone would not have shown that gloo's own reduce-scatter receives twice its share; gradients of bf16 travel in
 # fp32, so elements alone would not do either
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc/self/fd to find sockets in")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("ranks", "config"), [
-    (2, {"ulysses": 1, "layout": "zigzag"}),
-    (2, {"ulysses": 2, "layout": "zigzag"}),
-    (4, {"ulysses": 1, "schedule": "distflash"}),
-    (4, {"ulysses": 1, "schedule": "attention2d", "rows": 2}),  # all-gathers and all-to-alls of groups
-    (4, {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q", "overlap": True}),
-], ids=["ring", "ulysses", "distflash", "attention2d", "mesh"])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "config", "dtype"), [
+    pytest.param(ranks, config, dtype, id=f"{name}-{word}", marks=[] if word == few else pytest.mark.whole)
+    for name, ranks, few, config in (
+        ("ring", 2, "bf16", {"ulysses": 1, "layout": "zigzag"}),
+        ("ulysses", 2, "fp32", {"ulysses": 2, "layout": "zigzag"}),
+        ("distflash", 4, "fp32", {"ulysses": 1, "schedule": "distflash"}),
+        # all-gathers and all-to-alls of groups
+        ("attention2d", 4, "bf16", {"ulysses": 1, "schedule": "attention2d", "rows": 2}),
+        ("mesh", 4, "fp32", {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q",
+                             "overlap": True}),
+    )
+    for word, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+])  # fmt: skip
 def test_bytes_on_the_wire_are_those_counted(ranks, config, dtype):
     results = on_ranks(ranks, on_the_wire, config, dtype)
     counted, wire = ([sum(found) for found in zip(*by_rank, strict=True)] for by_rank in zip(*results, strict=True))
