@@ -131,7 +131,7 @@ def on_another_torch(helper):
 
 @pytest.mark.parametrize("helper", [None, other_helper])
 def test_a_torch_with_another_private_function_is_refused_by_its_version(helper):
-    for kind, message in on_ranks(2, on_another_torch, helper):
+    for kind, message in on_ranks(2, on_another_torch, helper, fresh=True):
         assert kind == "ConfigError"
         assert torch.__version__ in message
 

@@ -166,7 +166,7 @@ def test_missing_json_ends_it_with_a_sentence(tmp_path):
 def test_bad_degree_ends_it_with_a_sentence(tmp_path):
     ran = run(2, config_with(tmp_path, size=2, ulysses=3), tmp_path)
     assert ran.failed
-    assert "ulysses 3, size 4" in ran.stdout + ran.stderr
+    assert "ulysses 3, size 2" in ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -138,5 +138,5 @@ def test_zero_settings_are_read_as_deepspeed_writes_them():
         "stage3_prefetch_bucket_size": "auto",
     }
     assert Zero.of(section) == Zero(stage=3, max_live_parameters=1000, reduce_bucket_size=7)
-    with pytest.raises(ConfigError, match=r"reduce_bucket_size.*got 'many'"):
+    with pytest.raises(ConfigError, match=r"reduce_bucket_size.*many"):
         Zero.of({"reduce_bucket_size": "many"})

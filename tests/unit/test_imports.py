@@ -17,6 +17,7 @@ PLAIN = {
     "ds_seqpar.errors": "errors",
     "ds_seqpar.files": "errors",
     "ds_seqpar.handles": "errors",
+    "ds_seqpar.limits": "errors",
     "ds_seqpar.config": "planning",
     "ds_seqpar.deepspeed_json": "planning",
 }
