@@ -60,9 +60,9 @@ class SequenceParallelConfig:
         logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
         as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
     seq_len: tokens of the whole sequence that a size, ulysses or schedule of "auto" is planned for (docs/planner.md).
-        "auto": the longest that a Trainer's data set says it has; where nobody knows it they are as said above.
-    machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto"
-        goes by the name of the device.
+        "auto": with a machine, the longest that a Trainer's data set says it has.
+    machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
+        with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     """
 

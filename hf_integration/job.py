@@ -22,8 +22,7 @@ ROWS = 1000  # of a column, at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
-    """The same with the model's numbers, where they are known; without them no length that data brought is planned
-    for, and one that a user named is refused."""
+    """The same with the model's numbers, where they are known; without them nothing can be planned."""
     try:
         numbers = counted(model)
     except ConfigError:

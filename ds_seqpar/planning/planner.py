@@ -37,7 +37,7 @@ STEPS = 4000  # of ranks, that the closed form looks at: seconds of the planner'
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found
 SIMULATED = 15_000  # instructions, of all finalists together
 SAME = "in all that counts the same as"
-FEWER = "say --set size=8, or a schedule"
+FEWER = "name a size or a schedule"
 GIB = 2**30
 
 

@@ -1,10 +1,11 @@
-"""What "auto" is in a run: planned for the length that the JSON says or the data has, the same on all ranks, and as
-exact as any other shape."""
+"""What "auto" is in a run: planned where that is asked for, for the length that the JSON says or the data has, the same
+on all ranks, and as exact as any other shape."""
 
 import contextlib
 import io
 import json
 import os
+from pathlib import Path
 
 import datasets
 import pytest
@@ -37,6 +38,7 @@ def said(function, *args, **given):
 
 
 def a_step(section, stage, **changes):
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as accelerate sets it on CPUs, for all ranks of a machine
     returned, lines = said(ds_seqpar.initialize, model=llama(), config=settings(section, stage, 2, 4, **changes))
     sp = returned[0].sequence_parallel
     shards = sp.shard_batches(ragged(MODE, 1, 2)) if sp.size == 4 else []
@@ -54,7 +56,7 @@ def test_a_length_in_the_json_is_planned_for():
         assert config["seq_len"] == 48
     (line,) = by_rank[0][1]
     assert line.startswith(LINE)
-    assert missing(line, "48 tokens", "4 ranks of modest") == []
+    assert missing(line, "48 tokens", "4 ranks of these hosts, 4 a node") == []
 
 
 def sizes(cases):
@@ -69,15 +71,18 @@ def test_a_batch_that_is_given_decides_which_sizes_there_are():
 def refusals(folder):
     rank, found = int(os.environ["RANK"]), {}
     content = json.loads(PRESETS.read_text(encoding="utf-8"))["modest"]
+    (folder / str(rank)).mkdir()
+    os.chdir(folder / str(rank))
     if rank:  # a machine's file that one rank has not
-        (folder / f"{rank}.json").write_text(json.dumps(content), encoding="utf-8")
-    config = SequenceParallelConfig(seq_len=4096, machine=str(folder / f"{rank}.json"))
+        Path("machine.json").write_text(json.dumps(content), encoding="utf-8")
+    config = SequenceParallelConfig(seq_len=4096, machine="machine.json")
     job = job_of(small(), Job())
     found["a file that is not there"] = refusal(SequenceParallel, config, job=job)
-    os.environ["LOCAL_WORLD_SIZE"] = str(1 + rank)
-    found["nodes of other sizes"] = refusal(SequenceParallel, SequenceParallelConfig(seq_len=2**20), job=job)
+    found["asked for by one rank"] = refusal(
+        SequenceParallel, SequenceParallelConfig(seq_len=4096 if rank else "auto"), job=job
+    )
     zero = {"stage": 3, "reduce_bucket_size": 5000 if rank else "many"}
-    given = settings({}, "3", 1, 4, zero_optimization=zero)
+    given = settings({"seq_len": 4096}, "3", 1, 4, zero_optimization=zero)
     found["a number that is none"] = refusal(ds_seqpar.initialize, model=small(), config=given)
     found["no model"] = refusal(SequenceParallel, SequenceParallelConfig(seq_len=4096))
     return found
@@ -89,9 +94,9 @@ def test_what_one_rank_cannot_plan_is_told_on_all(tmp_path):
         for kind, message in (found[name] for found in by_rank):
             assert kind in ("ConfigError", "DisagreementError")
             assert is_one_sentence(message), message
-    assert missing(by_rank[1]["a file that is not there"][1], "0.json", "No such file") == []
-    assert missing(by_rank[0]["nodes of other sizes"][1], "rank 0: ranks a node 1", "rank 1: ranks a node 2") == []
-    assert missing(by_rank[1]["a number that is none"][1], "reduce_bucket_size", "got 'many'") == []
+    assert missing(by_rank[1]["a file that is not there"][1], "machine.json") == []
+    assert missing(by_rank[0]["asked for by one rank"][1], "rank 0: seq_len 'auto'", "rank 1: seq_len 4096") == []
+    assert missing(by_rank[1]["a number that is none"][1], "reduce_bucket_size", "many") == []
     assert missing(by_rank[0]["no model"][1], "seq_len", "got 4096", "without a model") == []
 
 
@@ -120,23 +125,24 @@ def runs(folder, cases):
     """name -> (its Run, what was said, the settings)."""
     found = {}
     for name, section in cases:
-        data = {"arrow": datasets.Dataset.from_list(lists()), "lazy": Lazy(lists())}
+        arrow = datasets.Dataset.from_list(lists())
+        data = {"asked": arrow, "not asked": arrow}
         parts = {"train_dataset": data.get(name, documents(96)), "data_collator": collated}
         trainer, lines = said(make, f"{folder}/{name}", 4, section, 2, parts=parts, max_steps=2)
         found[name] = trained(trainer), lines, trainer.sp.config.settings() if section else None
     return found
 
 
-def test_a_trainer_plans_for_the_longest_of_its_data(tmp_path):
+def test_a_trainer_plans_for_the_longest_of_its_data_where_it_is_asked(tmp_path):
     plain = on_ranks(1, runs, tmp_path / "plain", [("plain", None)])[0]["plain"][0]
-    cases = [("arrow", {"size": 4}), ("lazy", {"size": 4})]
+    cases = [("asked", {"size": 4, "machine": "cpu"}), ("not asked", {"size": 4})]
     by_rank = on_ranks(4, runs, tmp_path, cases, timeout=300)
     for rank, found in enumerate(by_rank):
-        run, lines, config = found["arrow"]
+        run, lines, config = found["asked"]
         assert [line.startswith(LINE) for line in lines] == [True] * (rank == 0)
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5)
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
-        run, lines, config = found["lazy"]
+        run, lines, config = found["not asked"]
         assert lines == []
         assert (config["size"], config["ulysses"], config["schedule"]) == (4, 4, "ring")
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5)

@@ -1,0 +1,263 @@
+"""Commands end in seconds, whatever they are given: cheap answers to large numbers, and refusals before any work."""
+
+import itertools
+import json
+import random
+import re
+import time
+
+import pytest
+
+from ds_seqpar import limits
+from ds_seqpar.__main__ import main
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planning import footprint, heads
+from ds_seqpar.planning.layout import Run
+from ds_seqpar.planning.machine import PRESETS
+from ds_seqpar.planning.needs import Model, Step, Zero
+from ds_seqpar.planning.shards import UnevenShards
+from ds_seqpar.planning.topology import divisors
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}  # fmt: skip
+MODEL = Model(
+    hidden=64, intermediate=96, layers=2, heads=8, kv_heads=2, head_dim=8, vocab=256, parameters=100_000,
+    layer_parameters=30_000,
+)  # fmt: skip
+PATIENCE = 30  # seconds of processor: against what does not end
+BILLION = str(10**9)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    return str(tmp_path)
+
+
+def _run(capsys, *words):
+    """(what it said on stderr, exit code)."""
+    began = time.process_time()
+    code = main(list(map(str, words)))
+    assert time.process_time() - began < PATIENCE
+    return capsys.readouterr().err, code
+
+
+def _refused(capsys, most, *words):
+    """One sentence with the limit, before any work."""
+    began = time.process_time()
+    err, code = _run(capsys, *words)
+    assert time.process_time() - began < PATIENCE / 3
+    assert code == 2
+    assert err.count("\n") == 1
+    assert f"at most {most:,}; got" in err
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (limits.SHOWN, ["--size", 4096]),
+        (limits.SHOWN, ["--size", 1000000]),
+        (limits.SHOWN, ["--size", 1024, "--ulysses", 4]),
+        (limits.SHOWN, ["--size", 1024, "--schedule", "mesh", "--overlap"]),
+        (limits.SHOWN, ["--size", 1035, "--schedule", "triangle"]),
+        (limits.SHOWN_OVERLAPPED, ["--size", 96, "--overlap"]),
+        (limits.DRAWN, ["--size", 96, "--png", "never.png"]),
+        (limits.RANKS, ["--size", 10**15 + 37]),
+        (limits.RANKS, ["--size", 10**400]),
+        (limits.HEADS, ["--heads", BILLION, BILLION]),
+        (limits.TOKENS, ["--seq", 10**15]),
+    ],
+    ids=str,
+)
+def test_show(capsys, most, words):
+    _refused(capsys, most, "show", *words)
+
+
+def test_show_takes_numbers_that_cost_nothing(capsys):
+    assert _run(capsys, "show", "--seq", 2**40)[1] == 0
+    many = limits.HEADS
+    assert _run(capsys, "show", "--size", 4 * many, "--ulysses", many, "--heads", many, many)[1] == 0
+    assert _run(capsys, "show", "--seq", 0)[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (limits.RANKS, ["--ranks", 10**15 + 37]),
+        (limits.SHARING, ["--ranks", 2**20]),
+        (limits.FOLLOWED, ["--ranks", 2**12, "--set", "schedule=attention2d", "--set", "ulysses=1"]),
+        (limits.OVERLAPPED, ["--ranks", 128, "--set", "overlap=true", "--set", "ulysses=1"]),
+        (limits.TOKENS, ["--ranks", 4, "--seq-len", 10**15]),
+    ],
+    ids=str,
+)
+def test_memory(capsys, place, most, words):
+    _refused(capsys, most, "memory", "--model", place, "--seq-len", 2**20, *words)
+
+
+@pytest.mark.parametrize(
+    "words", [["--ranks", 2**16], ["--ranks", 2**20, "--set", "size=64"], ["--ranks", 65521]], ids=str
+)
+def test_memory_takes_any_number_of_ranks_that_there_are(capsys, place, words):
+    assert _run(capsys, "memory", "--model", place, "--seq-len", 2**20, *words) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (limits.RANKS, ["--nodes", 2**20, "--gpus-per-node", 8]),
+        (limits.RANKS, ["--nodes", 10**12]),
+        (limits.FOLLOWED, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096"]),
+        (limits.TOKENS, ["--seq-len", 10**15]),
+        (limits.TOKENS, ["--window", 10**15]),
+        (limits.COUNT, ["--sequences", 10**12]),
+    ],
+    ids=str,
+)
+def test_plan(capsys, place, most, words):
+    _refused(capsys, most, "plan", "--model", place, "--seq-len", 2**20, *words)
+
+
+def test_plan_with_nodes_of_a_machines_file(capsys, place, tmp_path):
+    machine = {**json.loads(PRESETS.read_text(encoding="utf-8"))["modest"], "per_node": 10**12}
+    (tmp_path / "wide.json").write_text(json.dumps(machine), encoding="utf-8")
+    _refused(capsys, limits.RANKS, "plan", "--model", place, "--seq-len", 2**20, "--machine", tmp_path / "wide.json")
+
+
+def test_plan_with_documents(capsys, place, tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("1\n" * 10**6, encoding="utf-8")
+    _refused(capsys, limits.DOCUMENTS, "plan", "--model", place, "--documents", file)
+    file.write_text(str(10**15), encoding="utf-8")
+    _refused(capsys, limits.TOKENS, "plan", "--model", place, "--documents", file)
+
+
+@pytest.mark.parametrize(
+    ("most", "change"),
+    [
+        (limits.LAYERS, {"num_hidden_layers": 100_000}),
+        (limits.HEADS, {"hidden_size": 10**6, "num_attention_heads": 10**6, "num_key_value_heads": 10**6}),
+        (limits.WIDTH, {"vocab_size": 10**12}),
+        (limits.EXPERTS, {"model_type": "mixtral", "num_local_experts": 10**6}),
+    ],
+    ids=str,
+)
+def test_a_models_numbers(capsys, tmp_path, most, change):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}), encoding="utf-8")
+    for command in (["memory", "--ranks", 4], ["plan"]):
+        _refused(capsys, most, *command, "--model", tmp_path, "--seq-len", 1024)
+
+
+def test_a_number_of_any_length_is_named():
+    for value, said in ((5, "5"), (10**17, "1" + 17 * "0"), (10**400, "a number of 401 digits")):
+        with pytest.raises(ConfigError, match=re.escape(f"x must be at most 4; got {said}")):
+            limits.check("x", value, 4)
+    limits.check("x", 4, 4)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "--size", limits.SHOWN],
+        ["show", "--size", 120, "--schedule", "triangle"],
+        ["show", "--size", limits.SHOWN_OVERLAPPED, "--overlap"],
+        ["show", "--size", limits.SHOWN_OVERLAPPED, "--overlap", "--schedule", "mesh"],
+        ["memory", "--ranks", limits.FOLLOWED, "--set", "ulysses=1", "--set", "schedule=attention2d"],
+        ["memory", "--ranks", 990, "--set", "ulysses=1", "--set", "schedule=triangle"],
+        ["memory", "--ranks", limits.OVERLAPPED, "--set", "ulysses=1", "--set", "overlap=true"],
+        ["plan", "--nodes", 12500, "--gpus-per-node", 8],
+        ["plan", "--nodes", 128, "--gpus-per-node", 8, "--machine", "modest", "--window", 4096],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_largest_that_are_taken(capsys, place, words):
+    if words[0] != "show":
+        words = [*words, "--model", place, "--seq-len", 1024 * 990 * 100]
+    assert _run(capsys, *words) == ("", 0)
+
+
+@pytest.mark.whole
+def test_the_most_documents(capsys, place, tmp_path):
+    (tmp_path / "lengths.txt").write_text("256\n" * limits.DOCUMENTS, encoding="utf-8")
+    words = ["--documents", tmp_path / "lengths.txt", "--nodes", 8, "--gpus-per-node", 8]
+    assert _run(capsys, "plan", "--model", place, *words) == ("", 0)
+
+
+# ---- what is cheap, and the same as what was not
+
+
+def test_divisors_ascend():
+    for number in range(1, 200):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_stages_and_the_most_heads_are_known_without_dealing_them():
+    for kv_heads, group in itertools.product(range(1, 11), range(1, 6)):
+        q_heads = kv_heads * group
+        for members in range(1, q_heads + 1):
+            dealt = heads.dealt(q_heads, kv_heads, members)
+            assert heads.most(q_heads, kv_heads, members) == max((q.stop - q.start, k.stop - k.start) for q, k in dealt)
+            legal = [n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= members]
+            assert heads.most_stages(q_heads, kv_heads, members) == legal[-1]
+            free = [n for n in legal if n == 1 or (kv_heads % n == 0 and kv_heads // n % members == 0)]
+            assert heads.free_stages(q_heads, kv_heads, members) == free
+
+
+def _figures(config, tokens=256):
+    step = Step(model=MODEL, config=config, world=config.size, seq=tokens * config.size, zero=Zero(stage=3))
+    return footprint.attention_figures(step)
+
+
+SHAPES = [{"schedule": "ring"}, {"schedule": "ring", "forward": "q", "backward": "q"}, {"schedule": "distflash"},
+          {"schedule": "double_ring", "window": 3}, {"schedule": "mesh", "mesh": (2, 2, 0)},
+          {"schedule": "mesh", "mesh": (1, 3, 0)}, {"schedule": "wallfacer", "team": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["auto", "contiguous", "striped"])
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_a_long_way_round_takes_what_a_short_one_does(monkeypatch, settings, layout):
+    if settings["schedule"] == "distflash":
+        layout = "auto"
+    for turns in (20, 25, 34):
+        each = {"double_ring": 3, "wallfacer": 4}.get(settings["schedule"], 1)
+        own = dict(settings)
+        if "mesh" in own:
+            own["mesh"], each = (*own["mesh"][:2], turns), own["mesh"][0] * own["mesh"][1]
+        config = SequenceParallelConfig(size=each * turns, ulysses=1, layout=layout, **own).resolve(
+            each * turns, (8, 2)
+        )
+        assert footprint.shortened(config).size < config.size
+        short = _figures(config)
+        with monkeypatch.context() as context:
+            context.setattr(footprint, "shortened", lambda config: config)
+            assert _figures(config) == short
+
+
+def test_what_has_no_way_round_is_not_shortened():
+    for size, settings in ((120, {"schedule": "triangle"}), (64, {"schedule": "attention2d"}), (64, {"overlap": True})):
+        config = SequenceParallelConfig(size=size, ulysses=1, **settings).resolve(size, (8, 2))
+        assert footprint.shortened(config) == config
+
+
+def test_runs_of_one_step_cover_what_their_positions_do():
+    """Striped shards are checked without looking at each token."""
+    generator, right = random.Random(0), 0
+    for _ in range(3000):
+        step = generator.randint(2, 3)
+        runs = sorted(
+            Run(generator.randint(0, 5), step, generator.randint(1, 3)) for _ in range(generator.randint(1, 4))
+        )
+        positions = sorted(p for run in runs for p in run.positions)
+        covers = positions == list(range(len(positions)))
+        try:
+            UnevenShards([(run,) for run in runs])
+        except ValueError:
+            assert not covers
+        else:
+            assert covers
+        right += covers
+    assert right > 20
+    wide = 2**40
+    assert UnevenShards([(Run(n, 4, wide),) for n in range(4)]).tokens("q", (0,)) == wide
