@@ -182,7 +182,7 @@ def offloaded(stage):
     for offload in (False, True):
         model = llama(num_key_value_heads=4)
         model.gradient_checkpointing_enable()
-        section = {**MODES["u2r2"], "offload_checkpoints": offload}
+        section = {**MODES["u2"], "offload_checkpoints": offload}
         engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, stage, STEPS, 2))
         sp = engine.sequence_parallel
         batches = sp.shard_batches(window(section))
@@ -198,9 +198,9 @@ def offloaded(stage):
 
 def test_offloaded_checkpoints_come_back():
     """What leaves: a layer's input, attention's out and lse, the inner q, k and v; its memory is used again."""
-    tokens, width, heads, kv_width = 2 * 48 // WORLD, 64, 8, 32
+    tokens, width, heads, kv_width = 2 * 48 // 2, 64, 8, 32
     layer = 4 * tokens * (2 * width + heads + width + 2 * kv_width)
-    for difference, away, first, second in on_ranks(WORLD, offloaded, "3"):
+    for difference, away, first, second in on_ranks(2, offloaded, "3"):
         assert difference == 0
         assert away == LAYERS * layer
         assert first == second == (LAYERS * layer, 0)

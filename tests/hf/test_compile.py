@@ -57,31 +57,37 @@ def test_compiled_layers():
     assert max(on_ranks(2, one_layer, timeout=300)) < 1e-5
 
 
-def compiled_refusals():
-    """What a compiled model says of wrong inputs on one rank, and that it still works afterwards."""
+# what is wrong -> what is in the sentence; "none": on all ranks, the others on one
+SAID = {"moved": "position_ids", "padded": "padding mask", "unshifted": "no shift_labels", "none": "got none"}
+
+
+def compiled_refusals(names):
+    """What a compiled model says of wrong inputs, and that it still works afterwards."""
     sp, model = make(), small()
     model.patch_attention(sp)
     compiled = torch.compile(model, backend="eager")
     (batch,) = sp.shard_batches(window())
     wrong = sp.rank == WRONG
-    moved, padded, unshifted = dict(batch), dict(batch), dict(batch)
-    moved["position_ids"] = batch["position_ids"] + 1
-    padded["attention_mask"] = torch.zeros_like(batch["labels"])
-    unshifted.pop("shift_labels")
-    told = [refusal(compiled, **(bad if wrong else batch)) for bad in (moved, padded, unshifted)]
-    told.append(refusal(compiled, **{**batch, "position_ids": None}))
+    bad = {
+        "moved": {**batch, "position_ids": batch["position_ids"] + 1},
+        "padded": {**batch, "attention_mask": torch.zeros_like(batch["labels"])},
+        "unshifted": {name: x for name, x in batch.items() if name != "shift_labels"},
+        "none": {**batch, "position_ids": None},
+    }
+    told = {name: refusal(compiled, **(bad[name] if wrong or name == "none" else batch)) for name in names}
     return told, sp.mean_loss(compiled(**batch).loss.detach())
 
 
-def test_a_compiled_model_refuses_what_an_eager_one_does():
-    results = on_ranks(2, compiled_refusals, timeout=SECONDS * 5)
+# each is compiled anew; eager models are given all of them
+@pytest.mark.parametrize("names", [["moved"], pytest.param(list(SAID), marks=pytest.mark.whole)], ids="-".join)
+def test_a_compiled_model_refuses_what_an_eager_one_does(names):
+    results = on_ranks(2, compiled_refusals, names, timeout=SECONDS * 5)
     _, expected = one_process(small(), window())
     for rank, (told, loss) in enumerate(results):
-        for (kind, message), word in zip(
-            told, ["position_ids", "padding mask", "no shift_labels", "got none"], strict=True
-        ):
-            assert kind == ("InputError" if rank == WRONG or word == "got none" else "DisagreementError")
-            assert word in message
+        assert list(told) == names
+        for name, (kind, message) in told.items():
+            assert kind == ("InputError" if rank == WRONG or name == "none" else "DisagreementError")
+            assert SAID[name] in message
         assert abs(loss - expected) < 1e-5
 
 
@@ -90,8 +96,9 @@ def engine_compiled(stage, how, backend):
     model = small()
     given = torch.compile(model, backend=backend) if how == "model" else model
     engine, *_ = ds_seqpar.initialize(
-        model=given, model_parameters=list(model.parameters()), config=settings(SECTION, stage, 1, 2)
-    )
+        model=given, model_parameters=list(model.parameters()), config=settings(SECTION, stage, 1, 2),
+        check_loss=backend != "eager",  # of another length, for which it would be compiled too
+    )  # fmt: skip
     if how == "engine":
         engine.compile(backend=backend)
     sp = engine.sequence_parallel

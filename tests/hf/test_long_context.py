@@ -35,29 +35,30 @@ GRID = list(itertools.product(MODELS, (1, 2, 4), ("2", "3")))
 COVER = {("plain", 4, "3"): ["all, attention again"], ("lora", 2, "2"): ["all"]}
 
 
-def curve(name, size, stage, section, checkpointed):
-    """Losses and gradient norms of some steps of two micro-steps each, on ragged labels."""
+def curve(name, size, stage, micro, section, checkpointed):
+    """Losses and gradient norms of some steps of some micro-steps each, on ragged labels."""
     model = MODELS[name]()
     if checkpointed:
         model.gradient_checkpointing_enable()
     section = {"size": size, "ulysses": min(size, 2), **section}
-    engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, stage, 2, 2, **OPTIMIZER))
+    engine, *_ = ds_seqpar.initialize(model=model, config=settings(section, stage, micro, 2, **OPTIMIZER))
     sp, found = engine.sequence_parallel, []
     for _ in range(STEPS):
-        batches = ragged({"size": size}, sp.data_size, 2, sequences=2)
+        batches = ragged({"size": size}, sp.data_size, micro, sequences=2)
         found += update(engine, sp.shard_batches(batches))
     return found
 
 
-def curves(cases):
+def curves(cases, micro):
     found = {}
     for case, features in cases.items():
-        found[case] = {"none": curve(*case, {}, False), **{name: curve(*case, *FEATURES[name]) for name in features}}
+        given = {"none": ({}, False), **{name: FEATURES[name] for name in features}}
+        found[case] = {name: curve(*case, micro, *feature) for name, feature in given.items()}
     return found
 
 
-def check(cases, ranks=WORLD):
-    for found in on_ranks(ranks, curves, cases, timeout=550):
+def check(cases, ranks=WORLD, micro=2):
+    for found in on_ranks(ranks, curves, cases, micro, timeout=550):
         for case, runs in found.items():
             assert min(runs["none"]) > 0
             for name, run in runs.items():
@@ -66,7 +67,7 @@ def check(cases, ranks=WORLD):
 
 def test_some_alone_and_all_together():
     for case, features in COVER.items():
-        check({case: features}, ranks=case[1])
+        check({case: features}, ranks=case[1], micro=1)
 
 
 @pytest.mark.whole
