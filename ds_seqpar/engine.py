@@ -83,14 +83,15 @@ def initialize(
     Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
     pipeline modules, the JSON keys in `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
     """
-    content = _read(config, args, kwargs)
+    content, source = _read(config, args, kwargs)
     check_arguments(model, kwargs)
     check_settings(content)
     check_auto(content)
+    wrong = _refused_by_deepspeed(content, source)
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, section_of(content), sequence_parallel, job=lambda: Job.of(content))
+    sp = prepare_model(model, section_of(content), sequence_parallel, wrong, job=lambda: Job.of(content))
     library = library_of(model) if check_loss else None
     if library:
         library.check_loss(model, sp)
@@ -137,8 +138,8 @@ def _count(content: Mapping[str, Any], name: str) -> int | None:
 
 def _read(
     config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The configuration, which DeepSpeed's users give in one of several places. Raises as `check_deepspeed` does."""
+) -> tuple[dict[str, Any], object]:
+    """The configuration, which DeepSpeed's users give in one of several places, and what they gave."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -152,9 +153,16 @@ def _read(
             f"initialize needs one DeepSpeed configuration; got {' and '.join(given)}, leave out all but one"
         )
     [source] = given.values()
-    content = read_deepspeed(source)
-    check_deepspeed(content, source)
-    return content
+    return read_deepspeed(source), source
+
+
+def _refused_by_deepspeed(content: Mapping[str, Any], source: object) -> ConfigError | None:
+    """Raised later, on all ranks: they may have been given other configurations."""
+    try:
+        check_deepspeed(content, source)
+    except ConfigError as reason:
+        return reason
+    return None
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
