@@ -16,6 +16,7 @@ ROOMS = ("errors", "planning", "running", "top", "hf_integration")
 PLAIN = {
     "ds_seqpar.errors": "errors",
     "ds_seqpar.handles": "errors",
+    "ds_seqpar.limits": "errors",
     "ds_seqpar.config": "planning",
     "ds_seqpar.deepspeed_json": "planning",
 }
