@@ -14,6 +14,7 @@ from .config import SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
 from .planning.job import Job, asks, line_of, planned
 from .planning.machine import Machine
+from .planning.processors import processors
 from .running.agreement import agree, gathered
 from .running.devices import Host, own_host, shared_by
 
@@ -82,4 +83,4 @@ def seen(dtype: str, hosts: Sequence[Host]) -> Machine:
     if device:
         return dataclasses.replace(Machine.supposed(device, dtype), per_node=per_node)
     cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}
-    return Machine.of_processors(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
+    return processors(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)

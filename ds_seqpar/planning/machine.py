@@ -17,7 +17,6 @@ from ..files import Given, read_json
 from .tiles import Tile
 
 DEFAULT = "modest"  # what a machine is that nobody named
-PROCESSORS = "cpu"
 PRESETS = Path(__file__).with_name("machines.json")
 NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal"}  # kinds of tile that tables have
 PER_PRODUCT = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
@@ -104,32 +103,6 @@ class Machine:
         rates = {"attention": machine.attention, "gemm": machine.gemm}
         same: Any = {name: {dtype: its["bfloat16"], **its} for name, its in rates.items() if "float16" not in dtype}
         return dataclasses.replace(machine, **same)
-
-    @classmethod
-    def of_processors(cls, cores: int, memory: int, per_node: int) -> Machine:
-        """Hosts of so many cores and bytes, shared by `per_node` ranks each, where nobody measured them: preset
-        `PROCESSORS`, whose rates are a core's, for a rank's share of the cores."""
-        core, share = cls.load(PROCESSORS), cores / per_node
-
-        def scaled(table: Table) -> Table:
-            return tuple((tokens, rate * share) for tokens, rate in table)
-
-        return dataclasses.replace(
-            core,
-            name="these hosts",
-            about=f"{cores} cores and {memory / 2**30:.0f} GiB each, rates supposed",
-            per_node=per_node,
-            attention={
-                dtype: {way: {kind: scaled(table) for kind, table in kinds.items()} for way, kinds in ways.items()}
-                for dtype, ways in core.attention.items()
-            },
-            gemm={dtype: rate * share for dtype, rate in core.gemm.items()},
-            memory_rate=core.memory_rate * share,
-            elementwise_rate=core.elementwise_rate * share,
-            offload_rate=core.offload_rate * share,
-            host_memory=float(memory),
-            memory=memory / per_node,
-        )
 
     def node(self, rank: int) -> int:
         return rank // self.per_node
