@@ -64,7 +64,7 @@ def _refused(capsys, most, *words):
         (limits.SHOWN_OVERLAPPED, ["--size", 96, "--overlap"]),
         (limits.DRAWN, ["--size", 96, "--png", "never.png"]),
         (limits.RANKS, ["--size", 10**15 + 37]),
-        (limits.RANKS, ["--size", 10**400]),
+        (limits.RANKS, ["--size", 10**18]),
         (limits.HEADS, ["--heads", BILLION, BILLION]),
         (limits.TOKENS, ["--seq", 10**15]),
     ],
