@@ -41,7 +41,7 @@ def all_cases():
 
 @pytest.fixture(scope="module")
 def found():
-    return on_ranks(WORLD, all_cases, fresh=True)
+    return on_ranks(WORLD, all_cases, keep=None)
 
 
 def test_equal_groups_are_one_and_a_rank_alone_has_none(found):
@@ -76,7 +76,7 @@ def after_groups_of_some():
 
 
 def test_ranks_that_are_in_other_groups_too_find_each_other():
-    for errors in on_ranks(WORLD, after_groups_of_some, fresh=True):
+    for errors in on_ranks(WORLD, after_groups_of_some, keep=None):
         assert max(errors) < 1e-10
 
 
@@ -95,7 +95,7 @@ def on_another_default_device():
 
 
 def test_the_default_device_is_not_that_of_numbers_for_the_host():
-    for mean, where, error in on_ranks(2, on_another_default_device, fresh=True):
+    for mean, where, error in on_ranks(2, on_another_default_device, keep=None):
         assert (mean, where) == (1.0, "cpu")
         assert error < 1e-10
 
@@ -110,7 +110,7 @@ def one_without_a_device():
 
 
 def test_a_rank_without_a_device_is_told_of_on_all():
-    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device, fresh=True)):
+    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device, keep=None)):
         assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
         assert "needs a device of its own" in message
 

@@ -411,7 +411,7 @@ def compiled(settings):
 )
 def test_masks_are_compiled(settings):
     words = ["or a Mask; got 'window'", "mask 'causal, window 4", "UnevenShards"]
-    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200, fresh=True):
+    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200, keep=None):
         assert max(error, made) < 1e-10
         assert breaks == 0
         for (kind, message), word in zip(told, words, strict=True):
@@ -437,4 +437,4 @@ def compiled_shards(members):
 
 @pytest.mark.parametrize("members", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_shards_are_compiled(members):
-    assert max(on_ranks(2 * members, compiled_shards, members, timeout=200, fresh=True)) < 1e-10
+    assert max(on_ranks(2 * members, compiled_shards, members, timeout=200, keep=None)) < 1e-10
