@@ -1,7 +1,8 @@
 """Runs a function on several real ranks: gloo processes on this machine.
 
 The processes are forked from a server that has imported the heavy packages once, so a test with 4 ranks costs a
-fraction of a second and not 4 imports of DeepSpeed; each test still gets fresh processes.
+fraction of a second and not 4 imports of DeepSpeed. A test gets processes of its own, unless it says that it leaves
+nothing behind in them.
 """
 
 import atexit
@@ -52,35 +53,35 @@ class RankFailure(AssertionError):
         self.errors = errors
 
 
-def on_ranks(world, function, *args, timeout=120, check=True, patience=60, fresh=True):
+def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=None):
     """Calls function(*args) on `world` ranks with torch.distributed up; returns their results by rank.
 
     Raises RankFailure if a rank raised; with check=False that rank's result is (type name, message, traceback). A rank
     that is still running after `timeout` seconds is killed and fails as ("Hang", ...); one that ended without a
     word as ("Died", ...). patience: the timeout, in seconds, of the group of all ranks; None leaves torch.distributed
     down, for what brings it up itself (a group that one rank has left is no longer there for another to join).
-    fresh: False for ranks that may have run other tests' functions before, and may run more after this one.
+    keep: a word, for ranks that may have run other functions of that word and may run more of them; None: new ranks.
     """
-    if fresh or patience != 60:
+    if keep is None or patience != 60:
         with Ranks(world, patience) as ranks:
             results, errors = ranks.call(function, *args, timeout=timeout)
     else:
-        results, errors = _call_kept(world, function, *args, timeout=timeout)
+        results, errors = _call_kept(keep, world, function, *args, timeout=timeout)
     if errors and check:
         raise RankFailure(errors)
     return [errors.get(rank, results.get(rank)) for rank in range(world)]
 
 
 # for what leaves nothing behind in its process: no settings, no patched functions, no groups
-on_warm_ranks = functools.partial(on_ranks, fresh=False)
-_kept = {}  # world -> Ranks that wait for the next function
+on_warm_ranks = functools.partial(on_ranks, keep="plain")
+_kept = {}  # world -> (word, Ranks that wait for the next function)
 KEPT_WORLD = 4  # larger ones would fill the memory
 
 
-def _call_kept(world, function, *args, timeout):
+def _call_kept(word, world, function, *args, timeout):
     """`Ranks.call` on ranks that are kept for the next one, unless one of them failed."""
-    ranks = _kept.pop(world, None)
-    if ranks is not None and ranks.environment != _environment():
+    known, ranks = _kept.pop(world, (word, None))
+    if ranks is not None and (known != word or ranks.environment != _environment()):
         ranks.close()
         ranks = None
     ranks = ranks or Ranks(world)
@@ -89,7 +90,7 @@ def _call_kept(world, function, *args, timeout):
         ranks.close()
     else:
         ranks.count()
-        _kept[world] = ranks
+        _kept[world] = word, ranks
     return results, errors
 
 
@@ -101,7 +102,7 @@ def _environment():
 @atexit.register  # after multiprocessing's own, which waits for all processes, and so called before it
 def _close_kept():
     while _kept:
-        _kept.popitem()[1].close()
+        _kept.popitem()[1][1].close()
 
 
 class Ranks:

@@ -144,7 +144,7 @@ def alone():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_rank_alone_communicates_with_nobody(world):
-    for error, received in on_ranks(world, alone, fresh=True):
+    for error, received in on_ranks(world, alone, keep=None):
         assert error < 1e-10
         assert received == 0
 

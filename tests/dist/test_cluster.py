@@ -11,11 +11,18 @@ import pytest
 from benchmarks import cluster, cluster_balance, cluster_net, cluster_plan, cluster_table, train
 from benchmarks.cluster_spec import parse
 from ds_seqpar.errors import ConfigError
+from tests import launch
 
 needs_network = pytest.mark.skipif(cluster_net.refusal() is not None, reason=str(cluster_net.refusal()))
 PROBLEM = cluster_plan.Problem(
     nodes=2, per_node=2, seq=256, heads=8, kv_heads=4, head_dim=32, dtype="fp32", causal=True
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _preloaded(monkeypatch):
+    """A test worker has one server of ranks, whichever test starts it, and others need more of it."""
+    monkeypatch.setattr(cluster, "PRELOAD", launch.PRELOAD)
 
 
 @pytest.mark.usefixtures("compiled")  # DeepSpeed is among them
@@ -59,8 +66,8 @@ def test_a_call_whose_products_sleep_as_long_as_links_carry():
 @pytest.mark.parametrize(("per_node", "ours"), [(1, "ring"), pytest.param(2, "u2/ring", marks=pytest.mark.whole)])
 def test_training_steps_over_links(per_node, ours):
     """Losses are compared by the benchmark itself, which ends where they differ."""
-    words = f"--nodes 2 --ranks-per-node {per_node} --seq 512 --layers 1 --hidden 64 --intermediate 64 --heads 4 --kv-heads 4"
-    more = f"--vocab 64 --rounds 1 --steps 1 --link 200mbit 1gbit -- {ours} deepspeed"
+    words = f"--nodes 2 --ranks-per-node {per_node} --seq 512 --layers 1 --hidden 64 --intermediate 64 --heads 4"
+    more = f"--kv-heads 4 --vocab 64 --rounds 1 --steps 1 --link 200mbit 1gbit -- {ours} deepspeed"
     args = train.arguments([*words.split(), *more.split()])
     rows = train.measure(args)
     assert [row["name"] for row in rows] == [ours, "deepspeed"]

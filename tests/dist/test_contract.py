@@ -3,6 +3,7 @@
 Absolute gradients, from SGD without clipping: Adam hides a wrong scale, and so does DeepSpeed's own clipping.
 """
 
+import functools
 import itertools
 import warnings
 
@@ -17,14 +18,16 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
+from tests import launch
 from tests.grids import cover, grouped
 from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, norm, one_process, part, ragged, small, step
 from tests.hf.llama import settings as json_settings
-from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
+# apart from others: DeepSpeed never lets go of an engine's groups
+on_ranks = functools.partial(launch.on_ranks, keep="deepspeed")
 AXES = {"stage": tuple(STAGES), "mode": tuple(MODES), "layout": LAYOUTS, "steps": (1, 3)}
 
 
@@ -301,7 +304,7 @@ def test_neutral_settings_are_neutral(names):
     are refused, switched off."""
     case = {"stage": "2", "mode": "u2r2", "steps": 3}
     expected = one_process(small(), global_window(case))
-    for results in on_ranks(WORLD, train_neutral, names, fresh=True):
+    for results in on_ranks(WORLD, train_neutral, names, keep=None):
         for name, result in zip(names, results, strict=True):
             check(result, *expected, NEUTRAL[name][0])
 
@@ -423,7 +426,7 @@ def test_a_model_that_is_sharded_on_load(mode, tmp_path):
     """deepspeed#7458: not sharded on load. With train_batch_size, which loading reads too."""
     small().save_pretrained(tmp_path)
     cases = [{"stage": "3", "mode": mode, "steps": 3}]
-    for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases, fresh=True)):
+    for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases, keep=None)):
         expected = one_process(small(), global_window(case))
         for result in results:
             assert result["sharded"]
@@ -522,7 +525,7 @@ def test_a_model_of_ones_own_holds_the_contract():
         {"stage": "1", "mode": "u2", "steps": 3},
         {"stage": "3", "mode": "r2", "steps": 1, "layout": "contiguous"},
     ]
-    for case, results in by_case(cases, on_ranks(WORLD, train_own, cases, fresh=True)):
+    for case, results in by_case(cases, on_ranks(WORLD, train_own, cases, keep=None)):
         expected = one_process_own(case)
         for result in results:
             check(result, *expected, case["stage"])

@@ -33,7 +33,7 @@ def test_scripts_run(tmp_path):
     for script in SCRIPTS:
         name = re.match(r"# (\S+\.py): torchrun --nproc-per-node 4 \1\n", script)[1]
         (tmp_path / name).write_text(script, encoding="utf-8")
-        outs = on_ranks(4, as_script, tmp_path / name, fresh=True)
+        outs = on_ranks(4, as_script, tmp_path / name, keep=None)
         assert all(out.isfinite().all() for out in outs)
         tokens[name] = [out.shape[1] for out in outs]
     assert tokens == {"masks.py": [128] * 4, "batches.py": [515] * 4, "packed.py": [1024] * 4}
@@ -67,7 +67,7 @@ def quoted_of_attention():
 
 
 def test_what_is_quoted_of_kinds_of_attention_is_said():
-    for said in on_ranks(4, quoted_of_attention, fresh=True):
+    for said in on_ranks(4, quoted_of_attention, keep=None):
         for name, sentence in said.items():
             assert f'"{sentence}"' in " ".join(MASKS.split()), name
 

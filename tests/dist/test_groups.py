@@ -42,7 +42,7 @@ def all_cases():
 
 @pytest.fixture(scope="module")
 def found():
-    return on_ranks(WORLD, all_cases, fresh=True)
+    return on_ranks(WORLD, all_cases, keep=None)
 
 
 def test_equal_groups_are_one_and_a_rank_alone_has_none(found):
@@ -77,7 +77,7 @@ def after_groups_of_some():
 
 
 def test_ranks_that_are_in_other_groups_too_find_each_other():
-    for errors in on_ranks(WORLD, after_groups_of_some, fresh=True):
+    for errors in on_ranks(WORLD, after_groups_of_some, keep=None):
         assert max(errors) < 1e-10
 
 
@@ -96,7 +96,7 @@ def on_another_default_device():
 
 
 def test_the_default_device_is_not_that_of_numbers_for_the_host():
-    for mean, where, error in on_ranks(2, on_another_default_device, fresh=True):
+    for mean, where, error in on_ranks(2, on_another_default_device, keep=None):
         assert (mean, where) == (1.0, "cpu")
         assert error < 1e-10
 
@@ -111,7 +111,7 @@ def one_without_a_device():
 
 
 def test_a_rank_without_a_device_is_told_of_on_all():
-    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device, fresh=True)):
+    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device, keep=None)):
         assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
         assert "LOCAL_RANK 1" in message
 
@@ -131,7 +131,7 @@ def on_another_torch(helper):
 
 @pytest.mark.parametrize("helper", [None, other_helper])
 def test_a_torch_with_another_private_function_is_refused_by_its_version(helper):
-    for kind, message in on_ranks(2, on_another_torch, helper, fresh=True):
+    for kind, message in on_ranks(2, on_another_torch, helper, keep=None):
         assert kind == "ConfigError"
         assert torch.__version__ in message
 

@@ -434,7 +434,7 @@ def compiled(settings):
 )
 def test_masks_are_compiled(settings):
     expected = [("InputError", "got 'window'"), ("DisagreementError", "window 4"), ("InputError", "UnevenShards")]
-    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200, fresh=True):
+    for error, breaks, made, told in on_ranks(2, compiled, settings, timeout=200, keep=None):
         assert max(error, made) < 1e-10
         assert breaks == 0
         for (kind, message), (wanted, word) in zip(told, expected, strict=True):
@@ -460,4 +460,4 @@ def compiled_shards(members):
 
 @pytest.mark.parametrize("members", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_shards_are_compiled(members):
-    assert max(on_ranks(2 * members, compiled_shards, members, timeout=200, fresh=True)) < 1e-10
+    assert max(on_ranks(2 * members, compiled_shards, members, timeout=200, keep=None)) < 1e-10

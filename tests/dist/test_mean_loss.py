@@ -101,7 +101,7 @@ def differentiated():
 
 
 def test_backward_on_the_mean_gives_the_gradients_of_backward_on_ones_own_loss():
-    results = on_ranks(2, differentiated, fresh=True)
+    results = on_ranks(2, differentiated, keep=None)
     for about, half, without, gradients in results:
         assert about == ((), torch.float32, True)
         assert half == torch.bfloat16

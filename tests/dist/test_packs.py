@@ -138,8 +138,9 @@ def placed(cases, all_of_them):
 
 def differing(sp, shard, expected, placement):
     """The names whose tensors, put together again, are not the expected ones."""
-    found = sp.gather(torch.stack([shard[name].expand(shard["labels"].shape) for name in expected], dim=2), 1, placement)
-    return [name for name, x in zip(expected, found.unbind(2), strict=True) if not torch.equal(x, expected[name])]
+    local = torch.stack([shard[name].expand(shard["labels"].shape) for name in expected], dim=2)
+    found = sp.gather(local, 1, placement).unbind(2)
+    return [name for name, x in zip(expected, found, strict=True) if not torch.equal(x, expected[name])]
 
 
 def inverse(sp, placement, rows, seq, form):
@@ -286,7 +287,7 @@ ONE_AFTER_ANOTHER = (("rows differ", None), ("rows differ", 5), ("even", None), 
     ids=["two", "four", "overlapped"],
 )
 def test_attention_over_a_placement_is_compiled(ranks, settings, placements):
-    assert max(on_ranks(ranks, compiled, settings, placements, timeout=200, fresh=True)) < 1e-10
+    assert max(on_ranks(ranks, compiled, settings, placements, timeout=200, keep=None)) < 1e-10
 
 
 # ---- whatever says where documents are
@@ -563,7 +564,7 @@ WRONG_PLACEMENTS = {
 
 
 def test_a_patched_model_refuses_a_placement_that_is_not_its_batchs():
-    results = on_ranks(4, wrong_placements, timeout=SECONDS, fresh=True)
+    results = on_ranks(4, wrong_placements, timeout=SECONDS, keep=None)
     assert len({loss for found in results for _, loss in found.values()}) == 1
     for rank, found in enumerate(results):
         for name, ((kind, message), _) in found.items():

@@ -322,7 +322,7 @@ def not_initialised():
 
 
 def test_without_torch_distributed():
-    ((kind, message),) = on_ranks(1, not_initialised, timeout=SECONDS, fresh=True)
+    ((kind, message),) = on_ranks(1, not_initialised, timeout=SECONDS, keep=None)
     assert kind == "ConfigError"
     assert is_one_sentence(message)
     assert "init_distributed()" in message

@@ -104,7 +104,7 @@ def work_of_its_own(case):
 
 def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
     case = {"size": 4, "ulysses": 1, "schedule": "carousel", "seats": 2, "backward": "q"}
-    for rank, ((gap, received, plan), members) in enumerate(on_ranks(4, work_of_its_own, case, fresh=True)):
+    for rank, ((gap, received, plan), members) in enumerate(on_ranks(4, work_of_its_own, case, keep=None)):
         assert gap < 1e-10
         assert sum(received.values()) == plan
         assert members == [(0, 1) if rank < 2 else (2, 3)]
