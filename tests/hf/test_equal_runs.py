@@ -7,8 +7,8 @@ import ds_seqpar
 from tests.hf.llama import MODES, part, ragged, settings, small, update
 from tests.launch import on_ranks
 
-STEPS, MICRO_STEPS, SEQUENCES = 8, 2, 4
-RUN = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}, "gradient_clipping": 0.5}
+STEPS, MICRO_STEPS, SEQUENCES = 5, 2, 4
+RUN = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, "gradient_clipping": 0.5}
 
 
 def run(section):

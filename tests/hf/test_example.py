@@ -1,4 +1,4 @@
-"""examples/finetune_llama.py: equal numbers for every shape, files, plain errors; once by the deepspeed launcher."""
+"""examples/finetune_llama.py: equal numbers for every shape, files, plain errors; by the deepspeed launcher too."""
 
 import contextlib
 import json
@@ -21,17 +21,20 @@ CONFIGS = sorted(
 )  # those of the Trainer are tested with its example
 
 
-STEPS = 5
+STEPS = 3
 TEXT = Path(json.__file__).parent  # a few files: all of Python's own take seconds to be listed, on every rank
 
 
 def run(ranks, config, folder, *more, steps=STEPS, seq_len=128, data=TEXT, launcher=None):
-    """Runs the example on forked ranks, or by the launcher. data: None is the example's own."""
+    """Runs the example on forked ranks, given what DeepSpeed's launcher gives, or by the launcher. data: None is the
+    example's own."""
     words = [
         EXAMPLE, "--deepspeed_config", config, "--out", folder / "out",
         "--steps", steps, "--seq-len", seq_len, "--eval-sequences", 1, *(["--data", data] if data else []), *more,
     ]  # fmt: skip
-    return scripts.launch(launcher, ranks, folder, *words) if launcher else scripts.run(ranks, folder, *words)
+    if launcher:
+        return scripts.launch(launcher, ranks, folder, *words)
+    return scripts.run(ranks, folder, *words, "--local_rank=LOCAL_RANK", environment={"OMP_NUM_THREADS": None})
 
 
 def log_of(folder):
@@ -93,6 +96,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(shared, alone):
     assert_same(log_of(shared), alone)
 
 
+@pytest.mark.whole  # test_readme.py has a launch of less; the example is given above what this one gives
 def test_the_launcher_of_deepspeed_starts_it(alone, tmp_path):
     """What it hands to a process, and what the process prints there."""
     ran = run(2, config_with(tmp_path, size=2, ulysses=1), tmp_path, launcher="deepspeed")

@@ -249,7 +249,7 @@ def generated(model, seed, padded):
 def generate_everywhere(stage):
     """Whether a patched model generates as its unpatched twin: before and after training steps, train() and eval(),
     with and without padding; and whether generating sent anything. Every rank has prompts of its own."""
-    case = MODES["u2r2"]
+    case = MODES["r2"]
     engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case, stage, 1, 4, optimizer=ADAM))
     sp, model = engine.sequence_parallel, engine.module
     same, sent = [], []
@@ -275,7 +275,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.whole) for s in ("0", "2")), "3"])
 def test_generate_is_that_of_the_unpatched_model(stage):
     """accelerate#4177: masks discarded, here of prompts padded on the left. Generation is local on every rank."""
-    for same, sent, trained in on_ranks(WORLD, generate_everywhere, stage):
+    for same, sent, trained in on_ranks(2, generate_everywhere, stage):
         assert same == [True] * 8
         assert not any(sent)
         assert trained

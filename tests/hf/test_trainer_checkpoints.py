@@ -1,5 +1,7 @@
 """Runs that stop and go on, with as many ranks a sequence or others; the folders they leave; the best of them."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -57,7 +59,8 @@ from transformers import AutoModelForCausalLM
 for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     logits = model(torch.arange(1, 9)[None]).logits[0, -1].tolist()
-    ours = [name for name in sys.modules if name.split(".")[0] in ("ds_seqpar", "hf_integration", "deepspeed")]
+    there = [name.split(".")[0] for name, module in sys.modules.items() if module]
+    ours = [name for name in there if name in ("ds_seqpar", "hf_integration", "deepspeed")]
     print(json.dumps([logits, ours, model.config._attn_implementation]))
 """
 
@@ -83,8 +86,21 @@ def trained_and_used(folder, stage):
     return {"best": best, "scores": scores, "tokens": tokens, "logits": logits}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.whole), 3])
-def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, tmp_path):
+def alone(*folders):
+    """Runs it in a forked rank, where nothing of ours can be imported any more."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("ds_seqpar", "hf_integration", "deepspeed")]:
+        del sys.modules[name]
+    sys.modules["ds_seqpar"] = sys.modules["hf_integration"] = None
+    sys.argv = ["-c", *folders]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(ALONE, {})
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"), [(3, "forked"), *(pytest.param(stage, "started", marks=pytest.mark.whole) for stage in (2, 3))]
+)
+def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, how, tmp_path):
     for found in on_ranks(2, trained_and_used, tmp_path, stage):
         assert len(found["scores"]) == 2
         step = min(found["scores"], key=found["scores"].get)
@@ -92,9 +108,13 @@ def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, 
         assert found["tokens"][0] == found["tokens"][1]
         assert len(found["tokens"][0][0]) == 14
     folders = found["best"], str(tmp_path)  # a checkpoint is a model's folder too
-    ran = subprocess.run([sys.executable, "-c", ALONE, *folders], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    for line in ran.stdout.splitlines()[-2:]:
+    if how == "forked":
+        (said,) = on_ranks(1, alone, *folders)
+    else:
+        ran = subprocess.run([sys.executable, "-c", ALONE, *folders], cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        said = ran.stdout
+    for line in said.splitlines()[-2:]:
         logits, ours, attention = json.loads(line)
         assert logits == pytest.approx(found["logits"], abs=1e-5)
         assert ours == []
