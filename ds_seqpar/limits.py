@@ -31,7 +31,7 @@ MODEL = {
 MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DRAWN = 64  # ranks in a picture: more cannot be told apart
 DOCUMENTS = 2**12  # of a sequence: the planner deals them out anew for each shape, milliseconds for each
-FRAMES = 80_000  # shapes of attention that the planner tells apart: a fifth of a millisecond each
+SHAPES = 10_000  # of schedules on all sizes and degrees: of more the planner tries one layout and placement each
 
 
 def check(name: str, value: int, most: int, hint: str = "") -> None:

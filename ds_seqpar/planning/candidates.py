@@ -83,7 +83,10 @@ def _word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Frame]:
+Shape = tuple[int, int, Schedule, Own]  # size, ulysses, and a schedule with its own settings
+
+
+def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Shape]:
     """All of them, of sizes whose programs can be followed, in one order. given: settings that are no choice any more:
     a size, a schedule, a shape ..."""
     sizes = [given["size"]] if _fixed(given, "size") else [n for n in divisors(world) if n <= limits.FOLLOWED]
@@ -93,18 +96,23 @@ def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iter
         for ulysses, schedule in itertools.product(degrees, _schedules(given)):
             for own in schedule.shapes(size // ulysses):
                 if all(own.get(name) == _listed(given[name]) for name in own if _fixed(given, name)):
-                    yield from _placed(world, size, ulysses, schedule, own, given)
+                    yield size, ulysses, schedule, own
 
 
-def _placed(
-    world: int, size: int, ulysses: int, schedule: Schedule, own: Own, given: Mapping[str, Any]
-) -> Iterator[Frame]:
+def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False) -> Iterator[Frame]:
+    """All shapes in all placements and layouts; plain: in the first of each, where none is given."""
+    for shape in shapes(world, heads, given):
+        yield from _placed(world, shape, given, 1 if plain else None)
+
+
+def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Frame]:
+    size, ulysses, schedule, own = shape
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
-    placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)
+    placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)[:most]
     layouts = (
         [given["layout"]]
         if _fixed(given, "layout")
-        else list(dict.fromkeys((schedule.default_layout, *schedule.layouts)))
+        else list(dict.fromkeys((schedule.default_layout, *schedule.layouts)))[:most]
     )
     for placement in placements:
         order = place(axes, placement, schedule.placements)

@@ -12,7 +12,7 @@ from typing import Any
 from .. import limits
 from ..errors import ConfigError
 from .advice import shortage
-from .candidates import Frame, checked, frames, refusal
+from .candidates import Frame, checked, frames, refusal, shapes
 from .needs import Footprint
 from .question import Question
 from .search import (
@@ -34,10 +34,9 @@ ORDERED = 3  # of which overlap is tried, too
 ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
 EACH = 2  # frames of every size, Ulysses degree and schedule that get as far as the closed form
 STEPS = 4000  # of ranks, that the closed form looks at: seconds of the planner's own time
-OVERLAPPED = 16  # inner ranks up to which the order of overlap is found
+OVERLAPPED = 16  # inner ranks up to which the order of overlap is found, which takes the time of 100 steps
 SIMULATED = 15_000  # instructions, of all finalists together
 SAME = "in all that counts the same as"
-FEWER = "name a size or a schedule"
 GIB = 2**30
 
 
@@ -118,9 +117,20 @@ class _Search:
         """One frame of each plan that is legal."""
         seen: set[tuple] = set()
         question = self.question
-        for frame in frames(question.world, question.heads, question.given):
+        asked = question.world, question.heads, question.given
+        many = sum(1 for _ in shapes(*asked)) > limits.SHAPES
+        if many:
+            self.refused[
+                "other layouts and placements", f"there are more than {limits.SHAPES:,} shapes without them"
+            ] += 1
+        for frame in frames(*asked, plain=many):
             if question.sizes and frame.size not in question.sizes:
                 self.refused[f"{frame.size} ranks", "a step's sequences cannot be shared among such groups"] += 1
+                continue
+            if question.given.get("overlap") and frame.inner > OVERLAPPED:
+                self.refused[
+                    f"{frame.size} ranks", f"the order of overlap is found on {OVERLAPPED} inner ranks at most"
+                ] += 1
                 continue
             if reason := refusal(frame, question.seq, bool(question.documents)):
                 self.refused[f"{frame.size} ranks", reason] += 1
@@ -130,7 +140,6 @@ class _Search:
             if key not in seen:
                 seen.add(key)
                 self.considered += 1
-                limits.check("shapes of attention that differ", self.considered, limits.FRAMES, FEWER)
                 yield frame
 
     def sized(self) -> Iterator[Frame]:
@@ -180,7 +189,7 @@ class _Search:
             if best and (steps + guess.work > STEPS or guess.seconds > FAR * best[0]):
                 self.refuse(frame, "by what it receives it is expected to be slower")
                 continue
-            steps += guess.work
+            steps += guess.work + (frame.inner**2 // 2 if self.question.given.get("overlap") else 0)
             candidate = looked_at(self.question, frame, self.question.given.get("overlap", False))
             if isinstance(candidate, str):
                 self.refused[str(frame), candidate] += 1

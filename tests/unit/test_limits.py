@@ -1,5 +1,6 @@
 """Commands end in seconds, whatever they are given: cheap answers to large numbers, and refusals before any work."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -14,8 +15,10 @@ from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planning import footprint, heads
 from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.machine import PRESETS
+from ds_seqpar.planning.machine import PRESETS, Machine
 from ds_seqpar.planning.needs import Model, Step, Zero
+from ds_seqpar.planning.planner import chosen, plan
+from ds_seqpar.planning.question import Question
 from ds_seqpar.planning.shards import UnevenShards
 from ds_seqpar.planning.topology import divisors
 
@@ -147,6 +150,39 @@ def test_a_models_numbers(capsys, tmp_path, most, change):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}), encoding="utf-8")
     for command in (["memory", "--ranks", 4], ["plan"]):
         _refused(capsys, most, *command, "--model", tmp_path, "--seq-len", 1024)
+
+
+def _asked(world, **given):
+    machine = dataclasses.replace(Machine.load("h100-ib"), memory=1e15)
+    return Question(model=MODEL, machine=machine, world=world, seq=2**16, **given)
+
+
+def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
+    every = chosen(_asked(8))
+    monkeypatch.setattr(limits, "SHAPES", 10)
+    first = chosen(_asked(8))
+    assert first.legal < every.legal
+    assert any("more than 10 shapes" in why for _, why in first.rejected)
+    assert all(one.frame.plain and one.frame.placement == "auto" for one in first.ranked)
+
+
+def test_the_order_of_overlap_is_planned_for_few_ranks():
+    found = chosen(_asked(64, given={"overlap": True, "size": 64, "ulysses": 1}))
+    assert not found.ranked
+    assert any("overlap" in why for _, why in found.rejected)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_no_two_rows_are_alike(world):
+    found = plan(_asked(world))
+    rows = [
+        (one.config.size, one.config.ulysses, one.memory.peak.total, *map(float, one.time.parts.values()))
+        for one in found.ranked
+    ]
+    assert len(set(rows)) == len(rows)
+    assert len({str(one.frame) for one in found.ranked if not one.config.overlap}) == sum(
+        not one.config.overlap for one in found.ranked
+    )
 
 
 def test_a_number_of_any_length_is_named():
