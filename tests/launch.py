@@ -76,6 +76,7 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
 on_warm_ranks = functools.partial(on_ranks, keep="plain")
 _kept = {}  # world -> (word, Ranks that wait for the next function)
 KEPT_WORLD = 4  # larger ones would fill the memory
+KEPT_FILES = 200  # open in a rank: groups that a test has left, with their sockets
 
 
 def _call_kept(word, world, function, *args, timeout):
@@ -86,7 +87,7 @@ def _call_kept(word, world, function, *args, timeout):
         ranks = None
     ranks = ranks or Ranks(world)
     results, errors = ranks.call(function, *args, timeout=timeout)
-    if errors or world > KEPT_WORLD:
+    if errors or world > KEPT_WORLD or ranks.files() > KEPT_FILES:
         ranks.close()
     else:
         ranks.count()
@@ -147,6 +148,11 @@ class Ranks:
                 process.join(10)
                 errors[rank] = ("Died", f"exit code {process.exitcode}", f"ended with exit code {process.exitcode}")
         return results, errors
+
+    def files(self):
+        """The most files that a rank has open; 0 on systems without /proc."""
+        places = [Path(f"/proc/{process.pid}/fd") for process in self.processes]
+        return max(len(list(place.iterdir())) if place.exists() else 0 for place in places)
 
     def count(self):
         """Adds what the ranks took since they were last counted to the costs of this test."""
