@@ -18,8 +18,8 @@ from .parallel import SequenceParallel
 from .planning.machine import machine_of
 from .running import groups
 from .running.agreement import agree
-from .running.calibration import Calibration, host_memory
-from .running.devices import set_device
+from .running.calibration import Calibration
+from .running.devices import host_memory, set_device
 from .running.zero_costs import zero_costs
 
 

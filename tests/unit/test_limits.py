@@ -17,7 +17,7 @@ from ds_seqpar.planning import footprint, heads
 from ds_seqpar.planning.layout import Run
 from ds_seqpar.planning.machine import PRESETS, Machine
 from ds_seqpar.planning.needs import Model, Step, Zero
-from ds_seqpar.planning.planner import chosen, plan
+from ds_seqpar.planning.planner import chosen
 from ds_seqpar.planning.question import Question
 from ds_seqpar.planning.shards import UnevenShards
 from ds_seqpar.planning.topology import divisors
@@ -170,19 +170,6 @@ def test_the_order_of_overlap_is_planned_for_few_ranks():
     found = chosen(_asked(64, given={"overlap": True, "size": 64, "ulysses": 1}))
     assert not found.ranked
     assert any("overlap" in why for _, why in found.rejected)
-
-
-@pytest.mark.parametrize("world", [4, 8])
-def test_no_two_rows_are_alike(world):
-    found = plan(_asked(world))
-    rows = [
-        (one.config.size, one.config.ulysses, one.memory.peak.total, *map(float, one.time.parts.values()))
-        for one in found.ranked
-    ]
-    assert len(set(rows)) == len(rows)
-    assert len({str(one.frame) for one in found.ranked if not one.config.overlap}) == sum(
-        not one.config.overlap for one in found.ranked
-    )
 
 
 def test_a_number_of_any_length_is_named():

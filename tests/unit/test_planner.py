@@ -310,3 +310,19 @@ def test_1024_ranks_are_planned():
     assert choice.best.config.size == 1024
     assert math.isfinite(choice.best.seconds)
     assert choice.best.time.parts["attention forward"] > 0
+
+
+@pytest.mark.parametrize("given", [{"size": 4}, {"size": 4, "ulysses": 1}], ids=str)
+def test_no_two_that_are_ranked_come_out_alike(given):
+    """The overlap pass makes the same plan of several shapes, and some ways round are as long."""
+    found = plan(_asked(world=4, seq=2**20, model=_model(32, 8), machine=H100, given=given))
+    rows = [(one.memory.peak.total, *(round(x, 9) for x in one.time.parts.values())) for one in found.ranked]
+    assert len(set(rows)) == len(rows) > 2
+    assert any("the same as" in why for _, why in found.rejected)
+
+
+def test_a_rank_alone_is_one_candidate():
+    (one,) = {
+        frame.same(documents=False) for frame in frames(4, (8, 8), {"size": 4, "ulysses": 4, "placement": "auto"})
+    }
+    assert one == next(frames(4, (8, 8), {"size": 4, "ulysses": 4})).same(documents=False)
