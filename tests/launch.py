@@ -75,6 +75,7 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
 # for what leaves nothing behind in its process: no settings, no patched functions, no groups
 on_warm_ranks = functools.partial(on_ranks, keep="plain")
 _kept = {}  # world -> (word, Ranks that wait for the next function)
+_found = {}  # on a rank: what a new process has
 KEPT_WORLD = 4  # larger ones would fill the memory
 KEPT_FILES = 200  # open in a rank: groups that a test has left, with their sockets
 
@@ -86,13 +87,23 @@ def _call_kept(word, world, function, *args, timeout):
         ranks.close()
         ranks = None
     ranks = ranks or Ranks(world)
-    results, errors = ranks.call(function, *args, timeout=timeout)
-    if errors or world > KEPT_WORLD or ranks.files() > KEPT_FILES:
-        ranks.close()
-    else:
-        ranks.count()
-        _kept[world] = word, ranks
+    with contextlib.ExitStack() as end:
+        end.callback(ranks.close)
+        results, errors = ranks.call(_afresh, function, *args, timeout=timeout)
+        if not errors and world <= KEPT_WORLD and ranks.files() <= KEPT_FILES:
+            end.pop_all()
+            ranks.count()
+            _kept[world] = word, ranks
     return results, errors
+
+
+def _afresh(function, *args):
+    """On a rank: the function finds the random numbers of a new process, and no group that hangs in a circle."""
+    import torch
+
+    gc.collect()
+    torch.set_rng_state(_found.setdefault("numbers", torch.get_rng_state()))
+    return function(*args)
 
 
 def _environment():
@@ -195,7 +206,7 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    numbers, began = torch.get_rng_state(), time.process_time()
+    began = time.process_time()
     outcome = True, None
     if patience is not None:
         store = f"file://{folder}/store"
@@ -207,10 +218,7 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
         if not outcome[0]:
             pipe.send(outcome)
         while outcome[0]:
-            task = pipe.recv()
-            gc.collect()  # what the last one left: a rank's groups may hang in a circle
-            torch.set_rng_state(numbers)  # every function finds what it would in a fresh process
-            outcome = _outcome(*task)
+            outcome = _outcome(*pipe.recv())
             pipe.send(outcome)
     os._exit(0)  # not by way of destroy_process_group, which would wait for ranks that are gone
 

@@ -54,7 +54,7 @@ STAGES = {
 # of other settings what no other case has; of stages each number of them, kept and not, and each exchange
 WHOLE = (
     "ulysses around", "grouped heads dealt unevenly", "members that share heads unevenly", "two blocks a rank",
-    "two blocks of a rank's members",
+    "two blocks of a rank's members", "two blocks a rank, overlap", "bf16 travels",
 )  # fmt: skip
 FEW_STAGES = ("ring, 1 stages, kept", "ring, 4 stages", "ulysses, 2 stages", "u2r2, 2 stages, kept")
 

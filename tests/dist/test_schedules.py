@@ -77,7 +77,7 @@ def expected(sp, seq):
     return sum(planned(sp, seq, HEADS, units)) + 2 * (members - 1) * (2 * q + kv) // members
 
 
-MANY = (9, 15, 16)  # ranks that are in the whole alone
+MANY = (9, 10, 15, 16)  # ranks that are in the whole alone
 FEW_OF_EIGHT = [case for case in CASES[8] if isinstance(case.get("placement"), list)]  # who is in which group
 GROUPS = [
     *(pytest.param(n, CASES[n], marks=pytest.mark.whole if n in (8, *MANY) else [], id=str(n)) for n in sorted(CASES)),
