@@ -31,15 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_seqpar import Mask, SequenceParallel, SequenceParallelConfig, UnevenShards
-from ds_seqpar.planning.balance import balanced
-from ds_seqpar.planning.compile import Compiler, Recipe, pattern_of
-from ds_seqpar.planning.layout import LAYOUTS, Run, Runs
-from ds_seqpar.planning.program import Product
-from ds_seqpar.planning.recipes import recipe_of
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import length as tokens_of
-from ds_seqpar.planning.simulate import Costs, programs_of, simulate
-from ds_seqpar.planning.tiles import tiles
+from ds_seqpar.compiler.balance import balanced
+from ds_seqpar.compiler.compile import Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.layout import LAYOUTS, Run, Runs
+from ds_seqpar.compiler.program import Product
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import length as tokens_of
+from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
+from ds_seqpar.compiler.tiles import tiles
 
 PACKS, SIMULATED = 1000, 40
 SHAPE = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, dtype="bfloat16", travel="float32")
@@ -231,7 +230,7 @@ def critical(deal: Deal, lengths: Sequence[int], ranks: int) -> tuple[float, flo
 @functools.cache
 def recipe(ranks: int) -> Recipe:
     config = SequenceParallelConfig(size=ranks, ulysses=1, schedule="ring").resolve(ranks)
-    return recipe_of(config, config.topology(ranks))
+    return config.recipe(config.topology(ranks))
 
 
 def compiling(documents: int, ranks: int, count: int) -> None:

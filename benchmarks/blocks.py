@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ds_seqpar.planning.compile import side_of
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import Shards, tokens_of
+from ds_seqpar.compiler.compile import side_of
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import Shards, tokens_of
 
 
 def block_bytes(shape: Shape, direction: str, shards: Shards) -> dict[str, int]:

@@ -14,19 +14,19 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.blocks import block_bytes
 from benchmarks.cluster_spec import Spec
+from ds_seqpar.compiler import heads as dealing
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.plan import Plan
+from ds_seqpar.compiler.program import GatherStart, Post, Program, ScatterStart, Wait
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.simulate import programs_of, simulate
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning import heads as dealing
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.everyone import programs
-from ds_seqpar.planning.machine import PER_PRODUCT, Machine, Wire
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.plan import Plan
-from ds_seqpar.planning.pricing import Call
-from ds_seqpar.planning.program import GatherStart, Post, Program, ScatterStart, Wait
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import programs_of, simulate
-from ds_seqpar.running.comm import distances
+from ds_seqpar.planner.everyone import programs
+from ds_seqpar.planner.machine import PER_PRODUCT, Machine, Wire
+from ds_seqpar.planner.pricing import Call
+from ds_seqpar.runtime.comm import distances
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Edge = tuple[int, int, float]  # from a rank, to a rank, bytes
@@ -80,7 +80,7 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
             count[rank] += _apart(problem, rank, (rank + far) % problem.world)
     rounds += len(agreement) if problem.nodes > 1 else 0
     topology, members = config.topology(problem.world), config.ulysses
-    recipe, mask = recipe_of(config, topology), CAUSAL if problem.causal else FULL
+    recipe, mask = config.recipe(topology), CAUSAL if problem.causal else FULL
     shards = EvenShards(config.layout, problem.seq, recipe.size)
     pattern, inner = pattern_of(mask, shards), topology.inner_axes
     ranks = {(topology.index(r, "ulysses"), topology.index(r, *inner)): r for r in range(problem.world)}

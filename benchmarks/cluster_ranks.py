@@ -21,10 +21,11 @@ from torch import Tensor
 
 from benchmarks import cluster_net, cluster_peers
 from benchmarks.cluster_spec import Spec
-from ds_seqpar import SequenceParallel, SequenceParallelConfig, calibrate
-from ds_seqpar.planning.tiles import Tile
-from ds_seqpar.running.kernels import KERNELS
-from ds_seqpar.running.kernels.reference import Reference
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.cli import calibrate
+from ds_seqpar.compiler.tiles import Tile
+from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.runtime.kernels.reference import Reference
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1

@@ -3,7 +3,7 @@
     python -m benchmarks.critical_path
     python -m benchmarks.critical_path --dtype bfloat16 --rounds 3
 
-All ranks in one process on one core (`running/virtual.py`): walks, kernels, merges and copies are the real ones, and a
+All ranks in one process on one core (`testing.py`): walks, kernels, merges and copies are the real ones, and a
 message is a copy. Dense: the same kernel, called once for the whole sequence. All rows take turns. Seconds are of
 processor time, which other work on the machine changes least.
 
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.planning.program import Product
-from ds_seqpar.running import virtual
-from ds_seqpar.running.kernels import KERNELS
-from ds_seqpar.running.walk import EXECUTE, Walk
+from ds_seqpar import testing as virtual
+from ds_seqpar.compiler.program import Product
+from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.runtime.walk import EXECUTE, Walk
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 Steps = dict[tuple[str, int, int], float]  # (direction, step, rank) -> of its product

@@ -62,7 +62,7 @@ def tensors() -> int:
 
 
 def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
-    from ds_seqpar.planning.footprint import footprint
+    from ds_seqpar.planner.footprint import footprint
 
     return footprint(step_of(model, options, seq, ranks))
 
@@ -71,7 +71,8 @@ def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     """The step that a contender of `memory_peers` makes, as the planner knows it."""
     from benchmarks import memory_peers as peers
     from ds_seqpar.config import SequenceParallelConfig
-    from ds_seqpar.planning.needs import Model, Step, Zero
+    from ds_seqpar.deepspeed_json import Zero
+    from ds_seqpar.planner.needs import Model, Step
 
     own = peers.own_of(options)
     section = {name: value for name, value in options.items() if name not in peers.OWN}

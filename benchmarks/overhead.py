@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.program import Post, Product
-from ds_seqpar.running.inputs import Asked, agree_on_inputs
-from ds_seqpar.running.kernels import KERNELS, Kernel
-from ds_seqpar.running.runtime import Runtime
-from ds_seqpar.running.walk import Walk
-from ds_seqpar.running.work import Forward
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.program import Post, Product
+from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
+from ds_seqpar.runtime.kernels import KERNELS, Kernel
+from ds_seqpar.runtime.runtime import Runtime
+from ds_seqpar.runtime.walk import Walk
+from ds_seqpar.runtime.work import Forward
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64

@@ -24,16 +24,16 @@ from torch import Tensor
 
 from benchmarks.blocks import block_bytes
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compiler.compile import Bound, weight
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.simulate import Costs, communication, computation, programs_of, simulate
+from ds_seqpar.compiler.tiles import Tile
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.compile import Bound, weight
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
-from ds_seqpar.planning.tiles import Tile
-from ds_seqpar.running.buffers import Tensors
-from ds_seqpar.running.kernels import KERNELS
-from ds_seqpar.running.kernels.accumulate import Running
-from ds_seqpar.running.walk import Walk
-from ds_seqpar.running.work import Forward
+from ds_seqpar.runtime.buffers import Tensors
+from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.runtime.kernels.accumulate import Running
+from ds_seqpar.runtime.walk import Walk
+from ds_seqpar.runtime.work import Forward
 
 SETTINGS = [
     {"schedule": "ring"},

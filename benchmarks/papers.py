@@ -10,15 +10,16 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from ds_seqpar.compiler.plan import columns
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.closed import closed
-from ds_seqpar.planning.everyone import call_seconds
-from ds_seqpar.planning.machine import Machine, Wire
-from ds_seqpar.planning.needs import Model, Step, Zero
-from ds_seqpar.planning.plan import columns
-from ds_seqpar.planning.planner import plan
-from ds_seqpar.planning.question import Question
-from ds_seqpar.planning.steptime import call_of, step_time
+from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.everyone import call_seconds
+from ds_seqpar.planner.machine import Machine, Wire
+from ds_seqpar.planner.needs import Model, Step
+from ds_seqpar.planner.planner import plan
+from ds_seqpar.planner.question import Question
+from ds_seqpar.planner.steptime import call_of, step_time
 
 A100, H100 = Machine.load("a100-ib"), Machine.load("h100-ib")
 ETHERNET = Wire(latency=3e-5, rate=1.1e10)  # 100 Gb/s

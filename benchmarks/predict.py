@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster, cluster_plan, cluster_ranks, cluster_turns
-from ds_seqpar.planning.machine import machine_of
+from ds_seqpar.planner.machine import machine_of
 
 DEFAULT = [
     "ring", "ring+layout=contiguous", "ring+layout=striped", "ring+backward=kv", "distflash", "double_ring",

@@ -11,7 +11,7 @@ calibrate their machine; a prediction is made of that and of the configuration a
 processes, which make a step to warm up and then `--steps`; after those one more with clocks inside, for the parts.
 
 Every other configuration is *held out*: whoever changes the model looks at the others only, and errors are told apart.
-What is predicted is `planning.steptime`'s, by the model as it is now: `--show` predicts anew, from the files' machines.
+What is predicted is `planner.steptime`'s, by the model as it is now: `--show` predicts anew, from the files' machines.
 The greatest part, predicted and measured, of attention (with what it sends), ZeRO (what it waits for, and the
 optimiser's step) and the rest (matrices, norms, logits, copies, the host's work) is set side by side.
 """
@@ -31,12 +31,12 @@ from benchmarks.cluster_spec import Spec, parse
 from benchmarks.cluster_turns import call
 from benchmarks.memory import Bench, model_options
 from benchmarks.predict import able, errors, ratio, summary
-from ds_seqpar.planning.closed import closed
-from ds_seqpar.planning.everyone import call_seconds
-from ds_seqpar.planning.machine import Machine, machine_of
-from ds_seqpar.planning.search import DIRECTIONS
-from ds_seqpar.planning.steptime import StepTime, call_of, carried_seconds, step_time
-from ds_seqpar.running.comm import distances
+from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.everyone import call_seconds
+from ds_seqpar.planner.machine import Machine, machine_of
+from ds_seqpar.planner.search import DIRECTIONS
+from ds_seqpar.planner.steptime import StepTime, call_of, carried_seconds, step_time
+from ds_seqpar.runtime.comm import distances
 from tests.launch import PRELOAD, Ranks
 
 DEFAULT = [

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.validate import validate
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.validate import validate
 
 ULYSSES, HEADS, VALIDATED = 8, (64, 8), 256
 
@@ -58,7 +58,7 @@ def cost_of_programs(**config: object) -> tuple[float, float]:
 def seconds_to_validate(name: str, size: int) -> float:
     """A whole plan, in the slower direction."""
     config = SequenceParallelConfig(size=size, ulysses=1, schedule=name).resolve(size, heads=HEADS)
-    recipe = recipe_of(config, config.topology(size))
+    recipe = config.recipe(config.topology(size))
     pattern = pattern_of(CAUSAL, EvenShards(config.layout, 4 * size, size))
     plans = [
         recipe.plan(way, pattern, shape_of("fp32", "bfloat16", 1, (*HEADS, 128))) for way in ("forward", "backward")

@@ -15,19 +15,18 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.blocks import block_bytes, unit
+from ds_seqpar.compiler.actions import Key
+from ds_seqpar.compiler.compile import pattern_of, weight
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.plan import Plan
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape, shape_of
+from ds_seqpar.compiler.shards import EvenShards, Shards
+from ds_seqpar.compiler.simulate import Costs, communication, computation, programs_of, simulate
+from ds_seqpar.compiler.tiles import tiles
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.actions import Key
-from ds_seqpar.planning.compile import pattern_of, weight
-from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.plan import Plan
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards, Shards
-from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
-from ds_seqpar.planning.tiles import tiles
 
 HEAD_DIM = 128
 SHAPES = {"MHA (32/32 heads)": (32, 32), "GQA 8:1 (64/8 heads)": (64, 8)}
@@ -81,7 +80,7 @@ def plan_of(ranks: int, setting: dict, direction: str, shape: Shape, overlap: bo
     config = dataclasses.replace(config_of(ranks, setting), overlap=overlap)
     shards = EvenShards(config.layout, 64 * multiple(config.layout, ranks, 1), ranks)
     pattern = pattern_of(CAUSAL if causal(setting) else FULL, shards)
-    return recipe_of(config, config.topology(ranks)).plan(direction, pattern, shape), shards
+    return config.recipe(config.topology(ranks)).plan(direction, pattern, shape), shards
 
 
 def shape_for(heads: tuple[int, int], travel: str) -> Shape:

@@ -27,18 +27,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_seqpar.compiler.balance import balanced
+from ds_seqpar.compiler.compile import Bound, Compiler, pattern_of
+from ds_seqpar.compiler.layout import Run, Runs
+from ds_seqpar.compiler.masks import CAUSAL, Mask
+from ds_seqpar.compiler.program import GatherStart, Post, Product, ScatterStart
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape, shape_of
+from ds_seqpar.compiler.shards import EvenShards, Shards, UnevenShards
+from ds_seqpar.compiler.tiles import Tile, tiles
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.balance import balanced
-from ds_seqpar.planning.compile import Bound, Compiler, pattern_of
-from ds_seqpar.planning.layout import Run, Runs
-from ds_seqpar.planning.masks import CAUSAL, Mask
-from ds_seqpar.planning.program import GatherStart, Post, Product, ScatterStart
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards, Shards, UnevenShards
-from ds_seqpar.planning.tiles import Tile, tiles
-from ds_seqpar.running.kernels.accumulate import _calls
+from ds_seqpar.runtime.kernels.accumulate import _calls
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,7 +108,7 @@ def counts(setting: dict, direction: str, mask: Mask, shards: Shards, shape: Sha
     """Those of all ranks. setting: of SequenceParallelConfig, without size."""
     config = SequenceParallelConfig(**{"size": shards.size, "ulysses": 1, **setting})
     config = config.resolve(shards.size, heads=(shape.q_heads, shape.kv_heads))
-    recipe = recipe_of(config, config.topology(shards.size))
+    recipe = config.recipe(config.topology(shards.size))
     return [count(Compiler(recipe, rank).bound(direction, mask, shards, shape, SQUARE)) for rank in range(shards.size)]
 
 

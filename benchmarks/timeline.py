@@ -22,18 +22,18 @@ import torch.distributed as dist
 
 from benchmarks.blocks import block_bytes
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compiler.compile import pattern_of, weight
+from ds_seqpar.compiler.draw import draw_timelines
+from ds_seqpar.compiler.heads import most
+from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.schedules import SCHEDULES, settings
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
+from ds_seqpar.compiler.timeline import Event, Timeline, save_trace
 from ds_seqpar.config import TRAVEL_DTYPES, setting_names
-from ds_seqpar.planning.compile import pattern_of, weight
-from ds_seqpar.planning.draw import draw_timelines
-from ds_seqpar.planning.heads import most
-from ds_seqpar.planning.layout import NAMED
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES, settings
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import Costs, programs_of, simulate
-from ds_seqpar.planning.timeline import Event, Timeline, save_trace
-from ds_seqpar.running.comm import Message
+from ds_seqpar.runtime.comm import Message
 from tests.launch import on_ranks
 
 # title -> kinds, and whether a simulation has them
@@ -161,7 +161,7 @@ def inner(
     config: SequenceParallelConfig, direction: str, measured: Timeline, rate: float, args: argparse.Namespace
 ) -> Timeline:
     """The simulation of one direction's plan, for every Ulysses member."""
-    recipe, members = recipe_of(config, config.topology(args.ranks)), config.ulysses
+    recipe, members = config.recipe(config.topology(args.ranks)), config.ulysses
     shards = EvenShards(config.layout, args.seq, recipe.size)
     shape = shape_of(config.travel_dtype, "float32", 1, (*most(*args.heads, members), args.head_dim))
     plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)

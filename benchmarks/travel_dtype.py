@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_seqpar import testing as virtual
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.running import virtual
-from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.runtime.kernels import KERNELS
 
 RANKS, SEQ, HEADS, KV_HEADS, HEAD_DIM = 16, 2048, 8, 8, 64
 SETTINGS = {

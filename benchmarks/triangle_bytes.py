@@ -19,15 +19,14 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.blocks import block_bytes, unit
+from ds_seqpar.compiler.actions import ACCUMULATORS
+from ds_seqpar.compiler.compile import side_of
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.base import Own
+from ds_seqpar.compiler.shape import Shape, shape_of
+from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.actions import ACCUMULATORS
-from ds_seqpar.planning.compile import side_of
-from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.schedules.base import Own
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards
 
 TABLES = {  # heads, ranks
     "MHA": ((32, 32), (6, 10, 12, 15, 20, 24, 28, 30, 36, 40, 48, 60, 66, 84, 120, 496)),
@@ -45,7 +44,7 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, O
     heads = shape.q_heads, shape.kv_heads
     for own in schedule.shapes(ranks):
         config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **own).resolve(ranks, heads)
-        recipe = recipe_of(config, config.topology(ranks))
+        recipe = config.recipe(config.topology(ranks))
         shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
         sizes = block_bytes(shape, direction, shards)
         for travels in schedule.travellers:

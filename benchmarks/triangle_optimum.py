@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import argparse
 
+from ds_seqpar.compiler.actions import OPERANDS
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.actions import OPERANDS
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.shards import EvenShards
 
 
 def main() -> None:
@@ -46,9 +46,7 @@ def received(blocks: int) -> list[int]:
     ranks = blocks * (blocks - 1) // 2
     config = SequenceParallelConfig(size=ranks, ulysses=1, schedule="triangle").resolve(ranks)
     pattern = pattern_of(CAUSAL, EvenShards(config.layout, 4 * ranks, ranks))
-    plan = recipe_of(config, config.topology(ranks)).plan(
-        "forward", pattern, shape_of("fp32", "bfloat16", 1, (1, 1, 64))
-    )
+    plan = config.recipe(config.topology(ranks)).plan("forward", pattern, shape_of("fp32", "bfloat16", 1, (1, 1, 64)))
     return [
         sum(move.dst == rank and move.kind in OPERANDS for step in steps for move in step.moves)
         for rank, steps in enumerate(plan.ranks)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from ds_seqpar.planning.candidates import Frame, frames
-from ds_seqpar.planning.closed import closed
-from ds_seqpar.planning.everyone import call_seconds, followed_ranks
-from ds_seqpar.planning.machine import Machine
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.pricing import Call
-from ds_seqpar.planning.shards import EvenShards
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.planner.candidates import Frame, frames
+from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.everyone import call_seconds, followed_ranks
+from ds_seqpar.planner.machine import Machine
+from ds_seqpar.planner.pricing import Call
 
 WAYS = ("forward", "backward")
 

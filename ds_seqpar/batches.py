@@ -20,18 +20,10 @@ from torch import Tensor
 from .documents import Lengths, documents_of, starts_of, without_documents
 from .errors import InputError, as_error
 from .placement import Placement
-from .running import causes, trusted
-from .running.agreement import Alike, agree, in_words, sums
-from .running.groups import Groups
-from .tokens import (
-    IGNORE,
-    Vocabulary,
-    check_range,
-    describe,
-    labels_of,
-    predicted_from_padding,
-    warn_of_left_padding,
-)
+from .runtime import causes, trusted
+from .runtime.agreement import Alike, agree, in_words, sums
+from .runtime.groups import Groups
+from .tokens import IGNORE, Vocabulary, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 
 
 class Sharing(Protocol):

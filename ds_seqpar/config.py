@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from .compiler import heads as dealing
+from .compiler import schedules
+from .compiler.compile import Recipe
+from .compiler.layout import LAYOUTS as RUNS
+from .compiler.layout import NAMED
+from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
+from .compiler.topology import Axes, Topology, divisors, place
 from .deepspeed_json import read_deepspeed, section_of
 from .errors import SECTION, ConfigError, choose, in_words, nearest
-from .planning import heads as dealing
-from .planning import schedules
-from .planning.layout import LAYOUTS as RUNS
-from .planning.layout import NAMED
-from .planning.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
-from .planning.topology import Axes, Topology, divisors, place
 
 Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
@@ -22,6 +23,7 @@ LAYOUTS = tuple(RUNS)
 TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
+PLANNED = ("size", "ulysses", "schedule")  # with none of them "auto" there is nothing to plan
 KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "chunked", "reference")
 
 
@@ -31,7 +33,7 @@ class SequenceParallelConfig:
 
     size: ranks that share one sequence (P). "auto": all ranks of the job.
     ulysses: ranks of an all-to-all that trades sequence for heads (U); the other `size / ulysses` (A) run `schedule`.
-        At most the query heads; what it does not divide equally is dealt unevenly (`planning.heads`), exactly, and the
+        At most the query heads; what it does not divide equally is dealt unevenly (`compiler.heads`), exactly, and the
         member with the most heads sets the pace. "auto": the largest that divides `size`, shares the model's heads
         equally and fits what is said of the schedule's shape, 1 where heads are not known. The floor on received bytes
         falls as 1/sqrt(U P), so larger is better until heads or slow links end it.
@@ -41,14 +43,14 @@ class SequenceParallelConfig:
     forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
         what sends fewer bytes.
     overlap: expand collectives into single transfers and order products as their operands arrive (planning.overlap).
-    placement: the order of axes over ranks, the fastest first, as names or a preset; see planning.topology.place.
+    placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.topology.place.
         "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
         "ring_intra" its ring (WallFacer's two placements).
     travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
         the range: gradients of a mean loss over many tokens vanish in it.)
     layout: which tokens a rank holds: "zigzag" (chunks r and 2A-1-r of 2A; equal causal work in every step), "striped"
         (every A-th token; Striped Attention, section 3), "contiguous", or "balanced": zigzag where a sequence is one
-        document, and packed documents as `planning.balance` deals them. "auto" is the schedule's: most have "balanced".
+        document, and packed documents as `compiler.balance` deals them. "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
     head_stages: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
         part (Untied Ulysses). At most the key/value heads. "auto" is the fewest with which they take no more than q, k,
@@ -250,6 +252,22 @@ class SequenceParallelConfig:
         order, data = place(axes, self.placement, chosen.placements), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
+    @property
+    def asks_for_plan(self) -> bool:
+        """Whether `seq_len` or `machine` is said, and one of `PLANNED` is left open."""
+        said = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
+        return said and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
+
+    def recipe(self, topology: Topology) -> Recipe:
+        """Of a resolved config: what programs are made from."""
+        return Recipe(
+            schedule=schedules.schedule(self.schedule),
+            topology=topology,
+            forward=self.forward,
+            backward=self.backward,
+            overlap=self.overlap,
+        )
+
 
 def setting_names() -> tuple[str, ...]:
     """Every setting there is: the common ones and the schedules' own."""
@@ -298,3 +316,9 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages:
             f"{SECTION}.head_stages must leave every stage a key/value head, and a query head for each of {ulysses} "
             f"Ulysses members; got {stages} for {q_heads} query and {kv_heads} key/value heads, use at most {most}"
         )
+
+
+def most_logits(vocab: int, hidden: int) -> int:
+    """Bytes of a tile's logits in fp32, at most, with loss_tiles "auto": a quarter of the head's gradient in fp32,
+    which is there beside them; 256 MiB where that is less."""
+    return min(2**28, vocab * hidden)

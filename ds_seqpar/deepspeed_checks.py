@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, section_of
+from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, Zero, section_of
 from .errors import ConfigError
 from .files import Given, ask
-from .planning.needs import Zero
 
 OURS = {SECTION, *REFUSED, *BATCH_SIZES}
 SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16")  # which must be objects

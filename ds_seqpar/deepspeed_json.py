@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import warnings
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SECTION, ConfigError
-from .files import read_json
+from .files import LARGEST, Given, read_json
 
 KIND = "the DeepSpeed configuration"
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -111,3 +112,29 @@ def _is_meant(key: object) -> bool:
         return False
     plain, right = ("".join(filter(str.isalnum, name.lower())) for name in (key, SECTION))
     return plain in ("sp", "ulysses") or difflib.SequenceMatcher(None, plain, right).ratio() > 0.8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zero:
+    """Settings of ZeRO, in elements, with DeepSpeed's defaults."""
+
+    stage: int = 0
+    reduce_bucket_size: int = 500_000_000
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    overlap_comm: bool | None = None
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> Zero:
+        """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting that is no number."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        known: dict[str, Any] = {}
+        for name, value in section.items():
+            if value == "auto" or (field := name.removeprefix("stage3_")) not in names:
+                continue
+            if field == "overlap_comm":
+                known[field] = value
+            else:
+                known[field] = int(Given("zero_optimization", value, name).number(least=0, most=LARGEST))
+        return cls(**known)

@@ -19,29 +19,21 @@ import torch.distributed as dist
 from . import cpu_op, shared_files
 from .config import SequenceParallelConfig
 from .deepspeed_checks import check_deepspeed
-from .deepspeed_json import (
-    BATCH_SIZES,
-    KIND,
-    SECTION,
-    check_auto,
-    check_settings,
-    left_out,
-    read_deepspeed,
-    section_of,
-)
+from .deepspeed_json import BATCH_SIZES, KIND, SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
 from .errors import ConfigError, SeqParError, as_error, nearest
 from .files import Given
 from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
-from .planning.job import Job, asks
-from .running import groups
-from .running.agreement import agree
-from .running.devices import set_device
-from .running.leaving import wait_at_exit
-from .running.telling import told_once
+from .runtime import groups
+from .runtime.agreement import agree
+from .runtime.devices import set_device
+from .runtime.leaving import wait_at_exit
+from .runtime.telling import told_once
 
 if TYPE_CHECKING:
     import argparse
+
+    from .planner.job import Job
 
 # arguments of deepspeed.initialize that leave groups, samples and gradients alone
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
@@ -91,7 +83,7 @@ def initialize(
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, section_of(content), sequence_parallel, wrong, job=lambda: Job.of(content))
+    sp = prepare_model(model, section_of(content), sequence_parallel, wrong, job=lambda: _job_of(content))
     library = library_of(model) if check_loss else None
     if library:
         library.check_loss(model, sp)
@@ -106,6 +98,13 @@ def initialize(
     if library:
         library.check_engine(engine, sp)
     return returned
+
+
+def _job_of(content: Mapping[str, Any]) -> Job:
+    """What the JSON says of the run, where a plan is asked for."""
+    from .planner.job import Job
+
+    return Job.of(content)
 
 
 def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
@@ -226,7 +225,7 @@ def prepare_model(
     sp, library, found, base = None, known_library(model), None, unwrapped(model)
     try:
         sp = _made(model, section, given)
-        if library and job and not (sp or error) and asks(SequenceParallelConfig.from_dict(section)):
+        if library and job and not (sp or error) and SequenceParallelConfig.from_dict(section).asks_for_plan:
             found = library.job(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import InputError
-from .running.agreement import agree, sums
+from .runtime.agreement import agree, sums
 
 
 def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:

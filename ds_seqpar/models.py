@@ -6,14 +6,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from .errors import ConfigError
 from .parallel import SequenceParallel
-from .planning.job import Job
-from .planning.needs import Model
+
+if TYPE_CHECKING:
+    from .planner.job import Job
+    from .planner.needs import Model
 
 # a class that all of a library's models have among their bases -> the package that registers it
 PACKAGES = {"PreTrainedModel": "hf_integration"}

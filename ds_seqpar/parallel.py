@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -12,21 +12,23 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import batches
-from .choosing import agreed
+from .compiler.masks import Mask
+from .compiler.shards import UnevenShards
 from .config import SequenceParallelConfig
 from .errors import ConfigError, SeqParError
 from .losses import mean_of
-from .planning.job import Job
-from .planning.masks import Mask
-from .planning.shards import UnevenShards
 from .recording import Record
-from .running import devices, groups, inputs, keeping, ops, runtime, stages
-from .running.comm import TorchComm, failing
-from .running.kernels import Scores
-from .running.offload import Store, store_of
-from .running.telling import told_once
+from .resolve import agreed
+from .runtime import devices, groups, inputs, keeping, ops, runtime, stages
+from .runtime.comm import TorchComm, failing
+from .runtime.kernels import Scores
+from .runtime.offload import Store, store_of
+from .runtime.telling import told_once
 from .sharding import Sharding
 from .tokens import Vocabulary
+
+if TYPE_CHECKING:
+    from .planner.job import Job
 
 
 class SequenceParallel(Sharding):

@@ -8,8 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .planning.masks import Mask
-from .planning.shards import UnevenShards, members_positions, tokens_of
+from .compiler.masks import Mask
+from .compiler.shards import UnevenShards, members_positions, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .compiler.timeline import Event, Timeline
 from .errors import ConfigError
-from .planning.timeline import Event, Timeline
-from .running.agreement import gathered
-from .running.comm import failing
-from .running.recorder import Recorder
-from .running.runtime import Runtime
+from .runtime.agreement import gathered
+from .runtime.comm import failing
+from .runtime.recorder import Recorder
+from .runtime.runtime import Runtime
 
 ROUNDS = 8  # barriers that clocks are compared by
 
@@ -46,7 +46,7 @@ class Record:
     @property
     def events(self) -> tuple[Event, ...]:
         """This rank's, in the order in which they were begun; none before the block has ended. Seconds are those of
-        time.perf_counter. `ds_seqpar.planning.timeline.Event` says what they hold."""
+        time.perf_counter. `ds_seqpar.compiler.timeline.Event` says what they hold."""
         return self._events
 
     @property

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .compiler.balance import shards_of
+from .compiler.layout import multiple
+from .compiler.masks import Mask
+from .compiler.shards import positions
 from .config import SequenceParallelConfig
 from .documents import starts_of
 from .errors import InputError
 from .placement import Placement
-from .planning.balance import shards_of
-from .planning.layout import multiple
-from .planning.masks import Mask
-from .planning.shards import positions
-from .running import inputs
-from .running.agreement import agree, sums
-from .running.comm import failing
-from .running.groups import Groups
+from .runtime import inputs
+from .runtime.agreement import agree, sums
+from .runtime.comm import failing
+from .runtime.groups import Groups
 
 
 class Sharding:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.running.keeping).
+"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.keeping).
 
 Whatever `gradient_checkpointing_enable` was given, and whenever: the checkpoint function that it left in each layer is
 wrapped before a sharded forward, so that it needs no context_fn and may be reentrant.
@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.running.keeping import Checkpoint
+from ds_seqpar.runtime.keeping import Checkpoint
 
 from .tiled_loss import TILING
 

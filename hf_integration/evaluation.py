@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
-from ds_seqpar.running.agreement import agree
+from ds_seqpar.runtime.agreement import agree
 
 from .families import unwrapped
 from .loss_checks import evaluating

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import DataCollatorWithFlattening, PreTrainedModel, TrainingArguments
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.job import Job
 
 from .checkpointing import layers_of
 from .collator import PackingCollator, Packs
 from .families import windows
 from .numbers import counted
+
+if TYPE_CHECKING:
+    from ds_seqpar.planner.job import Job
 
 IDS = "input_ids"
 ROWS = 1000  # of a column, at once
@@ -39,6 +41,8 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
 def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
     """What a Trainer fills in where the JSON says "auto", and the longest sequence that its data says it has: a row of
     a batch, which is the whole batch where a collator lays documents end to end."""
+    from ds_seqpar.planner.job import Job
+
     together, documents = args.per_device_train_batch_size, _longest_pack(dataset)
     seq = longest(dataset, args.length_column_name)
     packed = isinstance(collator, PackingCollator | DataCollatorWithFlattening)

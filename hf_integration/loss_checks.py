@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
-from ds_seqpar.running.agreement import agree
+from ds_seqpar.runtime.agreement import agree
 
 from .experts import left_out
 from .families import unwrapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from transformers import (
 from ds_seqpar.errors import ConfigError, nearest
 from ds_seqpar.files import Given, ask, read_json
 from ds_seqpar.limits import check_model
-from ds_seqpar.planning.needs import Model
+
+if TYPE_CHECKING:
+    from ds_seqpar.planner.needs import Model
 
 WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "head_dim", "vocab_size", "num_experts_per_tok", "moe_intermediate_size")  # fmt: skip
@@ -67,6 +69,8 @@ def _unknown(config: PreTrainedConfig) -> ConfigError:
 
 def counted(model: PreTrainedModel) -> Model:
     """The same of a model as it is, on any device, or sharded by ZeRO-3."""
+    from ds_seqpar.planner.needs import Model
+
     config, layers = model.config, getattr(model.base_model, "layers", None)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if layers is None or head is None:

@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.placement import Placement
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.running.inputs import Asked
-from ds_seqpar.running.telling import told_once
+from ds_seqpar.runtime.inputs import Asked
+from ds_seqpar.runtime.telling import told_once
 
 from . import checkpointing, sharded, tiling
 from .attention_name import NAME, local_attention, use_ours, use_own

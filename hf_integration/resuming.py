@@ -18,8 +18,8 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.running.agreement import agree, gathered, ranks_in_words
-from ds_seqpar.running.telling import told_once
+from ds_seqpar.runtime.agreement import agree, gathered, ranks_in_words
+from ds_seqpar.runtime.telling import told_once
 
 LAST = "last"
 WORDS: dict[str, str | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}

@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.compiler.shards import tokens_of
 from ds_seqpar.errors import InputError
 from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
-from ds_seqpar.planning.shards import tokens_of
-from ds_seqpar.running import causes
-from ds_seqpar.running.agreement import agree
-from ds_seqpar.running.inputs import describe, shape_of
-from ds_seqpar.running.trusted import is_trusted
+from ds_seqpar.runtime import causes
+from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.inputs import describe, shape_of
+from ds_seqpar.runtime.trusted import is_trusted
 
 from .checkpointing import is_checkpointed, layers_of
 from .fingerprint import fingerprint

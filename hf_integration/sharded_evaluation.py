@@ -18,7 +18,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.documents import documents_of
 from ds_seqpar.errors import ConfigError, InputError, as_error
 from ds_seqpar.placement import Placement
-from ds_seqpar.running.agreement import agree
+from ds_seqpar.runtime.agreement import agree
 
 from .evaluation import check_evaluation
 from .experts import having_share

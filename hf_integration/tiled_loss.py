@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_seqpar.config import most_logits
 from ds_seqpar.errors import ConfigError, InputError
-from ds_seqpar.planning.footprint import most_logits
 
 from .sums import Sums
 from .tiles import between_graphs, ceil_of, tiled_sum, trained

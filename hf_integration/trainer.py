@@ -23,9 +23,9 @@ from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from ds_seqpar import SequenceParallelConfig, cpu_op
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
-from ds_seqpar.running import trusted
-from ds_seqpar.running.agreement import agree
-from ds_seqpar.running.telling import told_once
+from ds_seqpar.runtime import trusted
+from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.telling import told_once
 
 from . import randomness, resuming
 from . import trainer_checks as checks

@@ -22,7 +22,7 @@ from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
-from ds_seqpar.running.agreement import agree
+from ds_seqpar.runtime.agreement import agree
 
 from .families import check_adapters, unwrapped
 from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe

@@ -7,9 +7,9 @@ tested without one.
 import pytest
 import torch
 
-from ds_seqpar.running.kernels import BlockSpec
-from ds_seqpar.running.kernels.reference import Reference
-from ds_seqpar.running.merge import merge_
+from ds_seqpar.runtime.kernels import BlockSpec
+from ds_seqpar.runtime.kernels.reference import Reference
+from ds_seqpar.runtime.merge import merge_
 from tests.oracle import attention, dense, error
 
 SCALE = 0.3  # not head_dim ** -0.5: a kernel must take the one it is given

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ds_seqpar.planning.masks import Mask
+from ds_seqpar.compiler.masks import Mask
 
 
 def attention(

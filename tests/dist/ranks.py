@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.recipes import shape_of
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.shape import shape_of
 from tests import oracle
 from tests.words import missing
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.running import virtual
-from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar import testing as virtual
+from ds_seqpar.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import attend, gather_all, leaves, make, refusal
 from tests.grids import cover, grouped, whole

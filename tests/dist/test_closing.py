@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.running.inputs import Asked
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.runtime.inputs import Asked
 from tests import oracle
 from tests.dist.ranks import attend, attention_error, is_one_sentence, leaves, make, refusal
 from tests.launch import on_ranks

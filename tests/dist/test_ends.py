@@ -34,8 +34,8 @@ SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
 import os, threading, time
-from ds_seqpar.running import leaving
-from ds_seqpar.running.leaving import wait_until_idle
+from ds_seqpar.runtime import leaving
+from ds_seqpar.runtime.leaving import wait_until_idle
 
 leaving.PATIENCE = 1.0
 done = []

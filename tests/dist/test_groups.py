@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.running import devices
+from ds_seqpar.runtime import devices
 from tests.dist.ranks import WRONG, attention_error, make, refusal
 from tests.launch import on_warm_ranks as on_ranks
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.planning import heads as dealing
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.planning.shards import UnevenShards, members_positions
+from ds_seqpar.compiler import heads as dealing
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.shards import UnevenShards, members_positions
 from tests import live, oracle
 from tests.dist.ranks import attend, leaves, make, refusal
 from tests.launch import on_warm_ranks as on_ranks

@@ -8,9 +8,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.shards import EvenShards, UnevenShards, members_positions
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards, members_positions
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,

@@ -5,10 +5,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.calls import figures, parts_of
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.running.keeping import keeping
-from ds_seqpar.running.ulysses import own_heads, split_in
+from ds_seqpar.planner.calls import figures, parts_of
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.runtime.keeping import keeping
+from ds_seqpar.runtime.ulysses import own_heads, split_in
 from tests import live
 from tests.dist.ranks import make
 from tests.launch import on_warm_ranks as on_ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.running.ops import CONFIGURED
-from ds_seqpar.running.ulysses import join_out, own_heads, split_in
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.runtime.ops import CONFIGURED
+from ds_seqpar.runtime.ulysses import join_out, own_heads, split_in
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, gather_all, leaves, make, refusal
 from tests.launch import on_ranks

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import leaves, make
 from tests.launch import on_ranks

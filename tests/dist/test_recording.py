@@ -11,22 +11,10 @@ import pytest
 
 from benchmarks import timeline
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.actions import Gather
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.program import (
-    Assemble,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Merge,
-    Pack,
-    Post,
-    Product,
-    ScatterStart,
-    Wait,
-)
-from ds_seqpar.running import recorder
+from ds_seqpar.compiler.actions import Gather
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.program import Assemble, Export, Finish, Fold, GatherStart, Merge, Pack, Post, Product, ScatterStart, Wait
+from ds_seqpar.runtime import recorder
 from tests import oracle
 from tests.dist.ranks import leaves, make
 from tests.dist.test_traffic import BATCH, DIM, SEQ, block_units

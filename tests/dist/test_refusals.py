@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.running.kernels import KERNELS, select
+from ds_seqpar.runtime.kernels import KERNELS, select
 from tests import oracle
 from tests.dist.ranks import (
     SECONDS,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.planning import schedules
+from ds_seqpar.compiler import schedules
 from tests import oracle
 from tests.dist.ranks import attend, make, planned
 from tests.launch import on_warm_ranks as on_ranks

@@ -3,7 +3,7 @@
 import pytest
 from torch.utils.checkpoint import checkpoint
 
-from ds_seqpar.planning.masks import Mask
+from ds_seqpar.compiler.masks import Mask
 from tests import oracle
 from tests.dist.ranks import attend, gather_all, is_one_sentence, leaves, make, refusal
 from tests.launch import on_warm_ranks as on_ranks

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.planning.heads import dealt
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.planning.shards import UnevenShards, members_positions
-from ds_seqpar.running import virtual
+from ds_seqpar.compiler.heads import dealt
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.shards import UnevenShards, members_positions
+from ds_seqpar import testing as virtual
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
 from tests.launch import on_warm_ranks as on_ranks

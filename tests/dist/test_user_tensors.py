@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
-from ds_seqpar.running import virtual
+from ds_seqpar import testing as virtual
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,

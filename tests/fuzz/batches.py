@@ -7,8 +7,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import LAYOUTS
-from ds_seqpar.planning.topology import divisors
 from tests.fuzz import ranks
 
 IGNORE = -100

@@ -11,10 +11,10 @@ import math
 from hypothesis import strategies as st
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
+from ds_seqpar.compiler.layout import NAMED, multiple
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
-from ds_seqpar.planning.layout import NAMED, multiple
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.topology import divisors
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
 
 FLOATING = ("fp64", "fp32", "bf16", "fp16")

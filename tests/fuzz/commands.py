@@ -11,9 +11,9 @@ import json
 import random
 import re
 
-from ds_seqpar.planning.layout import NAMED
-from ds_seqpar.planning.machine import presets
-from ds_seqpar.planning.schedules import SCHEDULES
+from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.planner.machine import presets
 
 # sizes that are right and larger than a command can work on
 HUGE = ("4096", "1000000", "1000000000000037", "100000000000000000", "<<digits:19>>")

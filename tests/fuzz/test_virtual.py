@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
-from ds_seqpar.running import virtual
+from ds_seqpar import testing as virtual
 from tests.dist.ranks import is_one_sentence
 from tests.fuzz import cases, judge
 from tests.fuzz.run import fuzz

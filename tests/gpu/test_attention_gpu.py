@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.engine import start
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.testing import attention
 from tests.dist.ranks import attend, make
 from tests.gpu import NEEDS_TWO, both
 from tests.launch import on_ranks

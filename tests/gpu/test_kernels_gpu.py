@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.runtime.kernels import KERNELS
 from tests.gpu import NEEDS_GPU
 from tests.kernel_suite import KernelSuite, cases
 

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from ds_seqpar.running.recorder import DeviceClock
+from ds_seqpar.runtime.recorder import DeviceClock
 from tests.gpu import NEEDS_GPU
 
 pytestmark = NEEDS_GPU

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.shards import positions
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.shards import positions
 
 IGNORE = -100
 SEQ = 48

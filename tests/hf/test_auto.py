@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planning.job import Job
-from ds_seqpar.planning.machine import PRESETS
+from ds_seqpar.planner.job import Job
+from ds_seqpar.planner.machine import PRESETS
 from hf_integration import PackingCollator, Packs, job_of
 from hf_integration.job import longest
 from tests.dist.ranks import is_one_sentence, refusal

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ds_seqpar
-from ds_seqpar.planning.footprint import footprint
-from ds_seqpar.planning.needs import Step, Zero
+from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.planner.footprint import footprint
+from ds_seqpar.planner.needs import Step
 from hf_integration.numbers import numbers
 from tests import live
 from tests.hf.llama import llama

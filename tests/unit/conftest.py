@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ds_seqpar.planning import schedules
+from ds_seqpar.compiler import schedules
 
 
 def pytest_configure(config):

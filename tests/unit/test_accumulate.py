@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 
-from ds_seqpar.planning.layout import LAYOUTS, Run
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.planning.tiles import Tile, tiles
-from ds_seqpar.running.kernels import reference
-from ds_seqpar.running.kernels.accumulate import Softmax, Sum, backward, forward
-from ds_seqpar.running.kernels.cpu_flash import CpuFlash
-from ds_seqpar.running.kernels.reference import Reference
+from ds_seqpar.compiler.layout import LAYOUTS, Run
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.tiles import Tile, tiles
+from ds_seqpar.runtime.kernels import reference
+from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum, backward, forward
+from ds_seqpar.runtime.kernels.cpu_flash import CpuFlash
+from ds_seqpar.runtime.kernels.reference import Reference
 from tests.kernel_suite import SCALE, LowerRight
 from tests.oracle import tensors
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.running.agreement import differences, fields_of
+from ds_seqpar.runtime.agreement import differences, fields_of
 from tests.words import missing
 
 

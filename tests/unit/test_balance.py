@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
+from ds_seqpar.compiler.compile import Recipe, pattern_of
+from ds_seqpar.compiler.layout import LAYOUTS, join
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.tiles import tiles
+from ds_seqpar.compiler.topology import Topology
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig
-from ds_seqpar.planning.compile import Recipe, pattern_of
-from ds_seqpar.planning.layout import LAYOUTS, join
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.tiles import tiles
-from ds_seqpar.planning.topology import Topology
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring
 
 

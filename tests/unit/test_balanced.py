@@ -10,13 +10,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.balance import by_balance, by_layout, lognormal, packs, products, travelling
+from ds_seqpar.compiler.balance import balanced
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.layout import LAYOUTS, Run
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.shards import UnevenShards
+from ds_seqpar.compiler.tiles import tiles
 from ds_seqpar.errors import InputError
-from ds_seqpar.planning.balance import balanced
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.layout import LAYOUTS, Run
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.planning.shards import UnevenShards
-from ds_seqpar.planning.tiles import tiles
 from tests.grids import examples
 from tests.unit.plans import built, ring
 

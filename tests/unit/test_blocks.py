@@ -8,15 +8,15 @@ import torch
 
 from benchmarks import overlap, schedule_tables, timeline, triangle_bytes
 from benchmarks.blocks import block_bytes, unit
+from ds_seqpar.compiler.compile import Compiler, pattern_of, weight
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.program import Product
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.simulate import Costs, computation
+from ds_seqpar.compiler.timeline import Event, Timeline
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.compile import Compiler, pattern_of, weight
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.program import Product
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import Costs, computation
-from ds_seqpar.planning.timeline import Event, Timeline
-from ds_seqpar.running.kernels import KERNELS
+from ds_seqpar.runtime.kernels import KERNELS
 from tests.unit.plans import DIRECTIONS
 
 TRIANGLE = {"schedule": "triangle"}
@@ -26,7 +26,7 @@ SHAPE = shape_of("bf16", "bfloat16", 1, (2, 2, 64))
 def made(schedule, ranks=6, tokens=8):
     """Recipe and shards of a causal schedule."""
     config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=schedule).resolve(ranks, heads=(2, 2))
-    return config, recipe_of(config, config.topology(ranks)), EvenShards(config.layout, tokens * ranks, ranks)
+    return config, config.recipe(config.topology(ranks)), EvenShards(config.layout, tokens * ranks, ranks)
 
 
 @pytest.mark.parametrize(("schedule", "parts"), [("ring", 1), ("triangle", 2)])
@@ -111,7 +111,7 @@ def test_the_triangle_is_as_said_by_its_plan_and_near_the_floor(ranks):
     shape = shape_of("bf16", "bfloat16", 1, (32, 32, 128))
     config = SequenceParallelConfig(size=ranks, ulysses=1, schedule="triangle").resolve(ranks)
     shards = EvenShards(config.layout, 4 * ranks, ranks)
-    plan = recipe_of(config, config.topology(ranks)).plan("forward", pattern_of(CAUSAL, shards), shape)
+    plan = config.recipe(config.topology(ranks)).plan("forward", pattern_of(CAUSAL, shards), shape)
     found = [size / unit(shape, shards) for size in plan.received(block_bytes(shape, "forward", shards))]
     assert max(found) == pytest.approx(triangle_bytes.least("triangle", ranks, "forward", shape)[0])
     assert 0 < statistics.fmean(found) - triangle_bytes.floor(ranks, "forward", shape) < 1

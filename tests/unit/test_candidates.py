@@ -5,16 +5,16 @@ import random
 
 import pytest
 
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS
+from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import SeqParError
-from ds_seqpar.planning.candidates import checked, frames, refusal, travels
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.layout import NAMED
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.schedules.base import PLACEMENTS, TRAVELLERS
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.running.inputs import check_length
+from ds_seqpar.planner.candidates import checked, frames, refusal, travels
+from ds_seqpar.runtime.inputs import check_length
 
 HEADS = (6, 2)
 ALL = list(range(1, 17))

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar.__main__ import main
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.draw import COLORS
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.draw import COLORS
-from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import EvenShards
 from tests.words import missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def _plans(heads=(8, 8), causal=True, **settings):
     """The plans that ranks would walk for bf16 attention with these heads, forward and backward."""
     size = settings.setdefault("size", 4)
     config = SequenceParallelConfig(**{"ulysses": 1, **settings}).resolve(size, heads)
-    recipe = recipe_of(config, config.topology(size))
+    recipe = config.recipe(config.topology(size))
     of_member = heads[0] // config.ulysses, max(1, heads[1] // config.ulysses), 128
     shape = shape_of(config.travel_dtype, "bfloat16", 1, of_member)
     shards = EvenShards(config.layout, 2 * multiple(config.layout, size, config.ulysses), recipe.size)

@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from ds_seqpar.planning import compile as compiling
-from ds_seqpar.planning.compile import PROBE, Bound, Compiler, Recipe, pattern_of
-from ds_seqpar.planning.layout import LAYOUTS
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask, visibility
-from ds_seqpar.planning.plan import Pattern
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards, UnevenShards
-from ds_seqpar.planning.tiles import tiles
+from ds_seqpar.compiler import compile as compiling
+from ds_seqpar.compiler.compile import PROBE, Bound, Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.layout import LAYOUTS
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask, visibility
+from ds_seqpar.compiler.plan import Pattern
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.tiles import tiles
 from tests.unit.plans import DIRECTIONS, SINGLE, topologies
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")

@@ -5,9 +5,9 @@ import torch
 
 from benchmarks.critical_path import path, watched
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.planning.program import Product
-from ds_seqpar.running import virtual
-from ds_seqpar.running.walk import EXECUTE, Walk
+from ds_seqpar import testing as virtual
+from ds_seqpar.compiler.program import Product
+from ds_seqpar.runtime.walk import EXECUTE, Walk
 
 RANKS, TOKENS = 4, 16  # of each
 PREDICTED = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_seqpar.running.comm import distances
+from ds_seqpar.runtime.comm import distances
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 63, 64, 65, 1000, 1024])

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import UnevenShards
-from ds_seqpar.running.kernels import BlockSpec, select
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.runtime.kernels import BlockSpec, select
+from ds_seqpar.testing import attention
 
 aten = torch.ops.aten
 SEQ, DIM = 64, 64

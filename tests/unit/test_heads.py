@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.planning.heads import dealt, equally, heads_of, most
+from ds_seqpar.compiler.heads import dealt, equally, heads_of, most
 
 
 @st.composite

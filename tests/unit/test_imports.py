@@ -10,17 +10,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ds_seqpar", "hf_integration")
-# rooms from the inside out; a module imports its own room and those before it
-ROOMS = ("errors", "planning", "running", "top", "hf_integration")
-# at the top of ds_seqpar, and no more than integers and strings: the rooms inside may import these
-PLAIN = {
-    "ds_seqpar.errors": "errors",
-    "ds_seqpar.files": "errors",
-    "ds_seqpar.handles": "errors",
-    "ds_seqpar.limits": "errors",
-    "ds_seqpar.config": "planning",
-    "ds_seqpar.deepspeed_json": "planning",
+# room -> the other rooms that it may import; a room is a folder, but for these files at the top of ds_seqpar
+FILES = {
+    **dict.fromkeys(("errors", "files", "limits", "handles"), "innermost"),
+    **dict.fromkeys(("config", "deepspeed_json"), "config"),
+    "__main__": "cli",
 }
+WALLS = {
+    "innermost": set(),
+    "compiler": {"innermost"},
+    "config": {"innermost", "compiler"},
+    "runtime": {"innermost", "compiler", "config"},
+    "planner": {"innermost", "compiler", "config"},
+    "top": {"innermost", "compiler", "config", "runtime"},
+    "cli": {"innermost", "compiler", "config", "runtime", "planner", "top"},
+    "hf_integration": {"innermost", "compiler", "config", "runtime", "top"},
+}
+LAZY = "planner"  # loaded by those who plan alone: the rooms outside it import it in functions
 # what knows nothing of schedules
 TRANSPORT = {"comm", "groups", "devices", "agreement", "telling", "leaving", "trusted", "kernels", "merge"}
 
@@ -39,12 +45,11 @@ MODULES = modules()
 
 
 def room_of(name):
-    if name in PLAIN:
-        return PLAIN[name]
-    parts = name.split(".")
-    if parts[0] == "hf_integration":
-        return "hf_integration"
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "top"
+    package, *parts = name.split(".")
+    if package == "hf_integration":
+        return package
+    first = parts[0] if parts else ""
+    return FILES.get(first, first if first in WALLS else "top")
 
 
 def targets(node, name, is_package):
@@ -58,31 +63,64 @@ def targets(node, name, is_package):
     return [inner if (inner := f"{base}.{alias.name}") in MODULES else base for alias in node.names]
 
 
-def imported(name):
-    """What a module imports anywhere in its text: in functions and for type checkers too."""
+def nodes_of(tree, anywhere):
+    """Of a module's text; not anywhere: but for those in functions and for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        later = isinstance(node, ast.FunctionDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        )
+        if anywhere or not later:
+            yield node
+            yield from nodes_of(node, anywhere)
+
+
+def imported(name, anywhere=True):
+    """What a module imports in its text; not anywhere: what it loads when it is imported itself."""
     path = MODULES[name]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {target for node in ast.walk(tree) for target in targets(node, name, path.name == "__init__.py")} - {name}
+    found = {x for node in nodes_of(tree, anywhere) for x in targets(node, name, path.name == "__init__.py")}
+    return found - {name}
 
 
 GRAPH = {name: imported(name) for name in MODULES}
+LOADED = {name: imported(name, anywhere=False) for name in MODULES}
 
 
 def test_the_reading_of_imports_finds_some():
-    assert "ds_seqpar.running.groups" in GRAPH["ds_seqpar.running.comm"]  # from .groups import Groups
-    assert "ds_seqpar.errors" in GRAPH["ds_seqpar.running.comm"]  # from ..errors import
-    assert "ds_seqpar.running.groups" in GRAPH["ds_seqpar.parallel"]  # from .running import groups
+    assert "ds_seqpar.runtime.groups" in GRAPH["ds_seqpar.runtime.comm"]  # from .groups import Groups
+    assert "ds_seqpar.errors" in GRAPH["ds_seqpar.runtime.comm"]  # from ..errors import
+    assert "ds_seqpar.runtime.groups" in GRAPH["ds_seqpar.parallel"]  # from .runtime import groups
     assert "ds_seqpar.engine" in GRAPH["ds_seqpar"]  # in __init__
     assert "ds_seqpar" in GRAPH["hf_integration.patch"]
     assert "deepspeed" in GRAPH["ds_seqpar.engine"]  # in a function
     assert "argparse" in GRAPH["ds_seqpar.engine"]  # for type checkers
-    assert {room_of(name) for name in MODULES} == set(ROOMS)
+    assert "deepspeed" not in LOADED["ds_seqpar.engine"]
+    assert "argparse" not in LOADED["ds_seqpar.engine"]
+    assert "torch" in LOADED["ds_seqpar.engine"]
+    assert {room_of(name) for name in MODULES} == set(WALLS)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_from_its_own_room_and_those_inside_it(name):
-    outside = ROOMS[ROOMS.index(room_of(name)) + 1 :]
-    assert [target for target in GRAPH[name] if target in MODULES and room_of(target) in outside] == []
+def test_a_module_imports_what_the_walls_let_it(name):
+    room = room_of(name)
+    known = {room, *WALLS[room]}
+    assert [x for x in LOADED[name] if x in MODULES and room_of(x) not in known] == []
+    later = GRAPH[name] - LOADED[name]
+    assert [x for x in later if x in MODULES and room_of(x) not in {*known, LAZY}] == []
+    assert [x for x in later if x in MODULES and room_of(x) != LAZY] == [], "in a function or for type checkers"
+
+
+def test_who_attends_or_trains_loads_no_planner_and_no_command():
+    script = (
+        "import sys\n"
+        "import ds_seqpar\n"
+        "ds_seqpar.SequenceParallel, ds_seqpar.initialize\n"
+        "loaded = [name for name in sys.modules if name.startswith('ds_seqpar.')]\n"
+        "assert len(loaded) > 20\n"
+        "assert not [name for name in loaded if name.split('.')[1] in ('planner', 'cli')], loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_imports_go_round_in_a_circle():
@@ -92,10 +130,10 @@ def test_no_imports_go_round_in_a_circle():
     graphlib.TopologicalSorter(inside).prepare()  # raises CycleError, which names them
 
 
-def test_planning_sees_no_tensor_no_group_and_no_environment():
-    planning = [name for name in MODULES if room_of(name) == "planning"]
-    assert "ds_seqpar.planning.schedules.ring" in planning
-    for name in planning:
+def test_plans_are_made_without_a_tensor_a_group_or_the_environment():
+    torchless = [name for name in MODULES if room_of(name) in ("compiler", "planner", "config")]
+    assert "ds_seqpar.compiler.schedules.ring" in torchless
+    for name in torchless:
         heads = {target.split(".")[0] for target in GRAPH[name]}
         assert not heads & {"torch", "numpy", "deepspeed", "transformers", "accelerate", "os"}, name
 
@@ -103,9 +141,9 @@ def test_planning_sees_no_tensor_no_group_and_no_environment():
 def test_transport_and_kernels_know_nothing_of_schedules():
     values = {"topology", "layout", "masks", "shards", "tiles"}
     for name, found in GRAPH.items():
-        if name.startswith("ds_seqpar.running.") and name.split(".")[2] in TRANSPORT:
-            planning = {target.split(".")[2] for target in found if target.startswith("ds_seqpar.planning.")}
-            assert planning <= values, name
+        if name.startswith("ds_seqpar.runtime.") and name.split(".")[2] in TRANSPORT:
+            compiled = {target.split(".")[2] for target in found if target.startswith("ds_seqpar.compiler.")}
+            assert compiled <= values, name
 
 
 def test_ds_seqpar_names_hf_integration_in_one_place():
@@ -116,8 +154,8 @@ def test_ds_seqpar_names_hf_integration_in_one_place():
 @pytest.mark.parametrize(
     ("words", "home"),
     [
-        ({"new_group", "split_group", "_new_process_group_helper"}, "ds_seqpar.running.groups"),
-        ({"isend", "irecv", "batch_isend_irecv", "P2POp"}, "ds_seqpar.running.comm"),
+        ({"new_group", "split_group", "_new_process_group_helper"}, "ds_seqpar.runtime.groups"),
+        ({"isend", "irecv", "batch_isend_irecv", "P2POp"}, "ds_seqpar.runtime.comm"),
     ],
 )
 def test_communication_has_one_door(words, home):

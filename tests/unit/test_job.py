@@ -6,13 +6,14 @@ import pytest
 
 from ds_seqpar import choosing
 from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning import runner_up
-from ds_seqpar.planning.job import Job, asks, line_of, planned, question_of
-from ds_seqpar.planning.machine import DEFAULT, Machine
-from ds_seqpar.planning.needs import Model, Zero
-from ds_seqpar.planning.planner import plan
-from ds_seqpar.running.devices import Host, own_host, shared_by
+from ds_seqpar.planner import runner_up
+from ds_seqpar.planner.job import Job, asks, line_of, planned, question_of
+from ds_seqpar.planner.machine import DEFAULT, Machine
+from ds_seqpar.planner.needs import Model
+from ds_seqpar.planner.planner import plan
+from ds_seqpar.runtime.devices import Host, own_host, shared_by
 from tests.words import missing
 
 Config = SequenceParallelConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_seqpar.errors import KernelError
-from ds_seqpar.running.kernels import KERNELS, BlockSpec, select
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, select
 from tests.kernel_suite import KernelSuite, LowerRight, cases
 from tests.words import missing
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.layout import LAYOUTS, Run, dealt, join, multiple
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.shards import UnevenShards, positions
+from ds_seqpar.compiler.tiles import tiles
 from ds_seqpar.errors import InputError
-from ds_seqpar.planning.layout import LAYOUTS, Run, dealt, join, multiple
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.shards import UnevenShards, positions
-from ds_seqpar.planning.tiles import tiles
 
 RANKS = range(1, 17)
 

@@ -11,16 +11,18 @@ import pytest
 
 from ds_seqpar import limits
 from ds_seqpar.__main__ import main
+from ds_seqpar.compiler import heads
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.shards import UnevenShards
+from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning import footprint, heads
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.machine import PRESETS, Machine
-from ds_seqpar.planning.needs import Model, Step, Zero
-from ds_seqpar.planning.planner import chosen
-from ds_seqpar.planning.question import Question
-from ds_seqpar.planning.shards import UnevenShards
-from ds_seqpar.planning.topology import divisors
+from ds_seqpar.planner import footprint
+from ds_seqpar.planner.machine import PRESETS, Machine
+from ds_seqpar.planner.needs import Model, Step
+from ds_seqpar.planner.planner import chosen
+from ds_seqpar.planner.question import Question
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
          "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}  # fmt: skip

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar.__main__ import main
-from ds_seqpar.planning import memory
-from ds_seqpar.planning.compile import Compiler, Recipe
-from ds_seqpar.planning.listing import listing
-from ds_seqpar.planning.masks import CAUSAL, Mask
-from ds_seqpar.planning.program import slots_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler import memory
+from ds_seqpar.compiler.compile import Compiler, Recipe
+from ds_seqpar.compiler.listing import listing
+from ds_seqpar.compiler.masks import CAUSAL, Mask
+from ds_seqpar.compiler.program import slots_of
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
 from tests.unit.plans import DIRECTIONS, shaped
 from tests.words import missing
 

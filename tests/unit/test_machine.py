@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from ds_seqpar.compiler.tiles import Tile
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.machine import DEFAULT, FIELDS, Machine, Wire, ZeroCosts, interpolated, machine_of, presets
-from ds_seqpar.planning.tiles import Tile
+from ds_seqpar.planner.machine import DEFAULT, FIELDS, Machine, Wire, ZeroCosts, interpolated, machine_of, presets
 from tests.words import missing
 
 H100 = presets()["h100-ib"]

@@ -8,10 +8,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.layout import LAYOUTS, Run, join
+from ds_seqpar.compiler.masks import END, Mask, sees, visibility
+from ds_seqpar.compiler.tiles import Tile, tiles
 from ds_seqpar.errors import InputError
-from ds_seqpar.planning.layout import LAYOUTS, Run, join
-from ds_seqpar.planning.masks import END, Mask, sees, visibility
-from ds_seqpar.planning.tiles import Tile, tiles
 from tests.grids import examples
 from tests.oracle import seen
 from tests.words import missing

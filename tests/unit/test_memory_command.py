@@ -6,9 +6,9 @@ import re
 import pytest
 
 from ds_seqpar.__main__ import main
+from ds_seqpar.cli.memory import SHADES
 from ds_seqpar.models import numbers_of
-from ds_seqpar.planning.draw import SHADES
-from ds_seqpar.planning.needs import PARTS
+from ds_seqpar.planner.needs import PARTS
 from tests.words import missing
 
 SMALL = {

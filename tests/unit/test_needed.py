@@ -5,13 +5,13 @@ from collections import defaultdict
 
 import pytest
 
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import LAYOUTS
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import EvenShards, UnevenShards
-from ds_seqpar.planning.validate import validate
 from tests.grids import each_then_rest
 from tests.oracle import seen
 from tests.unit.plans import DIRECTIONS, SINGLE, built, joint, topologies

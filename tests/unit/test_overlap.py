@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ds_seqpar.compiler.actions import Move
+from ds_seqpar.compiler.overlap import overlapped
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.simulate import Costs, communication, computation, programs_of, simulate
+from ds_seqpar.compiler.validate import validate
 from ds_seqpar.errors import PlanError
-from ds_seqpar.planning.actions import Move
-from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.simulate import Costs, communication, computation, programs_of, simulate
-from ds_seqpar.planning.validate import validate
 from tests.grids import each_then_rest, few_then_rest
 from tests.unit.plans import (
     DIRECTIONS,

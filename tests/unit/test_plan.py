@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.actions import Move, Step
+from ds_seqpar.compiler.compile import Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.overlap import overlapped
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.validate import last_uses, validate
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.actions import Move, Step
-from ds_seqpar.planning.compile import Compiler, Recipe, pattern_of
-from ds_seqpar.planning.masks import CAUSAL, FULL
-from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.validate import last_uses, validate
 from tests.grids import examples
 from tests.unit.plans import (
     DIRECTIONS,

@@ -6,14 +6,15 @@ import math
 import pytest
 
 from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.candidates import frames
-from ds_seqpar.planning.machine import Machine, Wire, ZeroCosts
-from ds_seqpar.planning.needs import Model, Zero
-from ds_seqpar.planning.planner import chosen, over_floor, plan
-from ds_seqpar.planning.question import Question
-from ds_seqpar.planning.search import Guesser, looked_at, simulated
-from ds_seqpar.planning.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
+from ds_seqpar.planner.candidates import frames
+from ds_seqpar.planner.machine import Machine, Wire, ZeroCosts
+from ds_seqpar.planner.needs import Model
+from ds_seqpar.planner.planner import chosen, over_floor, plan
+from ds_seqpar.planner.question import Question
+from ds_seqpar.planner.search import Guesser, looked_at, simulated
+from ds_seqpar.planner.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
 
 H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
 ROOMY = dataclasses.replace(H100, memory=1e15)  # memory decides nothing

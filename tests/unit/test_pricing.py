@@ -5,14 +5,14 @@ import itertools
 
 import pytest
 
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.simulate import simulate
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.closed import closed
-from ds_seqpar.planning.everyone import alike, call_seconds, followed, followed_ranks, programs
-from ds_seqpar.planning.machine import Machine, Wire
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.pricing import Call
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.planning.simulate import simulate
+from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.everyone import alike, call_seconds, followed, followed_ranks, programs
+from ds_seqpar.planner.machine import Machine, Wire
+from ds_seqpar.planner.pricing import Call
 
 RATE = 1e12  # flops/s of every product, so that seconds can be counted
 TABLE = ((1.0, RATE),)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.planning import asking
-from ds_seqpar.planning.actions import ACCUMULATORS, OPERANDS
-from ds_seqpar.planning.lower import lower
-from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.planning.program import (
+from ds_seqpar.compiler import early as asking
+from ds_seqpar.compiler.actions import ACCUMULATORS, OPERANDS
+from ds_seqpar.compiler.lower import lower
+from ds_seqpar.compiler.overlap import overlapped
+from ds_seqpar.compiler.program import (
     OWN,
     Assemble,
     Export,
@@ -27,8 +27,8 @@ from ds_seqpar.planning.program import (
     Wait,
     slots_of,
 )
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.slots import pool_of
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.slots import pool_of
 from tests.grids import examples
 from tests.unit.plans import (
     FORMS,

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 import ds_seqpar
+from ds_seqpar.compiler import schedules
+from ds_seqpar.compiler.actions import Collective
+from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.plan import Plan
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS, count
+from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning import schedules
-from ds_seqpar.planning.actions import Collective
-from ds_seqpar.planning.layout import NAMED
-from ds_seqpar.planning.plan import Plan
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.schedules.base import PLACEMENTS, TRAVELLERS, count
-from ds_seqpar.planning.validate import validate
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, everything, joint, pattern, topology
 from tests.unit.test_schedule_bytes import UNITS

@@ -9,17 +9,16 @@ import functools
 import pytest
 import torch
 
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.shape import Shape as PlanShape
+from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.recipes import recipe_of
-from ds_seqpar.planning.shape import Shape as PlanShape
-from ds_seqpar.planning.shards import EvenShards
-from ds_seqpar.running import work
-from ds_seqpar.running.kernels import KERNELS
-from ds_seqpar.running.virtual import attention
-from ds_seqpar.running.work import project
+from ds_seqpar.runtime import work
+from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.runtime.work import project
+from ds_seqpar.testing import attention
 from tests.grids import grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import SINGLE
@@ -187,7 +186,7 @@ def test_where_nothing_goes_round_both_sides_travel_by_the_same_plan(direction, 
         sides = []
         for side in ("kv", "q", "auto"):
             config = shape.config(forward=side, backward=side, overlap=overlap).resolve(shape.size)
-            recipe = recipe_of(config, config.topology(shape.size))
+            recipe = config.recipe(config.topology(shape.size))
             pattern = pattern_of(CAUSAL, EvenShards("zigzag", 4 * shape.size, recipe.size))
             sides.append(recipe.plan(direction, pattern, sizes))
         assert sides[0] == sides[1] == sides[2], shape

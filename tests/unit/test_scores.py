@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
 from ds_seqpar.errors import InputError, KernelError
-from ds_seqpar.running.kernels import KERNELS, BlockSpec, chunked, select
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, chunked, select
+from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import examples
 from tests.words import missing

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig, even_ulysses
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.topology import divisors
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.testing import attention
 from tests.oracle import tensors
 from tests.unit.plans import build, mesh
 

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks import skipping
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards, UnevenShards
-from ds_seqpar.planning.tiles import Tile
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.tiles import Tile
 from tests.unit.plans import SINGLE
 
 SHAPE = Shape(batch=1, q_heads=2, kv_heads=2, head_dim=128, dtype="bfloat16", travel="float32")

@@ -7,19 +7,19 @@ from collections import Counter
 import pytest
 import torch
 
+from ds_seqpar.compiler.balance import shards_of
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.layout import NAMED, STRIPS, dealt, multiple, paired
+from ds_seqpar.compiler.masks import CAUSAL, Mask
+from ds_seqpar.compiler.overlap import overlapped
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards, positions
+from ds_seqpar.compiler.tiling import tiling
+from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.balance import shards_of
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.layout import NAMED, STRIPS, dealt, multiple, paired
-from ds_seqpar.planning.masks import CAUSAL, Mask
-from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.planning.recipes import shape_of
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import EvenShards, positions
-from ds_seqpar.planning.tiling import tiling
-from ds_seqpar.planning.validate import validate
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.testing import attention
 from tests.grids import each_then_rest, grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import DIRECTIONS, built, joint, topology

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from ds_seqpar.compiler.draw import COLORS, NAMES, draw_timelines
+from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
+from ds_seqpar.compiler.timeline import TRACKS, Event, Timeline, lanes, save_trace, trace_of
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.draw import COLORS, NAMES, draw_timelines
-from ds_seqpar.planning.simulate import Costs, programs_of, simulate
-from ds_seqpar.planning.timeline import TRACKS, Event, Timeline, lanes, save_trace, trace_of
 from ds_seqpar.recording import Barrier, ahead, shifted
 from tests.unit.plans import build, shaped
 

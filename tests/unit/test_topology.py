@@ -6,8 +6,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.topology import Topology
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planning.topology import Topology
 
 NAMES = ("ulysses", "x", "y", "z", "data")
 

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from ds_seqpar.__main__ import main
+from ds_seqpar.compiler import schedules
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning import schedules
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.testing import attention
 from tests.oracle import dense, errors, tensors
 from tests.unit import toy_schedule
 from tests.unit.plans import build, shaped

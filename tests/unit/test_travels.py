@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.planning.balance import balanced
-from ds_seqpar.planning.compile import Recipe, pattern_of
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.plan import Counted
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shape import Shape
-from ds_seqpar.planning.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.balance import balanced
+from ds_seqpar.compiler.compile import Recipe, pattern_of
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.plan import Counted
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shape import Shape
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
 from tests.grids import each_then_rest, examples
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, FORMS, built, joint, pattern, problems, ranks, ring, topologies, topology
@@ -115,7 +115,7 @@ def test_where_all_meet_nothing_is_counted(monkeypatch):
             meet = pattern_of(mask, EvenShards(layout, 1024, 8))
             assert meet.plain
             with monkeypatch.context() as patch:
-                patch.setattr("ds_seqpar.planning.compile._fewest", refused)
+                patch.setattr("ds_seqpar.compiler.compile._fewest", refused)
                 assert recipe.travels(direction, meet, sizes) in ("kv", "q")
     assert not pattern_of(Mask(window=64), EvenShards("contiguous", 1024, 8)).plain
 

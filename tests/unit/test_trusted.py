@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from ds_seqpar.running.trusted import is_trusted, keep, remember
+from ds_seqpar.runtime.trusted import is_trusted, keep, remember
 
 
 class Maker:

@@ -6,8 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.planning.heads import dealt
-from ds_seqpar.running import ulysses
+from ds_seqpar.compiler.heads import dealt
+from ds_seqpar.runtime import ulysses
 
 DIM = 4
 # members, query heads, kv heads: more kv heads than members, as many, fewer, one

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
+from ds_seqpar.compiler.validate import validate
 from ds_seqpar.errors import PlanError
-from ds_seqpar.planning.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
-from ds_seqpar.planning.validate import validate
 from tests.grids import examples
 from tests.unit.plans import (
     DIRECTIONS,

@@ -8,16 +8,16 @@ import itertools
 import pytest
 import torch
 
+from ds_seqpar import testing as virtual
+from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError, KernelError
-from ds_seqpar.planning.compile import pattern_of
-from ds_seqpar.planning.layout import multiple
-from ds_seqpar.planning.masks import CAUSAL, FULL, Mask
-from ds_seqpar.planning.recipes import recipe_of, shape_of
-from ds_seqpar.planning.shards import EvenShards, UnevenShards
-from ds_seqpar.running import virtual
-from ds_seqpar.running.kernels import KERNELS, accumulate
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.runtime.kernels import KERNELS, accumulate
+from ds_seqpar.testing import attention
 from tests.grids import cover, grouped, whole
 from tests.oracle import dense, error, errors, tensors
 from tests.unit.plans import SINGLE
@@ -263,7 +263,7 @@ def test_what_ranks_receive_is_what_the_plan_says(layout, causal, travels):
     q, kv, lse = (rows * number // ulysses for number in (heads[0] * head_dim, 2 * heads[1] * head_dim, heads[0]))
     # a query block brings q, do, lse and delta in backward
     units = {"kv": kv, "dkv": kv, "q": q, "out": q + lse, "dq": q}, {"kv": kv, "dkv": kv, "q": 2 * (q + lse), "dq": q}
-    recipe = recipe_of(config, config.topology(size))
+    recipe = config.recipe(config.topology(size))
     pattern = pattern_of(CAUSAL if causal else FULL, EvenShards(layout, seq, recipe.size))
     shape = shape_of("fp32", "float64", batch, (heads[0] // ulysses, heads[1] // ulysses, head_dim))
     planned = [

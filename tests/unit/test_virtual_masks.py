@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.layout import Run, multiple
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shards import UnevenShards
+from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.layout import Run, multiple
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import UnevenShards
-from ds_seqpar.planning.topology import divisors
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.testing import attention
 from tests.grids import examples
 from tests.oracle import dense, errors, seen, tensors
 from tests.unit.plans import SINGLE

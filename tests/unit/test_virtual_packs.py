@@ -10,15 +10,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.balance import shards_of
+from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.shards import UnevenShards
+from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planning.balance import shards_of
-from ds_seqpar.planning.layout import Run
-from ds_seqpar.planning.masks import Mask
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.shards import UnevenShards
-from ds_seqpar.planning.topology import divisors
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import examples
 

@@ -6,17 +6,18 @@ import random
 
 import pytest
 
+from ds_seqpar import testing as virtual
+from ds_seqpar.compiler.actions import Collective, Compute, Move, Step
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.overlap import overlapped
+from ds_seqpar.compiler.plan import Plan
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
-from ds_seqpar.planning.actions import Collective, Compute, Move, Step
-from ds_seqpar.planning.masks import CAUSAL
-from ds_seqpar.planning.overlap import overlapped
-from ds_seqpar.planning.plan import Plan
-from ds_seqpar.planning.schedules import SCHEDULES
-from ds_seqpar.planning.validate import validate
-from ds_seqpar.running import runtime, virtual
-from ds_seqpar.running.kernels import Scores
-from ds_seqpar.running.virtual import attention
+from ds_seqpar.runtime import runtime
+from ds_seqpar.runtime.kernels import Scores
+from ds_seqpar.testing import attention
 from tests.kernel_suite import LowerRight
 from tests.oracle import dense, errors, tensors
 from tests.unit.plans import added, by_hand, changed, joint, places, rejoined, replaced

@@ -1,0 +1,162 @@
+"""`deepspeed --module ds_seqpar calibrate -o machine.json`: measures, on the ranks that are to train, what the planner
+asks of a machine (`planner.machine`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..config import SequenceParallelConfig
+from ..errors import ConfigError, as_error
+from ..parallel import SequenceParallel
+from ..planner.machine import machine_of
+from ..runtime import groups
+from ..runtime.agreement import agree
+from ..runtime.devices import host_memory, set_device
+from .calibration import Calibration
+from .zero_costs import zero_costs
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
+    )
+    parser.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Collective over the ranks of a launcher. Raises ConfigError where nobody launched any, and on all ranks where
+    the first one cannot write the file."""
+    _check_launcher()
+    accelerator = set_device()
+    try:
+        dist.init_process_group("gloo" if accelerator is None else None)
+    except (RuntimeError, ValueError) as error:
+        raise as_error("ranks could not meet to calibrate", error) from None
+    try:
+        first = dist.get_rank() == 0
+        agree(
+            groups.control_world(), "files", None, error=_file_error(args.output) if first else None, call="calibrate"
+        )
+        found = calibrate()
+        if first:
+            _write(found, args.output)
+            print(f"{table(found)}\n\nwrote {args.output}: python -m ds_seqpar plan --machine {args.output}")
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_launcher() -> None:
+    start = "start it with `deepspeed --module ds_seqpar calibrate` or torchrun -m"
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(f"calibrate runs on the ranks that are to train; {', '.join(missing)} is not set, {start}")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ[name]).isdecimal() or len(value) > 9:
+            raise ConfigError(f"calibrate needs a whole number in {name}; got {value!r:.60}, {start}")
+    if not (rank := int(os.environ["RANK"])) < (world := int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(f"calibrate needs a RANK below WORLD_SIZE; got {rank} and {world}, {start}")
+    if world == 1:
+        raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
+
+
+def _file_error(file: str) -> ConfigError | None:
+    """Why a file cannot be written, known before a minute of measuring."""
+    folder = Path(file).parent
+    if Path(file).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
+    return None
+
+
+def _write(found: dict[str, Any], file: str) -> None:
+    try:
+        Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output must be a file that can be written; got {file!r}: {error.strerror}") from None
+
+
+def calibrate() -> dict[str, Any]:
+    """The content of a machine's file, the same on all ranks; torch.distributed must be up. Under a minute. Raises
+    ConfigError for one rank, and where nodes have not equally many."""
+    config = SequenceParallelConfig(ulysses=1, layout="contiguous")
+    with SequenceParallel(config) as sp:
+        its = Calibration(sp.comm, sp.control_world)
+        with its.bar:
+            return _found(its)
+
+
+def _found(its: Calibration) -> dict[str, Any]:
+    inside = its.link(its.neighbour(1)) if its.per_node > 1 else None
+    between, uplink = its.between() if its.nodes > 1 else (None, None)
+    any_link = inside or between
+    if any_link is None:
+        raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
+    attention, gemm = its.attention(), its.gemm()
+    found = {
+        "about": f"{its.nodes} nodes of {its.per_node} ranks, {its.what()}",
+        "per_node": its.per_node,
+        "inside": _wire(inside or any_link),
+        "between": _wire(between or any_link),
+        "uplink": uplink,
+        "duplex": (between or any_link)["duplex"],
+        "stolen": its.stolen(any_link),
+        "attention": attention,
+        "gemm": gemm,
+        "memory_rate": its.memory_rate(),
+        "elementwise_rate": its.elementwise_rate(),
+        "offload_rate": its.offload_rate(),
+        "host": {"instruction": its.instruction(), "ahead": its.kind != "cpu"},
+        "host_memory": float(host_memory()),
+        "memory": its.memory(),
+        "spare": 0.1,
+        "zero": zero_costs(its),
+    }
+    when = time.strftime("%Y-%m-%d")
+    found["sources"] = {name: f"measured {when}, {its.world} ranks at once" for name in found if name != "about"}
+    found["sources"] |= {
+        "per_node": "what the launcher says",
+        "memory": "what the device has; of a CPU, a share of the host",
+        "host_memory": "what the host has",
+        "spare": "supposed",
+    }
+    found["sources"]["host"] += "; ahead: what the kind of device does"
+    for name, seen in (("inside", inside), ("between", between)):
+        if seen is None:
+            found["sources"][name] = "not measured: no two ranks are so far apart; taken for the other one"
+    machine_of("calibrated", found)  # which raises for what no file may hold
+    return found
+
+
+def _wire(link: dict[str, Any]) -> dict[str, float]:
+    return {"latency": link["latency"], "rate": link["rate"]}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures as a person reads them."""
+    lines = [found["about"], ""]
+    for name in ("inside", "between"):
+        link = found[name]
+        lines.append(f"link {name:<8} {link['rate'] / 1e9:10.3f} GB/s each way, {link['latency'] * 1e6:8.1f} us")
+    if found["uplink"]:
+        lines.append(f"link of a node {found['uplink'] / 1e9:8.3f} GB/s each way, shared")
+    for dtype, ways in found["attention"].items():
+        best = {way: max(rate for table in kinds.values() for _, rate in table) for way, kinds in ways.items()}
+        lines.append(
+            f"{dtype:<13} {found['gemm'][dtype] / 1e9:10.1f} GFLOP/s of matrices, attention at most "
+            f"{best['forward'] / 1e9:.1f} forward, {best['backward'] / 1e9:.1f} backward"
+        )
+    lines.append(f"memory        {found['memory_rate'] / 1e9:10.1f} GB/s, {found['elementwise_rate'] / 1e9:.1f} where "
+                 f"results are new tensors; {found['memory'] / 2**30:.1f} GiB a rank")  # fmt: skip
+    costs = found["zero"]
+    lines.append(
+        f"ZeRO          {costs['gather']['rate'] / 1e9:10.3f} GB/s gathered, {costs['reduce']['rate'] / 1e9:.3f} "
+        f"reduced; a module {costs['forward'] * 1e3:.2f} ms forward, {costs['backward'] * 1e3:.2f} backward"
+    )
+    lines.append(f"an instruction {found['host']['instruction'] * 1e6:9.1f} us; a byte on its way takes "
+                 f"{found['stolen'] * 1e9:.3f} ns of work at each end")  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,248 @@
+"""What a machine does in how long, measured on all ranks at the same time, as they work in a step: where they share
+cores or a link, the figures are those of a share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from ..compiler.tiles import Tile
+from ..errors import ConfigError, KernelError
+from ..planner.machine import PER_PRODUCT
+from ..runtime.comm import Comm, Message
+from ..runtime.devices import host_memory, own_device, ranks_a_node
+from ..runtime.kernels import BlockSpec, Kernel, select
+
+# by type of device: tokens of tiles, (heads, head_dim) of them, sides of products of matrices, bytes of a long message
+TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 4096, 8192, 16384)}
+HEADS = {"cpu": (4, 64), "gpu": (16, 128)}
+MATRIX = {"cpu": 512, "gpu": 8192}
+LONG = {"cpu": 2**22, "gpu": 2**26}
+PIECES = 16  # tensors that together no cache holds, each a quarter of what follows
+MOVED = {"cpu": 2**22, "gpu": 2**28}  # bytes of a tensor that is added to
+WINDOWS = 5  # of calls, of whose means the median is taken
+# seconds of a window, at least. Where ranks share cores, what is shorter than a turn of the scheduler (some ms) takes
+# either the time that it has alone or a turn more, and no median of single calls is what it takes on average
+WINDOW = {"cpu": 0.04, "gpu": 0.004}
+SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
+LASTING = 0.1  # seconds that the longest message takes, about, where links are slow
+SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
+
+
+class Calibration:
+    """Figures of the machine, each by a method that all ranks call together and that tells all the same. Seconds are
+    medians on each rank, and their mean over ranks."""
+
+    def __init__(self, comm: Comm, world: dist.ProcessGroup) -> None:
+        """comm: between all ranks, by their number; world: all of them, for CPU tensors."""
+        self.comm, self.group, self.device = comm, world, own_device() or torch.device("cpu")
+        self.kind = "cpu" if self.device.type == "cpu" else "gpu"
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.per_node = self.agreed_per_node()
+        self.nodes = self.world // self.per_node
+        self.bar = tqdm(desc="calibrating", unit=" figures", disable=self.rank != 0)
+
+    def agreed_per_node(self) -> int:
+        own = ranks_a_node(self.world)
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, own, group=self.group)
+        if len(set(every)) > 1 or self.world % own:
+            raise ConfigError(f"the planner knows nodes of equally many ranks; got nodes of {sorted(set(every))}")
+        return own
+
+    def what(self) -> str:
+        if self.kind == "cpu":
+            return f"{os.cpu_count()} cores a node, {torch.get_num_threads()} threads a rank"
+        return torch.cuda.get_device_name(self.device)
+
+    # ---- clocks
+
+    def seconds(self, function: Callable[[], object], count: int | None = None, counts: bool = True) -> float:
+        """Of one call: the median of windows' means on each rank, and of those the mean. count: of calls, where ranks
+        need each other's; counts: whether this rank's figure does."""
+        function()
+        self.settle()
+        dist.barrier(self.group)
+        means = [self.window(function, count and max(1, count // WINDOWS)) for _ in range(WINDOWS)]
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, statistics.median(means) if counts else None, group=self.group)
+        self.bar.update()
+        return statistics.mean(median for median in every if median is not None)
+
+    def window(self, function: Callable[[], object], count: int | None) -> float:
+        """Seconds of a call, of so many, or of as many as fill a window."""
+        done, began, took = 0, time.perf_counter(), 0.0
+        while done < (count or 1) or (count is None and took < WINDOW[self.kind]):
+            function()
+            self.settle()
+            done += 1
+            took = time.perf_counter() - began
+        return took / done
+
+    def settle(self) -> None:
+        if self.kind != "cpu":
+            torch.accelerator.synchronize()
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    # ---- work
+
+    def kernels(self) -> Iterator[tuple[str, torch.dtype, Kernel]]:
+        """Of each dtype that there is a kernel for: on a GPU only fast ones count."""
+        heads, dim = HEADS[self.kind]
+        for dtype in (torch.float32, torch.bfloat16):
+            with contextlib.suppress(KernelError):
+                kernel = select("auto", BlockSpec(self.device.type, dtype, heads, heads, dim))
+                yield str(dtype).removeprefix("torch."), dtype, kernel
+
+    def product(self, tokens: int) -> Callable[[], object]:
+        """A function that calls the kernel of one dtype."""
+        heads, dim = HEADS[self.kind]
+        _, dtype, kernel = next(self.kernels())
+        q, k, v = (self.random(1, tokens, heads, dim, dtype=dtype) for _ in range(3))
+        return lambda: kernel.forward(q, k, v, False, 1.0)
+
+    def attention(self) -> dict[str, Any]:
+        """dtype -> direction -> kind -> (tokens, flops/s of what the mask leaves)."""
+        found: dict[str, Any] = {}
+        for name, dtype, kernel in self.kernels():
+            found[name] = {way: {"full": [], "causal": []} for way in PER_PRODUCT}
+            for kind in ("full", "causal"):
+                took = 0.0
+                for tokens in TILES[self.kind]:
+                    if took < SLOW:
+                        took = self.tile(kernel, dtype, kind, tokens, found[name])
+        return found
+
+    def tile(self, kernel: Kernel, dtype: torch.dtype, kind: Any, tokens: int, found: dict[str, Any]) -> float:
+        """Adds its rates to those found; returns its seconds."""
+        heads, dim = HEADS[self.kind]
+        q, k, v, do = (self.random(1, tokens, heads, dim, dtype=dtype) for _ in range(4))
+        options = kind == "causal", dim**-0.5
+        out, lse = kernel.forward(q, k, v, *options)
+        took = {
+            "forward": self.seconds(lambda: kernel.forward(q, k, v, *options)),
+            "backward": self.seconds(lambda: kernel.backward(do, q, k, v, out, lse, *options)),
+        }
+        pairs = Tile(0, tokens, 0, tokens, kind).products * heads * dim
+        for way, seconds in took.items():
+            found[way][kind].append([tokens, PER_PRODUCT[way] * pairs / seconds])
+        return sum(took.values())
+
+    def gemm(self) -> dict[str, float]:
+        side, found = MATRIX[self.kind], {}
+        for name, dtype, _ in self.kernels():
+            a, b = (self.random(side, side, dtype=dtype) for _ in range(2))
+            found[name] = 2 * side**3 / self.seconds(functools.partial(torch.mm, a, b))
+        return found
+
+    def memory_rate(self) -> float:
+        """Bytes read and written by an addition, as results are merged."""
+        x, y = (self.random(MOVED[self.kind] // 4, dtype=torch.float32) for _ in range(2))
+        return 3 * 4 * x.numel() / self.seconds(lambda: x.add_(y))
+
+    def elementwise_rate(self) -> float:
+        """Bytes read and written by products of elements, as in a layer: of one tensor after another, to new ones that
+        are kept."""
+        inputs = [self.random(MOVED[self.kind] // 16, dtype=torch.float32) for _ in range(PIECES)]
+        pairs = list(itertools.pairwise(inputs))
+        return len(pairs) * 3 * 4 * inputs[0].numel() / self.seconds(lambda: [x * y for x, y in pairs])
+
+    def offload_rate(self) -> float:
+        x = self.random(MOVED[self.kind] // 4, dtype=torch.float32)
+        host = torch.empty(x.shape, pin_memory=self.kind != "cpu")
+        return 4 * x.numel() / self.seconds(lambda: host.copy_(x))
+
+    def instruction(self) -> float:
+        """Seconds of the host for what hardly computes: a kernel's call on one token."""
+        once, many = self.product(1), 32
+        return self.seconds(lambda: [once() for _ in range(many)]) / many
+
+    def memory(self) -> float:
+        """Bytes that a rank may have: of its device, or its share of the node's."""
+        if self.kind != "cpu":
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return host_memory() / self.per_node
+
+    # ---- links
+
+    def neighbour(self, apart: int) -> int | None:
+        """The rank `apart` further in a pair of groups of so many; None where it has no partner."""
+        other = self.rank + apart if self.rank // apart % 2 == 0 else self.rank - apart
+        same_node = other // self.per_node == self.rank // self.per_node
+        return other if other < self.world and same_node == (apart < self.per_node) else None
+
+    def link(self, peer: int | None) -> dict[str, Any]:
+        """Between each rank and its peer, all pairs at once. Where both ways at once take longer than one alone, the
+        rate is one's."""
+        counts = peer is not None
+        latency = self.seconds(self.trade(peer, 8), 200, counts)
+        both = self.slope(lambda size: self.trade(peer, size), counts)
+        one = self.slope(lambda size: self.trade(peer, size, both=False), counts)
+        duplex = both < 1.5 * one
+        return {"latency": latency, "rate": 1 / (both if duplex else one), "duplex": duplex}
+
+    def slope(self, made: Callable[[int], Callable[[], object]], counts: bool = True) -> float:
+        """Seconds of a byte more. made: gives the function for so many bytes. What a few bytes take is no part of it:
+        where cores are shared, they may take longer than many. So a long message is one that takes some time, too."""
+        least = LONG[self.kind] // 16
+        factor = min(16, max(1, round(LASTING / self.seconds(made(least), WINDOWS, counts))))
+        long, count = factor * least, 4 * WINDOWS if factor == 16 else WINDOWS
+        took = [self.seconds(made(size), count, counts) for size in (long // 4, long)]
+        return (took[1] - took[0]) / (long - long // 4) if took[1] > took[0] else took[1] / long
+
+    def between(self) -> tuple[dict[str, Any], float | None]:
+        """From node to node: a rank's alone, and bytes/s of a node's together where they share a link."""
+        peer = self.neighbour(self.per_node)
+        alone = self.link(peer if self.rank % self.per_node == 0 else None)
+        if self.per_node == 1:
+            return alone, None
+        together = self.link(peer)["rate"]
+        return alone, self.per_node * together if together < SHARED * alone["rate"] else None
+
+    def trade(self, peer: int | None, size: int, both: bool = True) -> Callable[[], None]:
+        """A function that sends so many bytes to the peer and receives as many; not both: the lower rank sends."""
+        sent, received = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+
+        def once() -> None:
+            if peer is not None:
+                sends, receives = ([Message(peer, "calibration", size, x, 0)] for x in (sent, received))
+                lower = self.rank < peer
+                self.comm.post(sends if both or lower else [], receives if both or not lower else []).wait()
+
+        return once
+
+    def stolen(self, link: dict[str, Any]) -> float:
+        """Seconds of a rank's work that a byte takes which it sends or receives meanwhile."""
+        once, size = self.product(512), LONG[self.kind]
+        peer = self.neighbour(1 if self.per_node > 1 else self.per_node)
+        count = max(1, round(2 * size / link["rate"] / self.seconds(once)))
+        sent, received = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+
+        def beside() -> None:
+            work = None
+            if peer is not None:
+                messages = ([Message(peer, "calibration", size, x, 0)] for x in (sent, received))
+                work = self.comm.post(*messages)
+            products()
+            if work is not None:
+                work.wait()
+
+        def products() -> None:
+            for _ in range(count):
+                once()
+
+        alone, together = (self.seconds(function, 5, peer is not None) for function in (products, beside))
+        return max(0.0, together - alone) / (2 * size)

@@ -1,0 +1,52 @@
+"""Command line: `python -m ds_seqpar show` prints what each rank does in each step, or draws it over time;
+`python -m ds_seqpar memory` predicts what a training step of a model needs on each rank;
+`python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched;
+`deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train;
+`python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+
+from .. import cpu_op
+from ..errors import ConfigError, SeqParError
+from ..files import LARGEST, shown
+from . import calibrate, memory, plan, show
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 for settings that do not fit."""
+    parser = argparse.ArgumentParser(prog="ds-seqpar", description=__doc__)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # which DeepSpeed's launcher gives to all
+    commands = parser.add_subparsers(dest="command", required=True)
+    show.add_parser(commands)
+    commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
+    memory.add_parser(commands)
+    plan.add_parser(commands)
+    calibrate.add_parser(commands)
+    args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in files may have what no terminal shows
+    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": calibrate.run}
+    try:
+        _check_numbers(args)
+        runs[args.command](args)
+    except SeqParError as error:
+        print(f"ds-seqpar: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a whole number of more than 64 bits: arithmetic with it may be without end."""
+    for name, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > LARGEST:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} must be a whole number of at most 64 bits; got {shown(number)}")
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    print("DeepSpeed's CPU op is compiled" if cpu_op.prepare() else "DeepSpeed compiles nothing on this machine")

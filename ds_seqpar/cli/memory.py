@@ -1,0 +1,182 @@
+"""`python -m ds_seqpar memory`: what a training step needs on each rank, before anything is launched."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from .. import limits
+from ..compiler.draw import new_figure, save
+from ..config import SequenceParallelConfig, setting_names
+from ..deepspeed_checks import check_deepspeed
+from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
+from ..errors import ConfigError, nearest
+from ..files import parse_json, shown
+from ..models import numbers_of
+from ..planner.footprint import bytes_a_token, footprint, shortened
+from ..planner.needs import PARTS, Footprint, Step
+
+DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+GIB, KIB = 2**30, 2**10
+DIGITS = 18  # of a number on the command line: products of three of them are finite
+# of the parts of a step's memory, in their order
+SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
+          "#8e5a97")  # fmt: skip
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "memory", help="predict the memory of a training step on each rank, part by part; nothing is run"
+    )
+    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
+    parser.add_argument("--seq-len", required=True, metavar="N", help="tokens of the whole sequence")
+    parser.add_argument("--ranks", required=True, metavar="P", help="ranks of the job")
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
+    )  # fmt: skip
+    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
+    parser.add_argument("--json", action="store_true", help="print numbers, bytes, for a program to read")
+    parser.add_argument("--png", metavar="FILE", help="also draw the moments of a step, part upon part")
+
+
+def run(args: argparse.Namespace) -> None:
+    step, filled = step_of(args)
+    found, slope = footprint(step), bytes_a_token(step)
+    print(json.dumps(as_json(found, slope, filled)) if args.json else table(found, slope, step, filled))
+    if args.png is not None:
+        draw(found, args.png)
+        if not args.json:
+            print(f"wrote {args.png}")
+
+
+def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
+    """The step, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
+    seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
+    content = content_of(args)
+    config = SequenceParallelConfig.from_dict(section_of(content))
+    sharing = ranks if config.size == "auto" else config.size
+    limits.check("ranks that share a sequence", sharing, limits.SHARING, "say --set size=8, or what is meant")
+    model = numbers_of(args.model)
+    filled = fill_in(content, model.hidden)
+    resolved = config.resolve(ranks, (model.heads, model.kv_heads))
+    few = shortened(resolved)
+    limits.check_followed(few.size // few.ulysses, few.overlap)
+    limits.check("train_micro_batch_size_per_gpu", content.get("train_micro_batch_size_per_gpu") or 1, limits.COUNT)
+    step = Step(
+        model=model,
+        config=resolved,
+        world=ranks,
+        seq=seq,
+        batch=content.get("train_micro_batch_size_per_gpu") or 1,
+        dtype=dtype_of(content),
+        zero=Zero.of(content.get("zero_optimization", {})),
+        checkpointing=not args.no_checkpointing,
+    )
+    return step, filled
+
+
+def count(name: str, text: str, most: int = limits.COUNT) -> int:
+    """Raises ConfigError for what is no whole number from 1 to `most`."""
+    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
+        raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
+    limits.check(name, int(text), most)
+    return int(text)
+
+
+def content_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed JSON with what --set says. Raises ConfigError for what DeepSpeed refuses."""
+    content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}")
+        *sections, key = name.split(".")
+        if not sections and key not in setting_names():
+            known = setting_names()
+            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{nearest(key, known)}')
+        inside = content
+        for section in sections or [SECTION]:
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
+        inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
+    check_deepspeed(content, args.config)
+    return content
+
+
+def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
+    """Replaces the "auto" of a configuration, where memory depends on it, and returns by its key what each counts as.
+    The Trainer takes sizes of buckets from the model; what it takes from its arguments can only be supposed."""
+    supposed = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,
+        "fp16.enabled": not content.get("bf16", {}).get("enabled"),
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+    }
+    filled = {}
+    for name, value in supposed.items():
+        section, _, key = name.rpartition(".")
+        inside = content.get(section, {}) if section else content
+        if inside.get(key) == "auto":
+            inside[key] = filled[name] = value
+    if content.get("zero_optimization", {}).get("stage") == "auto":
+        raise ConfigError('memory depends on zero_optimization.stage, 0 to 3; got "auto", write the stage')
+    return filled
+
+
+def told(filled: dict[str, Any]) -> list[str]:
+    """Lines for a person on what each "auto" counts as."""
+    values = ", ".join(f"{key} {shown(value)}" for key, value in filled.items())
+    return ["", f'what the configuration leaves "auto" counts as {values}'] if filled else []
+
+
+def table(found: Footprint, slope: float, step: Step, filled: dict[str, Any]) -> str:
+    peak = found.peak
+    lines = [f"{'part':<16}{'GiB a rank':>12}{'share':>8}"]
+    for name, size in sorted(peak.parts.items(), key=lambda item: -item[1]):
+        lines.append(f"{name:<16}{size / GIB:>12.3f}{size / peak.total:>8.1%}  {PARTS[name]}")
+    lines += [f"{'peak':<16}{peak.total / GIB:>12.3f}{'100.0%':>8}  {peak.name}", ""]
+    lines += [f"{'moment':<40}{'GiB a rank':>12}"]
+    lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (found.resting, *found.moments)]
+    if found.host:
+        lines.append(f"{'in host memory':<40}{found.host / GIB:>12.3f}")
+    length = f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence"
+    lines += ["", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"]
+    return "\n".join([length, "", *lines, *told(filled)])
+
+
+def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str, Any]:
+    """Bytes. "auto": what each "auto" of the configuration counts as."""
+
+    def numbers(moment: Any) -> dict[str, Any]:
+        return {"moment": moment.name, "total": moment.total, "parts": dict(moment.parts)}
+
+    moments = [numbers(moment) for moment in found.moments]
+    return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments, "host": found.host,
+            "bytes_a_token": slope, "auto": filled}  # fmt: skip
+
+
+def draw(found: Footprint, file: str | Path) -> None:
+    """Writes the moments of a step as bars, part upon part. Raises ConfigError without matplotlib, and for a
+    file that cannot be written."""
+    moments = (found.resting, *found.moments)
+    figure = new_figure(11, 1.4 + 0.38 * len(moments))
+    axes = figure.add_subplot()
+    starts = [0.0] * len(moments)
+    for index, name in enumerate(PARTS):
+        sizes = [moment.parts.get(name, 0) / 2**30 for moment in moments]
+        if any(sizes):
+            axes.barh(range(len(moments)), sizes, left=starts, label=name, color=SHADES[index])
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    axes.set_yticks(range(len(moments)), [moment.name for moment in moments])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of tensors on a rank")
+    axes.set_title(f"peak {found.peak.total / 2**30:.2f} GiB: {found.peak.name}", fontsize=11)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    save(figure, file)

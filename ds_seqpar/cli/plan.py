@@ -1,0 +1,238 @@
+"""`python -m ds_seqpar plan`: which configuration is the fastest that fits, what it takes, and why others lost."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from .. import limits
+from ..compiler.draw import draw_timelines
+from ..compiler.plan import columns
+from ..compiler.timeline import Timeline
+from ..config import PLANNED_FOR, SequenceParallelConfig
+from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
+from ..errors import ConfigError
+from ..files import read_text
+from ..models import numbers_of
+from ..planner.machine import DEFAULT, Machine, presets
+from ..planner.needs import PARTS
+from ..planner.planner import SIMULATED, Choice, over_floor, plan
+from ..planner.planner import section_of as section
+from ..planner.question import Question
+from ..planner.search import Candidate, timelines
+from ..planner.steptime import TIMES
+from .memory import DIGITS, content_of, count, fill_in, told
+
+GIB = 2**30
+MOST_GIB = 2**40  # of --memory
+DRAWN = 32  # ranks in a picture
+REASONS = 16  # that the table has
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="find the fastest configuration that fits a machine; nothing is run")
+    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
+    parser.add_argument("--seq-len", metavar="N", help="tokens of the whole sequence")
+    parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
+    parser.add_argument("--nodes", default="1", metavar="N", help="nodes of the job")
+    parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
+    parser.add_argument(
+        "--machine", metavar="NAME",
+        help=f"one of {', '.join(presets())}, or a JSON file of that form; default: the section's, or {DEFAULT}",
+    )  # fmt: skip
+    parser.add_argument("--memory", metavar="GIB", help="a rank's, for tensors; default: what the machine has for them")
+    parser.add_argument("--sequences", metavar="N", help="of a step; default: as many as there are ranks for")
+    parser.add_argument("--window", metavar="N", help="of the attention, in tokens")
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f'a setting of "{SECTION}" that is no choice; with a dot one of the DeepSpeed JSON',
+    )  # fmt: skip
+    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
+    parser.add_argument("--json", action="store_true", help="print numbers for a program to read")
+    parser.add_argument("--png", metavar="FILE", help="also draw attention of a layer of the best over time, simulated")
+    parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
+
+
+def run(args: argparse.Namespace) -> None:
+    question, filled = question_of(args)
+    choice = plan(question)
+    print(json.dumps({**as_json(choice), "auto": filled}) if args.json else "\n".join([table(choice), *told(filled)]))
+    for name, file in (("png", args.png), ("perfetto", args.perfetto)):
+        if file is not None:
+            line = _timeline(choice)
+            ranks = line.ranks[:DRAWN]
+            if name == "png":
+                draw_timelines({str(choice.best.frame): line}, file, ranks)
+            else:
+                line.save(file)
+            if not args.json:
+                print(f"wrote {file}")
+
+
+def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
+    """The question, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
+    content = content_of(args)
+    config = SequenceParallelConfig.from_dict(section_of(content))
+    said = DEFAULT if config.machine == "auto" else config.machine
+    machine = Machine.load(said if args.machine is None else args.machine)
+    if args.gpus_per_node is not None:
+        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.RANKS))
+    documents = _documents(args.documents) if args.documents is not None else ()
+    seq = sum(documents) or (None if config.seq_len == "auto" else config.seq_len)
+    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len, limits.TOKENS)
+    if seq is None:
+        raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
+    model = numbers_of(args.model)
+    filled = fill_in(content, model.hidden)
+    question = Question(
+        model=model,
+        machine=machine,
+        world=count("--nodes", args.nodes) * machine.per_node,
+        seq=seq,
+        documents=documents,
+        window=None if args.window is None else count("--window", args.window, limits.TOKENS),
+        batch=content.get("train_micro_batch_size_per_gpu") or 1,
+        dtype=dtype_of(content),
+        zero=Zero.of(content.get("zero_optimization", {})),
+        checkpointing=not args.no_checkpointing,
+        given={name: value for name, value in section_of(content).items() if name not in PLANNED_FOR},
+        sequences=None if args.sequences is None else count("--sequences", args.sequences),
+        memory=None if args.memory is None else int(_number("--memory", args.memory) * GIB),
+    )
+    return question, filled
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= MOST_GIB:
+        raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
+    return found
+
+
+def _documents(file: str) -> tuple[int, ...]:
+    """Whole numbers with blanks or ends of lines between them."""
+    words = read_text(file, "--documents").split()
+    wrong = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
+    if (word := next(wrong, None)) is not None:
+        raise ConfigError(
+            f"--documents must be a file of lengths, whole numbers from 1 of at most {DIGITS} digits; {file} has "
+            f"{word!r:.60}"
+        )
+    return tuple(map(int, words))
+
+
+def _timeline(choice: Choice) -> Timeline:
+    ranks, frame = choice.best.config.size, choice.best.frame
+    if 12 * ranks * frame.inner > SIMULATED:
+        raise ConfigError(
+            f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
+            "or draw a schedule by python -m ds_seqpar show"
+        )
+    found = timelines(choice.question, choice.best)
+    return found["backward"].after(found["forward"])
+
+
+def table(choice: Choice) -> str:
+    its, best = choice.question, choice.best
+    more = len(choice.rejected) - REASONS
+    what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
+    head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
+    rows = [["s a sequence", "forward ms", "backward ms", "GiB", "bytes/floor", "configuration"]]
+    rows += [_row(choice, one) for one in choice.ranked]
+    return "\n".join(
+        [
+            head,
+            f"{choice.legal} configurations are legal, {choice.considered} of them different",
+            "",
+            *columns(rows),
+            "",
+            "forward, backward: attention of a layer, simulated. bytes/floor: received in forward by the busiest rank,",
+            "over the least of any schedule with that degree of Ulysses, of full attention.",
+            "",
+            f'"{SECTION}": {json.dumps(section(best))}',
+            "",
+            *_links(best, its.model.layers),
+            "",
+            *_parts(best),
+            "",
+            "why not others:",
+            *(f"  {who}: {why}" for who, why in choice.rejected[:REASONS]),
+            *[f"  and {more} reasons more, which --json has"][: more > 0],
+        ]
+    )
+
+
+def _row(choice: Choice, one: Candidate) -> list[str]:
+    layers = choice.question.model.layers
+    over = over_floor(choice, one)
+    words = f"{one.frame}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
+    attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
+    return [
+        f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
+        f"{over:.2f}" if over is not None else "-", words,
+    ]  # fmt: skip
+
+
+def _extras(one: Candidate) -> str:
+    words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
+    words += ["overlap"] * one.config.overlap
+    words += [name if value is True else f"{name} {value}" for name, value in one.sparing.items()]
+    return f" ({', '.join(words).replace('keep_attention False', 'attention runs twice')})" if words else ""
+
+
+def _links(best: Candidate, layers: int) -> list[str]:
+    stages = best.config.head_stages
+    lines = [
+        "of the busiest rank, a layer: received from its node, from others; messages; products, of attention's time"
+    ]
+    for name, its in (("forward", best.forward), ("backward", best.backward)):
+        took = best.time.parts[f"attention {name}"]
+        share = its.compute * stages * layers / took if took else 1.0
+        lines.append(
+            f"  {name:<9} {stages * its.inside / GIB:.3f} GiB, {stages * its.between / GIB:.3f} GiB; "
+            f"{stages * its.messages}; {min(1.0, share):.0%}"
+        )
+    return lines
+
+
+def _parts(best: Candidate) -> list[str]:
+    took, peak = best.time, best.memory.peak
+    lines = [f"a step of {took.sequences} sequences: {took.seconds:.3f} s"]
+    lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
+    lines += ["", f"memory: {peak.total / GIB:.2f} GiB a rank, {peak.name}"]
+    sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
+    lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]
+    if best.memory.host:
+        lines.append(f"  and {best.memory.host / GIB:.1f} GiB of host memory")
+    return lines
+
+
+def as_json(choice: Choice) -> dict[str, Any]:
+    """Seconds and bytes."""
+    return {
+        "section": choice.section,
+        "simulated": choice.simulated,
+        "legal": choice.legal,
+        "ranked": [_numbers(choice, one) for one in choice.ranked],
+        "rejected": [{"who": who, "why": why} for who, why in choice.rejected],
+    }
+
+
+def _numbers(choice: Choice, one: Candidate) -> dict[str, Any]:
+    ways = {"forward": one.forward, "backward": one.backward}
+    return {
+        "section": section(one),
+        "seconds_a_sequence": one.seconds,
+        "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.parts)},
+        "simulated": one.simulated,
+        "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host},
+        "travels": one.travels,
+        "bytes_over_floor": over_floor(choice, one),
+        "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},
+    }

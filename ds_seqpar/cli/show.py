@@ -1,0 +1,105 @@
+"""`ds-seqpar show`: what each rank does in each step, as a table, a picture or a time line. Nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import limits
+from ..compiler.compile import Compiler, pattern_of, weight
+from ..compiler.draw import draw
+from ..compiler.heads import most
+from ..compiler.layout import NAMED, multiple
+from ..compiler.listing import listing
+from ..compiler.masks import CAUSAL, FULL
+from ..compiler.schedules import SCHEDULES, settings
+from ..compiler.shape import shape_of
+from ..compiler.shards import EvenShards
+from ..compiler.simulate import Costs, communication, computation, programs_of, simulate
+from ..compiler.validate import validate
+from ..config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
+from ..errors import ConfigError
+from ..runtime.inputs import check_length
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `show` to a parser's commands."""
+    show = commands.add_parser(
+        "show",
+        help="print a plan as a table of ranks and steps; nothing is run",
+        epilog="\n".join(["schedules:", *(f"  {name:14}{its.summary}" for name, its in sorted(SCHEDULES.items()))]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
+    show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
+    show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
+    show.add_argument("--layout", default="auto", help=f"one of {', '.join(NAMED)}")
+    for name, (setting, schedule) in settings().items():
+        help = f"for schedule {schedule.name}: {setting.help}"
+        show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)
+    for direction in ("forward", "backward"):
+        show.add_argument(f"--{direction}", default="auto", help=f"what travels: one of {', '.join(TRAVELS)}")
+    show.add_argument("--overlap", action="store_true", help="order products as operands arrive")
+    show.add_argument("--placement", nargs="+", default=["auto"], help=f"one of {', '.join(PLACEMENTS)}, or axes")
+    show.add_argument("--travel-dtype", default="fp32", help=f"one of {', '.join(TRAVEL_DTYPES)}")
+    show.add_argument("--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; 8 8")
+    show.add_argument("--full", action="store_true", help="without a causal mask")
+    show.add_argument("--program", type=int, metavar="RANK", help="also print what one inner rank executes")
+    show.add_argument(
+        "--seq", type=int, help="tokens of the sequence: bytes and the critical path depend on it; a short one"
+    )
+    show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
+    show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
+    show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev; a byte is sent in a second")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises ConfigError for settings that do not fit."""
+    given = {name: getattr(args, name, None) for name in setting_names()}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if len(args.placement) == 1:
+        chosen["placement"] = args.placement[0]
+    config = SequenceParallelConfig(**chosen)
+    _check_limits(args)
+    config = config.resolve(args.size, heads=tuple(args.heads))
+    recipe = config.recipe(config.topology(args.size))
+    q_heads, kv_heads = args.heads
+    heads = *most(q_heads, kv_heads, config.ulysses), 128  # of the Ulysses member that sets the pace
+    shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
+    seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
+    check_length(config, seq)
+    if args.program is not None and args.program not in range(recipe.size):
+        raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
+    shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
+    directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
+    for index, direction in enumerate(directions):
+        pattern = pattern_of(mask, shards)
+        plan = recipe.plan(direction, pattern, shape)
+        validate(plan, pattern.pairs())
+        costs = Costs(transfer=shape.bytes_per_token(direction), product=1.0, weight=weight(mask, shards))
+        if communication(plan, costs):
+            costs = costs.balanced(plan)
+        bound = max(communication(plan, costs), computation(plan, costs))
+        print(plan.table())
+        timeline = simulate(programs_of(plan), costs)
+        print(f"critical path {timeline.seconds / bound:.2f} x max(compute, links), the two being equal\n")
+        if args.program is not None:
+            compiler = Compiler(recipe, args.program)
+            print(listing(compiler.bound(direction, mask, shards, shape, square=False)), end="\n\n")
+        if args.png is not None and index == 0:
+            draw(plan, costs, args.png)
+            print(f"wrote {args.png}\n")
+        if args.trace is not None and index == 0:
+            timeline.save(args.trace)
+            print(f"wrote {args.trace}\n")
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    """Raises ConfigError for more than `show` can do in some ten seconds."""
+    limits.check("--heads", max(args.heads), limits.HEADS)
+    limits.check("--seq", args.seq or 0, limits.TOKENS)
+    limits.check("--size", args.size, limits.RANKS)
+    inner = -(-args.size // max(1, args.ulysses))
+    limits.check_followed(inner, args.overlap, limits.SHOWN, limits.SHOWN_OVERLAPPED)
+    if args.png:
+        limits.check("--png takes size / ulysses, which", inner, limits.DRAWN, "leave --png out")

@@ -1,0 +1,216 @@
+"""How much memory a program takes beyond the tensors that it is given: its slots, running results and kernels' results,
+followed from instruction to instruction as the walker makes and frees them. Bytes; no tensor.
+
+What a kernel allocates for itself and frees before it returns is not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from . import heads as dealing
+from .actions import Unit
+from .compile import Bound, Compiler, Recipe
+from .masks import Mask
+from .program import Assemble, Export, Finish, Fold, GatherStart, Merge, Pack, Post, Product, ScatterStart, Wait, is_own
+from .shape import ITEMSIZE, Shape, shape_of
+from .shards import Shards, tokens_of
+from .tiles import PIECE, Tile
+
+
+@functools.lru_cache(maxsize=8)  # stages of heads are alike
+def peak(bound: Bound, delta: bool = False) -> int:
+    """The greatest number of bytes that a walk of the program has at once, its results included. delta: whether a
+    backward is given delta in place of out, of which it makes one for its own queries too."""
+    return _Follower(bound, delta).run()
+
+
+@dataclasses.dataclass
+class _Result:
+    """A running result. loose: bytes outside of slots; whole: of all rows; wide: in the dtype of sums; placed: in the
+    slot that it is sent from."""
+
+    loose: int = 0
+    whole: bool = False
+    wide: bool = False
+    placed: bool = False
+
+    @property
+    def settled(self) -> bool:
+        return self.whole and self.wide
+
+
+class _Follower:
+    def __init__(self, bound: Bound, delta: bool) -> None:
+        self.delta = delta  # the output of own queries is not at hand either
+        self.bound, self.shape, self.program = bound, bound.shape, bound.program
+        self.forward = bound.program.direction == "forward"
+        self.slots: dict[int, int] = {}
+        self.outs: dict[int, int] = {}  # outputs made again for visiting queries
+        self.results: dict[Unit, _Result] = {}
+        self.most = 0
+
+    def run(self) -> int:
+        for instruction, frees in zip(self.program.code, self.program.frees, strict=True):
+            FOLLOW[type(instruction)](self, instruction)
+            for slot in frees:
+                self.slots.pop(slot, None)
+                self.outs.pop(slot, None)
+        return self.most
+
+    def see(self, more: int = 0) -> None:
+        """more: what is there for a moment."""
+        loose = sum(result.loose for result in self.results.values())
+        self.most = max(self.most, sum(self.slots.values()) + sum(self.outs.values()) + loose + more)
+
+    def make(self, *slots: int, more: int = 0) -> None:
+        for slot in slots:
+            self.slots.setdefault(slot, self.bound.slot_bytes(slot))
+        self.see(more)
+
+    def pack(self, one: Pack) -> None:
+        self.make(one.into)
+
+    def post(self, one: Post) -> None:
+        for transfer in one.receives:
+            self.outs.pop(transfer.slot, None)
+        self.make(*(transfer.slot for transfer in one.receives))
+
+    def wait(self, one: Wait) -> None:
+        """Nothing is made or freed."""
+
+    def gather(self, one: GatherStart) -> None:
+        self.make(one.received)
+
+    def assemble(self, one: Assemble) -> None:
+        self.outs.pop(one.into, None)
+        self.make(one.into)
+
+    def export(self, one: Export) -> None:
+        result = self.results.pop(one.unit, _Result())
+        self.settle(result, one.own, placed=one.into == one.own, more=result.loose)
+        self.make(one.into)
+
+    def fold(self, one: Fold) -> None:
+        self.see(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
+
+    def settle(self, result: _Result, slot: int, placed: bool = False, more: int = 0) -> None:
+        """The result becomes wide and of all rows, in its slot where it has to be."""
+        if result.settled and (result.placed or not placed):
+            return
+        self.make(slot, more=more)
+        result.loose, result.whole, result.wide, result.placed = 0, True, True, True
+
+    def merging(self, tokens: int, narrow: bool) -> int:
+        """Bytes for a moment while a result is added to another. Sums take none; a softmax takes some a row, and a
+        wide copy of a narrow one, piece by piece."""
+        if not self.forward:
+            return 0
+        shape = self.shape
+        elements = shape.batch * tokens * shape.q_heads * shape.head_dim
+        piece = min(elements, max(PIECE, elements // 16))
+        return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
+
+    def product(self, one: Product) -> None:
+        if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
+            self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
+            self.see()
+        for tile in self.bound.tiles(one.q, one.kv):
+            self.tile(one, tile)
+
+    def rows(self, kind: str, tokens: int) -> int:
+        """Bytes of so many tokens' result in the inputs' dtype."""
+        fields = self.shape.fields(self.program.direction, kind, self.shape.dtype)
+        named = [f for f in fields if kind != "q" or f.name == "q"]
+        return self.shape.batch * tokens * sum(f.elements * f.itemsize for f in named)
+
+    def tile(self, one: Product, tile: Tile) -> None:
+        q, kv = tile.q1 - tile.q0, tile.k1 - tile.k0
+        found = [self.rows(unit[0], kv if unit[0] == "dkv" else q) for unit, _ in one.results]
+        self.see(sum(found) + (self.turned(q, kv, found) if tile.kind in ("upper", "band") else 0))
+        for index, (unit, slot) in enumerate(one.results):
+            result, rest = self.results.setdefault(unit, _Result()), sum(found[index:])
+            tokens, held = self.bound.tokens(*unit), kv if unit[0] == "dkv" else q
+            if not result.loose and not result.placed:
+                wide = self.shape.dtype == self.shape.wide
+                result.loose, result.whole, result.wide = found[index], held == tokens, wide
+                found[index] = 0
+            else:
+                self.settle(result, slot, more=rest)
+                self.see(rest + self.merging(held, narrow=self.shape.dtype != self.shape.wide))
+
+    def turned(self, q: int, kv: int, found: list[int]) -> int:
+        """Copies of operands in reverse order, or of the results."""
+        queries = 1 if self.forward else 3  # with the output and its gradient
+        return max(queries * self.rows("q", q) + self.rows("kv", kv), max(found))
+
+    def merge(self, one: Merge) -> None:
+        result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
+        if one.into == one.arrived:
+            self.see(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
+            self.results[one.unit] = _Result(whole=True, wide=True, placed=True)
+        else:
+            self.settle(result, one.into)
+            self.see(self.merging(tokens, narrow=True))
+
+    def scatter(self, one: ScatterStart) -> None:
+        reduce = one.collective
+        self.settle(self.results.pop((reduce.kind, reduce.whole)), one.own, placed=True)
+        self.make(one.own, one.sent)
+        part = reduce.part(self.program.rank)
+        fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.wide)
+        tokens = self.shape.batch * self.bound.tokens(reduce.kind, part)
+        own = tokens * sum(f.elements * f.itemsize for f in fields)
+        self.results[reduce.kind, part] = _Result(loose=own, whole=True, wide=True)
+        self.make(one.received)
+
+    def finish(self, one: Finish) -> None:
+        """Results in the inputs' dtype, one tensor after the other; several blocks' in one tensor, made at once."""
+        done = 0
+        if self.program.parts > 1:
+            done = sum(self.rows(unit[0], self.bound.tokens(*unit)) for unit, _ in one.results)
+            for unit, slot in one.results:
+                self.settle(self.results.setdefault(unit, _Result()), slot, more=done)
+            self.see(done)
+            return
+        for unit, slot in one.results:
+            result = self.results.setdefault(unit, _Result())
+            if (result.loose and result.whole and not result.wide) or (
+                result.settled and not result.placed and (self.shape.dtype == self.shape.wide)
+            ):
+                continue
+            self.settle(result, slot)
+            done += self.rows(unit[0], self.bound.tokens(*unit))
+            self.see(done)
+
+
+FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
+    Pack: _Follower.pack,
+    Post: _Follower.post,
+    Wait: _Follower.wait,
+    GatherStart: _Follower.gather,
+    Assemble: _Follower.assemble,
+    Product: _Follower.product,
+    Merge: _Follower.merge,
+    Export: _Follower.export,
+    ScatterStart: _Follower.scatter,
+    Fold: _Follower.fold,
+    Finish: _Follower.finish,
+}
+
+
+def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
+    """Of heads, given a rank's own q, k and v: as few that attention takes no more than its q, k, v and out, in the
+    program of the first inner rank, which all know. members: of Ulysses; travel: the setting of `shape_of`."""
+    compiler, free = Compiler(recipe, 0), dealing.free_stages(own.q_heads, own.kv_heads, members)
+    for count in free:
+        heads = (*dealing.most(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
+        shape = shape_of(travel, own.dtype, own.batch, heads)
+        taken = max(peak(compiler.bound(way, mask, shards, shape, False)) for way in ("forward", "backward"))
+        whole = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
+        if taken <= whole * tokens_of(shards, "q", 0):
+            return count
+    return free[-1]

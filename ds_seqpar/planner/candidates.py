@@ -1,0 +1,166 @@
+"""Every configuration that may be chosen for a job, by what the runtime takes. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .. import limits
+from ..compiler import schedules
+from ..compiler.layout import NAMED, multiple
+from ..compiler.schedules.base import Own, Schedule
+from ..compiler.topology import Topology, divisors, place
+from ..config import SequenceParallelConfig, legal_ulysses
+from ..errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Frame:
+    """A configuration but for what travels and the overlap. own: the schedule's own settings; topology: of the job."""
+
+    size: int
+    ulysses: int
+    schedule: Schedule
+    own: Own
+    layout: str
+    placement: str
+    topology: Topology
+
+    @property
+    def inner(self) -> int:
+        return self.size // self.ulysses
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        named = {"size": self.size, "ulysses": self.ulysses, "schedule": self.schedule.name, "layout": self.layout}
+        return {**named, "placement": self.placement, **self.own}
+
+    def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
+        """Resolved. settings: those that it leaves open. Raises ConfigError where they do not fit."""
+        return SequenceParallelConfig(**{**self.settings, **settings}).resolve(self.topology.world_size, heads)
+
+    def same(self, documents: bool) -> tuple:
+        """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and
+        layouts that give the same tokens, as far as one document goes. One ring is one, whoever makes it; a rank alone
+        does the same work by any schedule."""
+        layout = None if self.inner == 1 else self.layout if documents else NAMED[self.layout]
+        long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
+        if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
+            kind = self.schedule.parts, self.schedule.travellers, self.schedule.takes(0, 1)
+            inner: tuple = kind if long else ()
+            places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
+            return inner, places, self.size, layout
+        inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
+        order = tuple(axis for axis in self.topology.axes if axis[1] > 1)
+        return self.schedule.build, inner, order, layout
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens lie as the schedule has them by itself."""
+        return self.layout == self.schedule.default_layout
+
+    @property
+    def turns(self) -> int:
+        """Ranks along axes that nothing is gathered over."""
+        axes = set(self.topology.inner_axes) - set(self.schedule.collective_axes)
+        return self.topology.size(*axes)
+
+    def __str__(self) -> str:
+        named = self.schedule.name
+        own = "".join(f"{'' if name == named else f' {name}'} {_word(value)}" for name, value in self.own.items())
+        name = f"{named}{own}" if self.inner > 1 else ""
+        ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
+        kind = " x ".join(filter(None, (ulysses, name))) or "alone"
+        words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
+        if not self.plain:
+            words += f", {self.layout}"
+        return words + (f", {self.placement}" if self.placement != "auto" else "")
+
+
+def _word(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+Shape = tuple[int, int, Schedule, Own]  # size, ulysses, and a schedule with its own settings
+
+
+def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Shape]:
+    """All of them, of sizes whose programs can be followed, in one order. given: settings that are no choice any more:
+    a size, a schedule, a shape ..."""
+    sizes = [given["size"]] if _fixed(given, "size") else [n for n in divisors(world) if n <= limits.FOLLOWED]
+    for size in sizes:
+        degrees = [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0])
+        degrees = [ulysses for ulysses in degrees if size % ulysses == 0]
+        for ulysses, schedule in itertools.product(degrees, _schedules(given)):
+            for own in schedule.shapes(size // ulysses):
+                if all(own.get(name) == _listed(given[name]) for name in own if _fixed(given, name)):
+                    yield size, ulysses, schedule, own
+
+
+def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False) -> Iterator[Frame]:
+    """All shapes in all placements and layouts; plain: in the first of each, where none is given."""
+    for shape in shapes(world, heads, given):
+        yield from _placed(world, shape, given, 1 if plain else None)
+
+
+def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Frame]:
+    size, ulysses, schedule, own = shape
+    axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
+    placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)[:most]
+    layouts = (
+        [given["layout"]]
+        if _fixed(given, "layout")
+        else list(dict.fromkeys((schedule.default_layout, *schedule.layouts)))[:most]
+    )
+    for placement in placements:
+        order = place(axes, placement, schedule.placements)
+        topology = Topology.of(
+            axes, ulysses=ulysses, data=world // size, order=order, collective_axes=schedule.collective_axes
+        )
+        for layout in dict.fromkeys(layouts):
+            if layout in schedule.layouts:
+                yield Frame(
+                    size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, placement=placement,
+                    topology=topology,
+                )  # fmt: skip
+
+
+def _schedules(given: Mapping[str, Any]) -> list[Schedule]:
+    """What "auto" is comes first, so that it stands for others whose plan is the same."""
+    plain = schedules.schedule(given.get("schedule", "auto"))
+    return [plain] if _fixed(given, "schedule") else list(dict.fromkeys((plain, *schedules.SCHEDULES.values())))
+
+
+def _fixed(given: Mapping[str, Any], name: str) -> bool:
+    return given.get(name, "auto") != "auto"
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def travels(frame: Frame, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Direction -> what may go round, of that which makes a difference."""
+    found = {}
+    for way in ("forward", "backward"):
+        sides = frame.schedule.travellers if frame.inner > 1 else frame.schedule.travellers[:1]
+        found[way] = (given[way],) if _fixed(given, way) else sides
+    return found
+
+
+def refusal(frame: Frame, seq: int, documents: bool) -> str:
+    """Why the runtime would refuse a sequence of this length; "" where it would not. Packs may have any length."""
+    share = multiple(frame.layout, frame.size, frame.ulysses)
+    if documents or seq % share == 0:
+        return ""
+    return f"a length that is a multiple of {share} is needed"
+
+
+def checked(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
+    """Raises ConfigError for settings that the runtime would refuse whatever is chosen for the others."""
+    SequenceParallelConfig(**given).resolve(world, heads)
+    if isinstance(given.get("placement", "auto"), str):
+        return
+    raise ConfigError("the planner chooses among placements by name; got axes, leave placement out or name one")

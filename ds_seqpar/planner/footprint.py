@@ -1,0 +1,279 @@
+"""How much memory a rank needs for a training step of a LLaMA-like model, part by part, before anything is launched.
+
+A step has a few moments at which the most can be alive; each is a sum of parts, and the greatest is the peak. A layer
+is followed operation by operation as transformers writes it (norms in fp32, RoPE, gate, up, down), its attention by
+`planner.calls`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel takes for
+itself is not in it. docs/memory.md derives the same in formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from ..compiler.layout import multiple
+from ..compiler.schedules import schedule
+from ..compiler.shape import ITEMSIZE
+from ..config import SequenceParallelConfig, most_logits
+from .calls import Figures, figures, parts_of
+from .needs import PARTS, Footprint, Moment, Step
+
+TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
+
+
+def footprint(step: Step, attention: Figures | None = None) -> Footprint:
+    """Of the rank with the most. attention: what it takes, where that is known; default: what it does."""
+    found = _Step(step)
+    if attention is not None:
+        found.attention = attention
+    return found.found()
+
+
+def attention_figures(step: Step) -> Figures:
+    """What attention takes of the rank with the most."""
+    return _Step(step).attention
+
+
+def shortened(config: SequenceParallelConfig) -> SequenceParallelConfig:
+    """A configuration on fewer ranks whose attention takes as much memory of a rank, with as many tokens each; else the
+    same. The longest way round is shortened: on more than a few turns a rank never holds more at once. What is gathered
+    stays as it is, and whether turns are even."""
+    chosen, inner = schedule(config.schedule), config.size // config.ulysses
+    axes = dict(config.inner_axes)
+    rings = [name for name in axes if name not in chosen.collective_axes]
+    if config.overlap or not rings:
+        return config
+    longest = max(rings, key=lambda name: axes[name])
+    turns = min(axes[longest], TURNS + axes[longest] % 2)
+    inner, axes = inner // axes[longest] * turns, {**axes, longest: turns}
+    fitting = (own for own in chosen.shapes(inner) if dict(chosen.axes(inner, own)) == axes)
+    own = next(fitting, None)
+    if own is None:
+        return config
+    return dataclasses.replace(config, size=inner * config.ulysses, own=tuple(sorted(own.items())))
+
+
+def bytes_a_token(step: Step) -> float:
+    """What one more token of a rank adds to the peak: from this length to twice as many."""
+    short = _Step(step)
+    padded = short.tokens * step.config.size  # a length that ranks share equally, so that twice as many are more
+    long = _Step(dataclasses.replace(step, seq=2 * padded))
+    return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
+
+
+def _moment(name: str, parts: Mapping[str, int]) -> Moment:
+    return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
+
+
+class _Step:
+    def __init__(self, step: Step) -> None:
+        self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
+        m, self.size = step.model, ITEMSIZE[step.dtype]
+        share = multiple(step.config.layout, step.config.size, step.config.ulysses)
+        self.tokens = math.ceil(step.seq / share) * share // step.config.size
+        self.rows = self.tokens * step.batch
+        self.hidden = self.rows * m.hidden * self.size
+        self.q = self.rows * m.heads * m.head_dim * self.size
+        self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
+        self.mlp = self.rows * m.intermediate * self.size
+        self.wide = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
+        tiled = self.mlp_tiles() > 1  # norms are, too
+        self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # what a norm saves beside its input
+        self.residual = 0 if self.wide and not tiled else self.hidden  # its input, unless it saves an fp32 copy
+        self.rope = 2 * self.rows * m.head_dim * self.size
+        self.keeps = step.checkpointing and step.config.keep_attention
+
+    @functools.cached_property
+    def attention(self) -> Figures:
+        m, step = self.model, self.step
+        config = shortened(self.config) if step.mask.scale_free else self.config
+        inner = config.size // config.ulysses
+        found = [
+            figures(
+                parts_of(
+                    config, world=config.size, tokens=self.tokens, mask=step.mask, dtype=step.dtype,
+                    heads=(m.heads, m.kv_heads, m.head_dim), batch=step.batch, rank=rank,
+                ),
+                config.ulysses,
+                config.keep_attention if step.checkpointing else None,
+            )
+            for rank in sorted({0, inner // 2, inner - 1})
+        ]  # fmt: skip
+        return max(found, key=lambda one: (one.backward, one.forward))
+
+    # ---- states
+
+    def share(self, stage: int) -> int:
+        """Ranks that share what ZeRO shares out from this stage on."""
+        return self.step.world if self.zero.stage >= stage else 1
+
+    def resting(self) -> dict[str, int]:
+        """Between steps. ZeRO has fp32 copies of fp32 parameters too."""
+        count, stage = self.model.parameters, self.zero.stage
+        copies = stage > 0
+        moments = 4 if stage > 0 else self.size
+        return {
+            "parameters": count * self.size // self.share(3) + copies * count * 4 // self.share(1),
+            "gradients": count * self.size // self.share(3) if stage == 3 else 0,
+            "optimiser": 2 * count * moments // self.share(1),
+            "buckets": self.zero.reduce_bucket_size * self.size if stage == 3 else 0,
+        }
+
+    def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **parts: int) -> Moment:
+        """done: parameters whose gradients are there; grads: bytes of those that are whole, for a moment."""
+        found = self.resting()
+        stage = self.zero.stage
+        if name.startswith("backward") and stage in (1, 2):
+            buffers = 2 if self.zero.overlap_comm else 1
+            found["buckets"] += self.zero.reduce_bucket_size * self.size * buffers
+        if stage < 3:
+            found["gradients"] += done * self.size // self.share(2)
+        found["gradients"] += grads
+        if stage == 3:
+            found["gathered"] = gathered * self.size
+        for part, size in parts.items():
+            known = part.replace("_", " ")
+            found[known] = found.get(known, 0) + size
+        return _moment(name, found)
+
+    def gathered(self, needed: int, matrices: int = 1) -> int:
+        """Parameters that ZeRO-3 has whole while so many are needed: those of before that are soon used again, those of
+        later that are prefetched, and what is under way, as many matrices as travel together."""
+        zero, matrix = self.zero, self.model.hidden * self.model.intermediate
+        free = max(0, zero.max_live_parameters - needed)
+        more = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
+        return min(self.model.parameters, needed + min(free, more) + matrices * matrix * (free > 0))
+
+    # ---- activations
+
+    def mlp_tiles(self) -> int:
+        tiles = self.config.mlp_tiles
+        return math.ceil(self.rows / self.model.hidden) if tiles == "auto" else min(tiles, self.tokens)
+
+    def loss_tiles(self) -> int:
+        tiles, m = self.config.loss_tiles, self.model
+        if tiles != "auto":
+            return min(tiles, self.tokens)
+        return math.ceil(self.rows * m.vocab * 4 / most_logits(m.vocab, m.hidden))
+
+    @property
+    def saved_attention(self) -> int:
+        """What attention's backward needs of it: q, k and v, or the inner ones; out and lse."""
+        return self.attention.kept + (self.q + self.kv) * self.attention.inputs
+
+    @property
+    def saved(self) -> int:
+        """What a layer saves for its backward, its input too."""
+        mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
+        return 2 * self.residual + 2 * self.norm + self.saved_attention + mlp
+
+    def layers(self, count: int, running: bool = False) -> dict[str, int]:
+        """What `count` layers hold for their backward; running: the last one is being computed."""
+        if not self.step.checkpointing:
+            return {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
+        kept = self.attention.kept * (count - running) if self.keeps else 0
+        held = {"checkpoints": count * self.hidden + self.rope, "kept_attention": kept}
+        return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
+
+    def forward(self) -> list[Moment]:
+        """Of the last layer."""
+        m, held = self.model, self.layers(self.model.layers, running=True)
+        gathered = self.gathered(m.layer_parameters)
+        saved = 0 if self.step.checkpointing else 1
+        tiles = self.mlp_tiles()
+        layer = self.hidden + self.q + self.kv + saved * (self.norm - self.hidden)
+        kept = self.saved_attention if not self.step.checkpointing else self.attention.kept if self.keeps else 0
+        after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
+        head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
+        return [
+            self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
+            self.moment(
+                "forward: MLP", gathered=gathered + head, layer=2 * self.hidden + saved * 2 * self.norm, attention=kept,
+                mlp=after, **held,
+            ),
+        ]  # fmt: skip
+
+    def loss(self) -> list[Moment]:
+        m, tiles = self.model, self.loss_tiles()
+        held = self.layers(m.layers)
+        gathered = self.gathered(m.embedding)
+        logits = math.ceil(self.tokens / tiles) * self.step.batch * m.vocab
+        end, head = self.norm + self.residual, m.embedding * self.size
+        if tiles > 1:  # gradients are taken in forward; in fp16 tiles are computed again in backward
+            sums, late = m.embedding * 4, self.step.dtype == "float16"
+            parts = {"gathered": gathered, "layer": end + self.hidden}
+            return [
+                self.moment(
+                    f"{'backward' if late else 'forward'}: loss", grads=sums, loss=12 * logits, **parts, **held
+                ),
+                self.moment("backward: head", grads=sums + (head if self.wide else 0), **parts, **held),
+            ]
+        cast = self.size if self.wide else 0  # logits in their own dtype, beside the fp32 ones
+        return [
+            self.moment("forward: loss", gathered=self.gathered(0), layer=end, loss=logits * (8 + cast), **held),
+            self.moment("backward: loss", gathered=gathered, layer=end, loss=12 * logits, **held),
+            self.moment(
+                "backward: logits", gathered=gathered, grads=head, layer=end + self.hidden, loss=self.size * logits,
+                **held,
+            ),
+        ]  # fmt: skip
+
+    def backward(self, index: int) -> list[Moment]:
+        """Of layer `index`, from 1."""
+        m, attention = self.model, self.attention
+        held = self.layers(index, running=True)
+        end = m.embedding if index == 1 else 0  # is prefetched
+        matrices = 1 if self.mlp_tiles() == 1 else 3  # a tiled MLP is a leaf of ZeRO-3
+        gathered = self.gathered(m.layer_parameters, matrices) + end
+        done = m.parameters - m.embedding - index * m.layer_parameters
+        tied = m.embedding * self.size if m.tied else 0  # waits for the gradient of the other end
+        place = f"layer {index}"
+        saved, tiles = self.saved - self.residual, self.mlp_tiles()
+        whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
+        weight = m.hidden * m.intermediate
+        tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 else 0)
+        sums = weight * (self.size if tiles == 1 else 12 + self.size)
+        found = [
+            self.moment(
+                f"backward: {place}, MLP", done=done, gathered=gathered, grads=tied + sums, layer=whole,
+                attention=self.saved_attention, mlp=tile, **held,
+            ),
+            self.moment(
+                f"backward: {place}, attention", done=done, gathered=gathered, grads=tied,
+                layer=self.hidden + self.norm + self.q,
+                attention=attention.backward + (self.q + self.kv) * attention.inputs, **held,
+            ),
+        ]  # fmt: skip
+        if self.step.checkpointing and not self.keeps:
+            found.append(
+                self.moment(
+                    f"backward: {place}, attention once more", done=done, gathered=gathered, grads=tied,
+                    layer=self.hidden + self.norm + self.q + self.kv, attention=attention.forward, **held,
+                )
+            )  # fmt: skip
+        return found
+
+    def ends(self) -> list[Moment]:
+        m, zero = self.model, self.zero
+        head = m.embedding * self.size
+        waiting = min(zero.reduce_bucket_size, m.parameters) * self.size if zero.stage else 0
+        whole = head * (3 if m.tied else 1)
+        own = m.parameters * 4 // self.share(1)
+        return [
+            self.moment(
+                "backward: embedding", done=m.parameters, gathered=self.gathered(m.embedding), grads=whole,
+                layer=self.hidden + self.rope,
+            ),
+            self.moment("backward: gradients on their way", done=m.parameters, grads=waiting, gathered=m.embedding),
+            self.moment("step of the optimiser", done=m.parameters, optimiser=3 * own),
+        ]  # fmt: skip
+
+    def found(self) -> Footprint:
+        layers = self.model.layers
+        ends = dict.fromkeys((layers, 1))
+        moments = [*self.forward(), *self.loss(), *(x for i in ends for x in self.backward(i)), *self.ends()]
+        kept = self.attention.kept if self.keeps else 0
+        host = layers * (self.hidden + kept) if self.config.offload_checkpoints and self.step.checkpointing else 0
+        return Footprint(_moment("between steps", self.resting()), tuple(moments), host)

@@ -1,0 +1,143 @@
+"""What is to be trained, as ranks know it when they start, and what "auto" then is. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .. import limits
+from ..compiler.topology import divisors
+from ..config import PLANNED_FOR, SequenceParallelConfig
+from ..deepspeed_json import Zero, dtype_of
+from ..errors import SECTION, ConfigError
+from .machine import Machine
+from .needs import Model
+from .planner import Choice, chosen, plan
+from .question import Question
+from .runner_up import to_win
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """model: its numbers. seq: tokens of the longest sequence, None where nobody knows them; documents: the lengths of
+    those that it is a pack of. window: of attention of all layers, in tokens. batch: sequences that a group of ranks
+    trains at once; steps: how often, of an optimiser step; sequences: of the step, None where that many are trained as
+    there are groups for, and then all ranks share one. dtype, zero, checkpointing: as in `planner.question`."""
+
+    model: Model | None = None
+    seq: int | None = None
+    documents: tuple[int, ...] = ()
+    window: int | None = None
+    batch: int | None = None
+    steps: int | None = None
+    sequences: int | None = None
+    dtype: str = "bfloat16"
+    zero: Zero = dataclasses.field(default_factory=Zero)
+    checkpointing: bool = False
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Job:
+        """What a DeepSpeed JSON says. What it leaves to a Trainer ("auto") is not known."""
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        batch, steps, sequences = (x if isinstance(x := content.get(name), int) else None for name in names)
+        zero = Zero.of(content.get("zero_optimization", {}))
+        return cls(batch=batch, steps=steps, sequences=sequences, dtype=dtype_of(content), zero=zero)
+
+    def sizes(self, world: int) -> tuple[int, ...]:
+        """Ranks that may share a sequence so that a step has the sequences that it must have."""
+        if self.sequences is None:
+            return (world,)
+        each = (self.batch or 1) * (self.steps or 1)
+        found = [(size, self.sequences, world // size * each) for size in divisors(world)]
+        exact = self.batch is not None and self.steps is not None
+        return tuple(size for size, wanted, got in found if (wanted == got if exact else wanted % got == 0)) or (world,)
+
+
+class Planned(NamedTuple):
+    """config: resolved. choice: what was found, None where nothing was to be planned."""
+
+    config: SequenceParallelConfig
+    choice: Choice | None
+
+
+def planned(
+    config: SequenceParallelConfig,
+    job: Job | None,
+    heads: tuple[int, int] | None,
+    world: int,
+    seen: Callable[[str], Machine],
+) -> Planned:
+    """The configuration with every "auto" replaced: by the planner where it `asks_for_plan`, else as `config.resolve`
+    says. seen: what the machine is supposed to be, for a dtype.
+
+    Raises ConfigError for what `resolve` or the planner refuses, and where a plan is asked for without a model or a
+    length.
+    """
+    resolved = config.resolve(world, heads)
+    if not config.asks_for_plan:
+        return Planned(resolved, None)
+    said = next(name for name in PLANNED_FOR if getattr(config, name) != "auto")
+    if job is None or job.model is None:
+        raise ConfigError(
+            f"{SECTION}.{said} plans for a model whose numbers are known; got {getattr(config, said)} without a model, "
+            f"let initialize make the SequenceParallel of a transformers model, or leave {said} out"
+        )
+    seq = config.seq_len if config.seq_len != "auto" else job.seq
+    if seq is None:
+        raise ConfigError(
+            f"{SECTION}.machine plans for a length that is known; got {config.machine!r} and data that does not say "
+            "how long its sequences are, say seq_len too, or leave machine out"
+        )
+    choice = choose(question_of(config, job, seq, world, seen(job.dtype)))
+    best = choice.best.config
+    kept = {name: getattr(config, name) for name in ("head_stages", *PLANNED_FOR)}
+    return Planned(dataclasses.replace(best, **kept), choice)
+
+
+def question_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, seen: Machine) -> Question:
+    assert job.model is not None
+    machine = seen
+    if config.machine != "auto":
+        machine = dataclasses.replace(Machine.load(config.machine), per_node=seen.per_node)
+    documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.DOCUMENTS else ()
+    share = 2 * world  # of zigzag's chunks; what is missing is padded
+    return Question(
+        model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,
+        documents=documents, window=job.window, batch=job.batch or 1, dtype=job.dtype, zero=job.zero,
+        checkpointing=job.checkpointing, given=given_of(config), sequences=job.sequences,
+        sizes=job.sizes(world) if config.size == "auto" else (),
+    )  # fmt: skip
+
+
+def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
+    """What is no choice any more."""
+    return {name: value for name, value in config.settings().items() if name not in PLANNED_FOR}
+
+
+def choose(question: Question) -> Choice:
+    """Where nothing fits by what is predicted, the fastest without regard to memory: that is for who reads the line to
+    judge, since a machine may only be supposed."""
+    choice = chosen(question)
+    return choice if choice.ranked else plan(dataclasses.replace(question, memory=2**62))
+
+
+def line_of(choice: Choice) -> str:
+    """The choice, the runner-up, and what would have to change for it to win."""
+    question, best = choice.question, choice.best
+    machine, needed = question.machine, best.memory.peak.total
+    what = f"{question.seq} tokens" + (f" in {len(question.documents)} documents" if question.documents else "")
+    line = (
+        f'{SECTION}: "auto" for {what} on {question.world} ranks of {machine.name}, {machine.per_node} a node, is '
+        f"{best.frame}, predicted {best.seconds:.3g} s a sequence"
+    )
+    if needed > machine.usable:
+        line += f" and {needed / GIB:.1f} GiB a rank where the machine has {machine.usable / GIB:.1f}"
+    for other in choice.ranked[1:2]:
+        times = other.seconds / best.seconds
+        change = to_win(question, best, other)
+        line += f"; next is {other.frame}, {times:.2f} times as long"
+        line += f", which would win with {change}" if change else ", whatever links and lengths are, within 8 times"
+    return line

@@ -1,0 +1,298 @@
+"""What a call of attention costs on a machine: the prices of its programs' instructions and transfers, for the
+simulator. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ..compiler import heads as dealing
+from ..compiler.actions import Key, Unit
+from ..compiler.compile import Recipe, pattern_of, side_of
+from ..compiler.masks import Mask
+from ..compiler.plan import Pattern
+from ..compiler.program import (
+    OWN,
+    Assemble,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Instruction,
+    Merge,
+    Pack,
+    Post,
+    Product,
+    ScatterStart,
+    Wait,
+)
+from ..compiler.shape import Shape, shape_of
+from ..compiler.shards import EvenShards, Shards, tokens_of
+from ..compiler.simulate import Carried, Start, Traded
+from ..compiler.tiles import tiles
+from ..compiler.topology import Topology
+from ..config import SequenceParallelConfig
+from .machine import Machine, Wire
+
+INWARD, OUTWARD = "heads in", "heads out"  # Ulysses' two exchanges, as kinds of a collective
+Wires = tuple[str, str, int]  # way, what, and whose: ("out", "net", rank), ("in", "uplink", node)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """Attention of one layer. config: resolved; heads: (query heads, key/value heads, head_dim) that it works on at
+    once, the model's or a stage's; shards: of the inner ranks."""
+
+    config: SequenceParallelConfig
+    world: int
+    mask: Mask
+    shards: Shards
+    heads: tuple[int, int, int]
+    dtype: str = "bfloat16"
+    batch: int = 1
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        return self.config.topology(self.world)
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        return self.config.recipe(self.topology)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        return _pattern(self.mask, self.shards)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of each Ulysses member."""
+        q_heads, kv_heads, dim = self.heads
+        counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealing.dealt(q_heads, kv_heads, self.members)]
+        return tuple(shape_of(self.config.travel_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
+
+    @property
+    def members(self) -> int:
+        return self.config.ulysses
+
+    @functools.cached_property
+    def first(self) -> int:
+        """A member with the most heads: all choose what travels by it."""
+        return max(range(self.members), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank that shares the first sequence, and then of those of the next ones: (member, inner rank)."""
+        top = self.topology
+        return tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(self.config.size))
+
+    @functools.cached_property
+    def ranks(self) -> dict[tuple[int, int], int]:
+        """(member, inner rank) -> rank."""
+        return {place: rank for rank, place in enumerate(self.places)}
+
+    def travels(self, direction: str) -> str:
+        return self.recipe.travels(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(mask: Mask, shards: Shards) -> Pattern:
+    if mask.scale_free and isinstance(shards, EvenShards):
+        runs = len(shards.runs("q", (0,))) * shards.size * shards.parts
+        shards = dataclasses.replace(shards, seq=2 * runs)  # the same blocks meet
+    return pattern_of(mask, shards)
+
+
+class MachinePrices:
+    """`simulate.Prices` of the programs of a call. Ranks are those of the first sequence, and where more sequences are
+    followed those of the next ones. A gather goes round the ring of its members; a reduce-scatter and Ulysses'
+    exchange straight from each member to each."""
+
+    def __init__(self, machine: Machine, call: Call, direction: str) -> None:
+        self.machine, self.call, self.direction = machine, call, direction
+        self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
+        self.seconds: dict[tuple, float] = {}
+        self.moved: dict[tuple, Carried] = {}
+        self.paces: dict[tuple, tuple[float, ...]] = {}
+        self.added: set[tuple[int, Product]] = set()  # (rank, product) whose result is added to what is there
+
+    # ---- work of a rank
+
+    def busy(self, rank: int, instruction: Instruction) -> float:
+        if isinstance(instruction, Wait):
+            return 0.0
+        device, calls = self.work(rank, instruction)
+        host = self.machine.instruction * calls
+        return max(device, host) if self.machine.ahead else device + host
+
+    def work(self, rank: int, instruction: Instruction) -> tuple[float, int]:
+        """(seconds of the device, things that the host starts)."""
+        member, inner = self.place(rank)
+        if isinstance(instruction, Product):
+            seconds, calls = self.product(member, instruction.q, instruction.kv)
+            if (rank, instruction) in self.added:
+                seconds += sum(self.copied(3, member, unit, wide=True) for unit, _ in instruction.results)
+            return seconds, calls
+        return self.copies(member, inner, instruction) + self.machine.stolen * self.carries(rank, instruction), 1
+
+    def carries(self, rank: int, one: Instruction) -> float:
+        """Bytes that the rank sends and receives because of an instruction, where they take something from its work."""
+        if not self.machine.stolen:
+            return 0.0
+        if isinstance(one, Post):
+            ends = [(rank, t.unit) for t in one.sends] + [(t.peer, t.unit) for t in one.receives]
+            return sum(self.bytes(self.place(src)[0], unit) for src, unit in ends)
+        if isinstance(one, GatherStart | ScatterStart):
+            return sum(size for src, dst, size in self.edges(one) if rank in (src, dst))
+        return 0.0
+
+    def copies(self, member: int, inner: int, one: Instruction) -> float:
+        """Bytes that are read and written, at the memory's rate."""
+        if isinstance(one, Pack):
+            return self.packed(member, inner, one.unit)
+        if isinstance(one, Assemble):
+            return self.copied(2, member, (one.collective.kind, one.collective.whole))
+        if isinstance(one, Export) and one.own != one.into:
+            return self.copied(2, member, one.unit)
+        if isinstance(one, Merge) and one.own != OWN:
+            return self.copied(3, member, one.unit, wide=True)
+        if isinstance(one, Fold):
+            return self.copied(one.parts + 2, member, one.unit, wide=True)
+        if isinstance(one, Finish):
+            return sum(self.copied(1, member, unit, wide=True) for unit, _ in one.results)
+        return 0.0
+
+    def packed(self, member: int, inner: int, unit: Unit) -> float:
+        if unit[0] in (INWARD, OUTWARD):
+            return 2 * sum(self.exchanged(unit[0], inner, member, m) for m in range(self.call.members)) / self.rate
+        return self.copied(2, member, unit)
+
+    @property
+    def rate(self) -> float:
+        return self.machine.memory_rate
+
+    def copied(self, times: int, member: int, unit: Unit, wide: bool = False) -> float:
+        size = self.bytes(member, unit)
+        if wide:
+            shape = self.call.shapes[member]
+            fields = shape.fields(self.direction, unit[0], shape.wide)
+            per_token = shape.batch * sum(field.elements * field.itemsize for field in fields)
+            size = per_token * self.call.shards.tokens(side_of(unit[0]), unit[1])
+        return times * size / self.rate
+
+    def product(self, member: int, q: Key, kv: Key) -> tuple[float, int]:
+        """(seconds, kernel calls) of every block of q with every one of kv."""
+        shape = self.call.shapes[member]
+        key = shape.q_heads, self._like(q, kv)
+        if key not in self.seconds:
+            shards = self.call.shards
+            found = tiles(shards.runs("q", q), shards.runs("kv", kv), self.call.mask)
+            price = functools.partial(self.machine.tile_seconds, self.call.dtype, self.direction)
+            seconds = sum(price(tile, shape.q_heads, shape.head_dim, shape.batch) for tile in found)
+            self.seconds[key] = seconds
+            self.seconds[*key, "calls"] = len(found)
+        return self.seconds[key], int(self.seconds[*key, "calls"])
+
+    def _like(self, q: Key, kv: Key) -> tuple:
+        """What tiles depend on: under a mask of order alone, on runs of one length, the order in which they start."""
+        shards = self.call.shards
+        if self.call.mask.full and shards.even:
+            return len(q), len(kv)
+        if not (self.call.mask.scale_free and isinstance(shards, EvenShards)):
+            return q, kv
+        starts = [[run.start for run in shards.runs(side, key)] for side, key in (("q", q), ("kv", kv))]
+        order = {start: number for number, start in enumerate(sorted({*starts[0], *starts[1]}))}
+        return tuple(order[start] for start in starts[0]), tuple(order[start] for start in starts[1])
+
+    # ---- transfers
+
+    def place(self, rank: int) -> tuple[int, int]:
+        return self.call.places[rank % self.call.config.size]
+
+    def bytes(self, member: int, unit: Unit) -> float:
+        return self.sizes[member][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
+
+    def exchanged(self, kind: str, inner: int, one: int, other: int) -> float:
+        """Bytes of Ulysses' exchange between two members of an inner rank, of which `other` has the heads."""
+        shape, both = self.call.shapes[other], kind == (INWARD if self.direction == "forward" else OUTWARD)
+        heads = shape.q_heads + (2 * shape.kv_heads if both else 0)
+        tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
+        return tokens * heads * shape.head_dim * shape.batch * shape.itemsize
+
+    def carried(self, src: int, dst: int, unit: Unit) -> Carried:
+        member = self.place(src)[0]
+        key = src, dst, self.bytes(member, unit)
+        if key not in self.moved:
+            taken = dict(self.taken(src, dst, key[2]))
+            seconds = self.machine.wire(src, dst).latency + max(taken.values())
+            self.moved[key] = Carried(tuple(taken.items()), seconds)
+        return self.moved[key]
+
+    def taken(self, src: int, dst: int, size: float) -> Iterator[tuple[Wires, float]]:
+        """The links between two ranks, with the seconds that so many bytes take each. Where a link carries one way at a
+        time both ways are one link."""
+        machine, ways = self.machine, ("out", "in") if self.machine.duplex else ("link", "link")
+        near = machine.node(src) == machine.node(dst)
+        wire: Wire = machine.inside if near else machine.between
+        for way, rank in zip(ways, (src, dst), strict=True):
+            yield (way, "node" if near else "net", rank), size / wire.rate
+        if not near and machine.uplink:
+            for way, rank in zip(ways, (src, dst), strict=True):
+                yield (way, "uplink", machine.node(rank)), size / machine.uplink
+
+    def pace(self, start: Start) -> tuple[float, ...]:
+        """Seconds of each member of a collective. Those of groups that lie alike on nodes are the same, where blocks
+        have one length."""
+        ranks, parts = start.collective.ranks, start.collective.parts
+        if not self.call.shards.even:
+            return self.traded(start).seconds
+        nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
+        members = tuple(self.place(rank)[0] for rank in ranks)
+        key = type(start), start.collective.kind, nodes, members, len(parts[0])
+        if key not in self.paces:
+            self.paces[key] = self.traded(start).seconds
+        return self.paces[key]
+
+    def traded(self, start: Start) -> Traded:
+        ranks = start.collective.ranks
+        taken: dict[Wires, float] = defaultdict(float)
+        for src, dst, size in self.edges(start):
+            for link, seconds in self.taken(src, dst, size):
+                taken[link] += seconds
+        wires = [self.machine.wire(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        rounds = len(ranks) - 1 if isinstance(start, GatherStart) else 1
+        latency = rounds * max(wire.latency for wire in wires)
+        longest = max(taken.values(), default=0.0)
+        if isinstance(start, GatherStart):  # all go at the pace of the slowest
+            return Traded(tuple(taken.items()), (latency + longest,) * len(ranks))
+        times = []
+        for rank in ranks:
+            own = (rank, "node"), (rank, "net"), (self.machine.node(rank), "uplink")
+            times.append(latency + max(x for (_, what, place), x in taken.items() if (place, what) in own))
+        return Traded(tuple(taken.items()), tuple(times))
+
+    def edges(self, start: Start, rank: int | None = None) -> Iterator[tuple[int, int, float]]:
+        """(from, to, bytes) of a collective; of an exchange straight from each to each those of one rank, if given."""
+        collective = start.collective
+        ranks, kind = collective.ranks, collective.kind
+        if isinstance(start, GatherStart):
+            sizes = [
+                self.bytes(self.place(src)[0], (kind, part)) for src, part in zip(ranks, collective.parts, strict=True)
+            ]
+            whole = sum(sizes)
+            for at, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
+                yield ranks[at - 1], dst, whole - own
+            return
+        for src in ranks:
+            for dst in ranks:
+                if src != dst and (rank is None or rank in (src, dst)):
+                    yield src, dst, self.traded_bytes(kind, src, dst, collective.part(dst))
+
+    def traded_bytes(self, kind: str, src: int, dst: int, part: Key) -> float:
+        (one, inner), (other, _) = self.place(src), self.place(dst)
+        if kind == INWARD:
+            return self.exchanged(kind, inner, one, other)
+        if kind == OUTWARD:
+            return self.exchanged(kind, inner, other, one)
+        return self.bytes(one, (kind, part))

@@ -1,0 +1,96 @@
+"""What the planner is asked. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .. import limits
+from ..compiler.masks import Mask
+from ..config import SequenceParallelConfig
+from ..deepspeed_json import Zero
+from ..errors import ConfigError
+from .machine import Machine
+from .needs import Model, Step
+from .steptime import StepTime
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
+    () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
+    settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
+    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors."""
+
+    model: Model
+    machine: Machine
+    world: int
+    seq: int
+    documents: tuple[int, ...] = ()
+    window: int | None = None
+    batch: int = 1
+    dtype: str = "bfloat16"
+    zero: Zero = dataclasses.field(default_factory=lambda: Zero(stage=3))
+    checkpointing: bool = True
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sequences: int | None = None
+    sizes: tuple[int, ...] = ()
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, value, most in (
+            ("the ranks of a job, nodes x ranks a node,", self.world, limits.RANKS),
+            ("the tokens of a sequence", self.seq, limits.TOKENS),
+            ("the documents of a sequence", len(self.documents), limits.DOCUMENTS),
+            ("the sequences of a micro-batch", self.batch, limits.COUNT),
+        ):
+            limits.check(what, value, most)
+        self._check_given()
+        if self.documents and sum(self.documents) != self.seq:
+            raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
+        self.machine.needs(self.dtype)
+
+    def _check_given(self) -> None:
+        """Ranks of a sequence are as many as programs can be followed of; of sizes that are open others are left out.
+        Raises ConfigError where none is left."""
+        sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
+        if sizes:
+            limits.check("the ranks of a sequence that is planned,", min(sizes), limits.FOLLOWED, "take a smaller size")
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.model.heads, self.model.kv_heads
+
+    @functools.cached_property
+    def mask(self) -> Mask:
+        return Mask(window=self.window, documents=Mask.documents_of(self.documents))
+
+    @property
+    def limit(self) -> int:
+        return self.machine.usable if self.memory is None else self.memory
+
+    def hosted(self, size: int) -> bool:
+        """Whether a node's host has room for so many bytes of each of its ranks."""
+        return size * min(self.world, self.machine.per_node) <= self.machine.host_memory
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs that are visible."""
+        lengths = self.documents or (self.seq,)
+        window = self.window or self.seq
+        return sum(n * (n + 1) // 2 - max(0, n - window) * (max(0, n - window) + 1) // 2 for n in lengths)
+
+    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> Step:
+        return Step(
+            model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,
+            zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
+        )  # fmt: skip
+
+    def objective(self, took: StepTime) -> float:
+        """Seconds for each sequence."""
+        if self.sequences is None:
+            return took.seconds / took.sequences
+        return math.ceil(self.sequences / took.sequences) * took.seconds / self.sequences

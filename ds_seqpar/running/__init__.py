@@ -1,1 +1,0 @@
-"""What runs a plan: kernels, transfers, process groups and the ops around them."""

@@ -1,0 +1,259 @@
+"""Writes down when a rank does what its programs say. A walk asks once whether to; if not, nothing is kept.
+
+While something runs only marks of time are taken, on accelerators as events of the device's current stream. What they
+belong to is read from the program afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..compiler.actions import Collective, Key, Unit, name_of
+from ..compiler.compile import Bound
+from ..compiler.program import (
+    Assemble,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Instruction,
+    Merge,
+    Pack,
+    Post,
+    Product,
+    ScatterStart,
+    Transfer,
+    Wait,
+)
+from ..compiler.timeline import Event
+from .comm import Works
+from .walk import Walk
+
+Mark = Any  # of time: a float, or an event of the device
+Marks = tuple[Mark, Mark]  # start and end
+
+
+class HostClock:
+    """time.perf_counter."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float:
+        return mark
+
+
+class DeviceClock:
+    """Events of the current stream, in seconds of time.perf_counter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module = torch.get_device_module(device)
+        self.zero = self.mark()
+        self.module.synchronize()
+        self.host = time.perf_counter()
+
+    def mark(self) -> Mark:
+        event = self.module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: Mark) -> float:
+        mark.synchronize()
+        return self.host + self.zero.elapsed_time(mark) / 1e3
+
+
+class Recorder:
+    """rank: the SP rank that its events are of. watch: whether threads wait for messages from when they are posted on,
+    so that their ends are known before the walk waits for them. For hosts: a device's streams wait where they are."""
+
+    def __init__(self, rank: int, device: torch.device, watch: bool = False) -> None:
+        self.rank = rank
+        self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
+        self.watching = Watching if watch else Watched
+        self.kept: list[Span | Walked] = []  # in order
+
+    def advancing(self, walk: Walk) -> Walked:
+        """What to call in place of the walk's `advance`."""
+        walked = Walked(walk, self.clock.mark, self.watching)
+        self.kept.append(walked)
+        return walked
+
+    @contextlib.contextmanager
+    def span(self, kind: str, label: str, bytes: int = 0) -> Iterator[None]:
+        """Whatever is inside is one event."""
+        span = Span(kind, label, bytes, self.clock.mark())
+        self.kept.append(span)
+        yield
+        span.end = self.clock.mark()
+
+    def events(self) -> tuple[Event, ...]:
+        """In the order in which they were begun, messages where they were posted. Waits for the device."""
+        found: list[Event] = []
+        walks = 0
+        for one in self.kept:
+            if isinstance(one, Span):
+                if one.end is not None:
+                    start, end = map(self.clock.seconds, (one.start, one.end))
+                    found.append(Event(self.rank, one.kind, start, end, one.label, bytes=one.bytes))
+            else:
+                found += _Telling(self.rank, walks, one, self.clock.seconds).events()
+                walks += 1
+        return tuple(found)
+
+
+class Span:
+    """end: None where it never came to that."""
+
+    def __init__(self, kind: str, label: str, bytes: int, start: Mark) -> None:
+        self.kind, self.label, self.bytes, self.start = kind, label, bytes, start
+        self.end: Mark | None = None
+
+
+class Walked:
+    """A walk with marks of each instruction that it came to the end of, and the works of each ticket, with theirs."""
+
+    def __init__(self, walk: Walk, mark: Callable[[], Mark], watching: type[Watched]) -> None:
+        self.walk: Walk | None = walk
+        self.bound, self.mark, self.watching = walk.bound, mark, watching
+        self.marks: list[Marks] = []
+        self.works: dict[int, list[Watched]] = {}
+
+    def __call__(self) -> None:
+        assert self.walk is not None
+        walk, at = self.walk, self.walk.at
+        start = self.mark()
+        walk.advance()
+        self.marks.append((start, self.mark()))
+        one = walk.program.code[at]
+        if isinstance(one, Post | GatherStart | ScatterStart):
+            handle = walk.tickets[one.ticket]
+            assert isinstance(handle, Works)  # virtual ranks do not run by themselves
+            handle.works = self.works[one.ticket] = [self.watching(work, self.mark) for work in handle.works]
+        if isinstance(one, Finish):
+            self.walk = None  # its tensors are the caller's
+
+
+class Watched:
+    """A work that leaves a mark when a wait for it ends. seen: None before."""
+
+    def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
+        self.work, self.mark = work, mark
+        self.seen: Mark | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.seen = self.mark()
+        self.work = None  # it may hold what was sent
+
+
+class Watching(Watched):
+    """The same of a work that a thread of its own waits for from the start: it must be waited for once only."""
+
+    def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
+        super().__init__(work, mark)
+        self.failed: BaseException | None = None
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def watch(self) -> None:
+        try:
+            super().wait()
+        except BaseException as error:  # raised again by who waits
+            self.failed = error
+
+    def wait(self) -> None:
+        self.thread.join()
+        if self.failed is not None:
+            raise self.failed
+
+
+class _Telling:
+    """The events of one walk."""
+
+    def __init__(self, rank: int, call: int, walked: Walked, seconds: Callable[[Mark], float]) -> None:
+        self.rank, self.call, self.bound, self.works = rank, call, walked.bound, walked.works
+        self.program, self.seconds = walked.bound.program, seconds
+        self.marks = [(seconds(start), seconds(end)) for start, end in walked.marks]
+        self.done = list(zip(self.program.code, self.marks, strict=False))  # an error leaves fewer marks
+        self.waits = {one.ticket: marks for one, marks in self.done if isinstance(one, Wait)}
+
+    def events(self) -> list[Event]:
+        if not self.marks:
+            return []
+        name = f"{self.program.name} {self.program.direction}"
+        found = [self.event("walk", (self.marks[0][0], self.marks[-1][1]), name)]
+        labels: dict[int, str] = {}
+        for one, marks in self.done:
+            if isinstance(one, Post | GatherStart | ScatterStart):
+                messages = self.messages(one, marks[0])
+                labels[one.ticket] = " ".join(m.label for m in messages if m.kind == "move") or messages[0].label
+                found += [self.event("post", marks, " ".join(m.label for m in messages), one.step), *messages]
+            elif isinstance(one, Wait):
+                found.append(self.event("wait", marks, labels[one.ticket], one.step))
+            else:
+                kind, label, what, blocks = _words(one)
+                found.append(self.event(kind, marks, label, one.step, what=what, blocks=blocks))
+        return found
+
+    def event(self, kind: str, marks: tuple[float, float], label: str, step: int = -1, **more: Any) -> Event:
+        direction = self.program.direction
+        return Event(self.rank, kind, *marks, label, call=self.call, direction=direction, step=step, **more)
+
+    def messages(self, one: Post | GatherStart | ScatterStart, start: float) -> list[Event]:
+        """What the instruction starts: what arrives, and then what leaves, as comm has their works."""
+        waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
+        count = len(one.receives) + len(one.sends) if isinstance(one, Post) else 1
+        works = self.works[one.ticket]
+        ends = [done if work.seen is None else self.seconds(work.seen) for work in works]
+        ends = ends if len(ends) == count else ends[-1:] * count  # one work of all messages
+        more: dict[str, Any] = {"waited": waited}
+        if not isinstance(one, Post):
+            its = one.collective
+            more |= {"what": its.kind, "blocks": (its.whole,), "bytes": _arriving(self.bound, one)}
+            return [self.event("move", (start, ends[0]), str(its), one.step, **more)]
+        found = []
+        sides = [("move", t) for t in one.receives] + [("send", t) for t in one.sends]
+        for (kind, transfer), end in zip(sides, ends, strict=True):
+            size = self.bound.unit_bytes(transfer.slot, *transfer.unit)
+            more |= {"what": transfer.unit[0], "blocks": (transfer.unit[1],), "peer": transfer.peer, "bytes": size}
+            found.append(self.event(kind, (start, end), self.route(kind, transfer), one.step, **more))
+        return found
+
+    def route(self, kind: str, transfer: Transfer) -> str:
+        """As a simulation has it."""
+        src, dst = (transfer.peer, self.program.rank)[:: 1 if kind == "move" else -1]
+        return f"{_name(transfer.unit)}:{src}>{dst}"
+
+
+def _arriving(bound: Bound, one: GatherStart | ScatterStart) -> int:
+    """Bytes of a collective that other ranks send to this one."""
+    collective: Collective = one.collective
+    part, others = collective.part(bound.program.rank), len(collective.ranks) - 1
+    slot = one.sent if isinstance(one, GatherStart) else one.received
+    return others * bound.unit_bytes(slot, collective.kind, part)
+
+
+def _words(one: Instruction) -> tuple[str, str, str, tuple[Key, ...]]:
+    """Kind, label, unit and blocks of an instruction that only computes."""
+    match one:
+        case Product(q=q, kv=kv):
+            return "product", f"q{name_of(q)}*kv{name_of(kv)}", "", (q, kv)
+        case Merge(unit=unit) | Fold(unit=unit):
+            return "merge", f"{type(one).__name__.lower()} {_name(unit)}", unit[0], (unit[1],)
+        case Pack(unit=unit) | Export(unit=unit):
+            return "copy", f"{type(one).__name__.lower()} {_name(unit)}", unit[0], (unit[1],)
+        case Assemble(collective=its):
+            return "copy", f"assemble {_name((its.kind, its.whole))}", its.kind, (its.whole,)
+        case Finish(results=results):
+            return "copy", " ".join(["finish", *(_name(unit) for unit, _ in results)]), "", ()
+    raise AssertionError(f"an instruction without words: {one}")
+
+
+def _name(unit: Unit) -> str:
+    return f"{unit[0]}{name_of(unit[1])}"

@@ -1,0 +1,208 @@
+"""Walks a program over tensors. One walker for every schedule, both directions, real and virtual ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..compiler.actions import Key, Unit
+from ..compiler.compile import Bound, side_of
+from ..compiler.program import (
+    Assemble,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Merge,
+    Pack,
+    Post,
+    Product,
+    ScatterStart,
+    Transfer,
+    Wait,
+    is_own,
+)
+from ..compiler.shards import rows_in, rows_of
+from .buffers import Buffers, Tensors
+from .comm import Comm, Handle, Message
+from .kernels.accumulate import Running
+from .work import ALL, Work
+
+
+class Recorder(Protocol):
+    def advancing(self, walk: Walk) -> Callable[[], None]:
+        """What to call in place of the walk's `advance`."""
+        ...
+
+
+class Walk:
+    """One rank's part of one attention. at: the instruction that is next, or that failed. recorder: who writes down
+    when it does what."""
+
+    def __init__(self, bound: Bound, work: Work, comm: Comm, recorder: Recorder | None = None) -> None:
+        self.bound, self.program, self.work, self.comm = bound, bound.program, work, comm
+        self.buffers = Buffers(bound, work.device)
+        self.tickets: dict[int, Handle] = {}
+        self.results: dict[Unit, Running] = {}
+        self.at, self.recorder = 0, recorder
+
+    def run(self) -> Tensors:
+        """Walks to the end, on a real rank, whose waits block by themselves. Returns what `Work.finish` does."""
+        advance = self.advance if self.recorder is None else self.recorder.advancing(self)
+        while self.at < len(self.program.code):
+            advance()
+        return self.result
+
+    def advance(self) -> None:
+        """Executes one instruction."""
+        instruction = self.program.code[self.at]
+        EXECUTE[type(instruction)](self, instruction)
+        for slot in self.program.frees[self.at]:
+            self.buffers.free(slot)
+            self.work.forget(slot)
+        self.at += 1
+
+    def operand(self, unit: Unit, slot: int) -> Tensors:
+        return self.own(unit) if is_own(slot) else self.buffers.tensors(slot, unit)
+
+    def own(self, unit: Unit, travels: bool = False) -> Tensors:
+        return self.work.own(unit[0], self.own_rows(*unit), travels)
+
+    def own_rows(self, kind: str, key: Key) -> slice:
+        """Where the tokens of an own block stand among the caller's."""
+        return ALL if self.program.parts == 1 else rows_in(self.bound.shards, side_of(kind), key[0])
+
+    def pack(self, one: Pack) -> None:
+        own = self.own(one.unit, travels=True)
+        for target, tensor in zip(self.buffers.tensors(one.into, one.unit), own, strict=True):
+            target.copy_(tensor)
+
+    def post(self, one: Post) -> None:
+        for transfer in one.receives:
+            self.work.forget(transfer.slot)
+        sends, receives = ([self.message(t) for t in transfers] for transfers in (one.sends, one.receives))
+        self.tickets[one.ticket] = self.comm.post(sends, receives)
+
+    def message(self, transfer: Transfer) -> Message:
+        (kind, key), slot = transfer.unit, transfer.slot
+        elements = self.bound.elements(kind, key)
+        return Message(transfer.peer, kind, elements, self.buffers.message(slot, transfer.unit), transfer.tag)
+
+    def wait(self, one: Wait) -> None:
+        self.tickets[one.ticket].wait()
+        del self.tickets[one.ticket]
+
+    def start_gather(self, one: GatherStart) -> None:
+        gather, kind = one.collective, one.collective.kind
+        unit = kind, gather.part(self.program.rank)
+        sent = Message(0, kind, self.bound.elements(*unit), self.buffers.message(one.sent, unit), 0)
+        received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
+        self.tickets[one.ticket] = self.comm.all_gather(gather.ranks, sent, received)
+
+    def assemble(self, one: Assemble) -> None:
+        gather = one.collective
+        self.work.forget(one.into)
+        whole = self.buffers.tensors(one.into, (gather.kind, gather.whole))
+        keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
+        for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
+            for target, tensor in zip(whole, part, strict=True):
+                _put(target, tensor, self.rows(gather.kind, gather.whole, key))
+
+    def product(self, one: Product) -> None:
+        tiles = self.bound.tiles(one.q, one.kv)
+        q, kv = self.operand(("q", one.q), one.q_slot), self.operand(("kv", one.kv), one.kv_slot)
+        self.work.product(q, kv, one.q_slot, tiles, [self.running(unit, slot) for unit, slot in one.results])
+
+    def running(self, unit: Unit, slot: int) -> Running:
+        """The running result of a unit, which goes into the slot once it must be wide."""
+        if unit not in self.results:
+            buffers = self.buffers
+            self.results[unit] = self.work.running(unit[0], lambda: buffers.tensors(slot, unit))
+        return self.results[unit]
+
+    def merge(self, one: Merge) -> None:
+        arrived, running = self.buffers.tensors(one.arrived, one.unit), self.running(one.unit, one.into)
+        if one.into == one.arrived:
+            running.absorb(*arrived)
+        else:
+            running.merge(*arrived)
+
+    def export(self, one: Export) -> None:
+        running = self.running(one.unit, one.own)
+        del self.results[one.unit]
+        if one.into == one.own:
+            running.placed()
+        else:
+            running.copy_into(self.buffers.tensors(one.into, one.unit))
+
+    def start_scatter(self, one: ScatterStart) -> None:
+        """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
+        reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
+        whole, mine = self.results.pop((kind, reduce.whole)).placed(), reduce.part(rank)
+        order = [reduce.part(peer) for peer in self.comm.order(reduce.ranks)]
+        others = [part for part in order if part != mine]
+        for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
+            for target, tensor in zip(part, whole, strict=True):
+                _take(target, tensor, self.rows(kind, reduce.whole, key))
+        own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
+        self.running((kind, mine), one.kept).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
+        going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
+        coming = [0 if part == mine else self.bound.unit_bytes(one.received, kind, mine) for part in order]
+        self.tickets[one.ticket] = self.comm.all_to_all(
+            reduce.ranks,
+            kind,
+            self.bound.elements(kind, mine) * len(others),
+            self.buffers.raw(one.sent, sum(going)),
+            self.buffers.raw(one.received, sum(coming)),
+            (going, coming),
+        )
+
+    def fold(self, one: Fold) -> None:
+        kind, key = one.unit
+        running = self.running(one.unit, one.own)
+        for part in self.buffers.parts(one.received, kind, [key] * one.parts):
+            running.merge(*part)
+
+    def finish(self, one: Finish) -> None:
+        if self.program.parts == 1:
+            self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
+        else:
+            whole = self.work.whole()
+            for unit, slot in one.results:
+                rows = self.own_rows(*unit)
+                self.running(unit, slot).copy_into(tuple(x[:, rows] for x in whole[unit[0]]))
+            self.result = tuple(itertools.chain.from_iterable(whole.values()))
+        self.results.clear()
+
+    def rows(self, kind: str, whole: Key, part: Key) -> tuple[slice, ...]:
+        return rows_of(self.bound.shards, side_of(kind), whole, part)
+
+
+EXECUTE: dict[type, Callable[[Walk, Any], None]] = {  # each takes its own kind of instruction
+    Pack: Walk.pack,
+    Post: Walk.post,
+    Wait: Walk.wait,
+    GatherStart: Walk.start_gather,
+    Assemble: Walk.assemble,
+    Product: Walk.product,
+    Merge: Walk.merge,
+    Export: Walk.export,
+    ScatterStart: Walk.start_scatter,
+    Fold: Walk.fold,
+    Finish: Walk.finish,
+}
+
+
+def _put(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> None:
+    """The tokens of a part go to their rows of the whole."""
+    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
+        whole[:, row] = piece
+
+
+def _take(part: Tensor, whole: Tensor, rows: tuple[slice, ...]) -> None:
+    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
+        piece.copy_(whole[:, row])
