@@ -1,10 +1,8 @@
-"""Functions and files stay short enough to be read at once."""
+"""Functions stay short enough to be read at once."""
 
 import ast
 import statistics
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for package in ("ds_seqpar", "hf_integration") for path in (ROOT / package).rglob("*.py"))
@@ -28,8 +26,3 @@ def test_functions_are_short():
     longest = sorted(LINES, key=LINES.get)[-10:]
     assert statistics.median(LINES.values()) <= 8, longest
     assert statistics.quantiles(LINES.values(), n=10)[-1] <= 25, longest
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_have_300_lines_at_most(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
