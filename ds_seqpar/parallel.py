@@ -19,7 +19,7 @@ from .errors import ConfigError, SeqParError
 from .losses import mean_of
 from .recording import Record
 from .resolve import agreed
-from .runtime import devices, groups, inputs, keeping, ops, runtime, stages
+from .runtime import devices, groups, inputs, keeping, ops, runtime
 from .runtime.comm import TorchComm, failing
 from .runtime.kernels import Scores
 from .runtime.offload import Store, store_of
@@ -167,7 +167,7 @@ class SequenceParallel(Sharding):
     ) -> tuple[Tensor, Tensor | None]:
         scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         scores = Scores(scale, float(asked.softcap or 0.0))
-        return stages.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
+        return ops.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in

@@ -1,7 +1,7 @@
-"""Runs a plan, and the all-to-all around it, for all ranks of one sequence in one process.
+"""Runs the programs of all ranks of one sequence in one process.
 
-The walker, kernels and packing are those of the real ranks; only the transport is a mailbox. For tests, and to measure
-on one device. Takes global tensors and returns global ones.
+The walker, the kernels and the exchange of heads are those of the real ranks; only the transport is a mailbox. For
+tests, and to measure on one device. Takes global tensors and returns global ones.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import Tensor
 from .compiler.masks import Mask
 from .compiler.program import Wait
 from .compiler.shards import EvenShards, Shards, members_positions, tokens_of
-from .config import SequenceParallelConfig
+from .config import SequenceParallelConfig, check_heads
 from .errors import ConfigError, InputError
-from .runtime import inputs, ulysses
-from .runtime import sinks as sink
+from .runtime import inputs
 from .runtime.buffers import Tensors
-from .runtime.comm import Message, Sizes
+from .runtime.call import Saved
+from .runtime.comm import EXCHANGE, Message, Sizes
 from .runtime.kernels import Scores
 from .runtime.runtime import Runtime
 from .runtime.walk import Walk
-from .runtime.work import rowsum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +47,11 @@ class _Mailbox:
 
 
 class _VirtualComm:
-    def __init__(self, rank: int, mailbox: _Mailbox) -> None:
+    """members: the same for the exchange with Ulysses' members."""
+
+    def __init__(self, rank: int, mailbox: _Mailbox, members: _VirtualComm | None = None) -> None:
         self.rank, self.mailbox, self.early = rank, mailbox, 0  # who takes from a mailbox gains nothing by asking
+        self.members = members or self
         self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Waiting:
@@ -84,8 +86,15 @@ class _VirtualComm:
         self.received[kind] += elements
         return handle
 
-    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
-        raise AssertionError("the virtual runner exchanges heads for all members at once")
+    def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> _Waiting:
+        mine = self.members.rank
+        going, coming = sent.split(list(sizes[0])), received.split(list(sizes[1]))
+        sends, receives = (
+            [Message(peer, kind, 0, part, EXCHANGE) for peer, part in enumerate(parts)] for parts in (going, coming)
+        )
+        handle = self.members.post(sends, receives)
+        self.received[kind] += sum(sizes[1]) - sizes[1][mine]
+        return handle
 
 
 @dataclasses.dataclass
@@ -142,9 +151,9 @@ def attention(
     inputs.check_softcap(softcap)
     inputs.check_sinks(sinks, q)
     scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
-    ranks = _Ranks(config, shards, meant, scores, sinks, k.shape[2])
-    inputs.check_shares(ranks.runtimes[0], q, k, meant, shards, scores.softcap)
-    return ranks.attention(q, k, v, do)
+    check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
+    stages = 1 if config.head_stages == "auto" else config.head_stages
+    return _Ranks(config, shards, meant, scores, sinks).attention(q, k, v, do, stages)
 
 
 def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:
@@ -160,79 +169,69 @@ class _Ranks:
     """All SP ranks. Lists of tensors are indexed by SP rank = u + U * inner."""
 
     def __init__(
-        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None,
-        kv_heads: int,
-    ) -> None:  # fmt: skip
-        self.config, self.shards, self.mask, self.scores, self.sinks = config, shards, mask, scores, sinks
-        self.members, self.kv_heads = config.ulysses, kv_heads
-        topology = config.topology(config.size)
-        self.mailboxes = [_Mailbox() for _ in range(self.members)]
-        self.comms = [_VirtualComm(i // self.members, self.mailboxes[i % self.members]) for i in range(config.size)]
-        self.runtimes = [Runtime(config, topology, i // self.members, self.comms[i]) for i in range(config.size)]
-        held = [self.positions(side) for side in ("q", "kv")]
-        self.index = {"q": held[0], "kv": held[1]}
+        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None
+    ) -> None:
+        self.shards, self.mask, self.scores, self.sinks = shards, mask, scores, sinks
+        count, topology, ranks = config.ulysses, config.topology(config.size), range(config.size)
+        among_inner = [_Mailbox() for _ in range(count)]
+        among_members = [_Mailbox() for _ in range(config.size // count)]
+        self.mailboxes = among_inner + among_members
+        self.comms = [
+            _VirtualComm(r // count, among_inner[r % count], _VirtualComm(r % count, among_members[r // count]))
+            for r in ranks
+        ]
+        self.runtimes = [Runtime(config, topology, r // count, self.comms[r], r % count) for r in ranks]
+        self.index = {side: self.positions(side, count) for side in ("q", "kv")}
 
-    def positions(self, side: str) -> list[Tensor]:
+    def positions(self, side: str, members: int) -> list[Tensor]:
         """The global positions of every SP rank's tokens."""
         return [
             torch.tensor(held, dtype=torch.int64)
-            for inner in range(self.config.size // self.members)
-            for held in members_positions(self.shards, side, inner, self.members)
+            for inner in range(self.shards.size)
+            for held in members_positions(self.shards, side, inner, members)
         ]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None) -> Result:
-        heads, kv_heads = q.shape[2], self.kv_heads
-        operands = self.operands(q, k, v)
-        settings = self.mask, self.shards, self.scores
-        results = self.together([r.forward(*x, *settings) for r, x in zip(self.runtimes, operands, strict=True)])
-        for rank, (out, lse) in enumerate(results):
-            self.merge_sinks(rank, out, lse)
-        outs = self.outward("out_heads", "q", [[out] for out, _ in results], [heads])
-        out = self.unshard("q", [x[0] for x in outs], q.shape[1])
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, stages: int) -> Result:
+        local = list(zip(self.shard("q", q), self.shard("kv", k), self.shard("kv", v), strict=True))
+        settings, keep = (self.mask, self.shards, self.scores), 0 if self.runtimes[0].members.degree == 1 else 2
+        for runtime, (mine, its, _) in zip(self.runtimes, local, strict=True):
+            inputs.check_programs(runtime, mine, its, self.mask, self.shards, self.scores.softcap)
+        walks = [
+            runtime.forward(*own, self.sinks, *settings, stages, keep)
+            for runtime, own in zip(self.runtimes, local, strict=True)
+        ]
+        results = self.together(walks)
+        out = self.unshard("q", [x[0] for x in results], q.shape[1])
+        received = [comm.received for comm in self.comms]
         if do is None:
-            return Result(out, None, None, None, None, [comm.received for comm in self.comms])
-        dos = self.inward("do_heads", "q", [[x] for x in self.shard("q", do)])
-        saved = [(*d, *x, *result) for d, x, result in zip(dos, operands, results, strict=True)]
-        grads = self.together([r.backward(x, *settings) for r, x in zip(self.runtimes, saved, strict=True)])
-        (dq,), (dk, dv) = (
-            [self.unshard(side, list(x), whole.shape[1]) for x in zip(*local, strict=True)]
-            for side, whole, local in (
-                ("q", q, self.outward("dqkv", "q", [[dq] for dq, _, _ in grads], [heads])),
-                ("kv", k, self.outward("dqkv", "kv", [list(x[1:]) for x in grads], [kv_heads, kv_heads])),
-            )
+            return Result(out, None, None, None, None, received)
+        walks = [
+            self.backward(runtime, mine, own, found, stages, settings)
+            for runtime, mine, own, found in zip(self.runtimes, self.shard("q", do), local, results, strict=True)
+        ]
+        grads = self.together(walks)
+        dq, dk, dv = (
+            self.unshard(side, [x[index] for x in grads], whole.shape[1])
+            for index, (side, whole) in enumerate((("q", q), ("kv", k), ("kv", v)))
         )
-        sinks = self.sink_gradient([(x[0], *result) for x, result in zip(dos, results, strict=True)])
-        return Result(out, dq, dk, dv, sinks, [comm.received for comm in self.comms])
+        dsinks = None if self.sinks is None else torch.stack([x[3] for x in grads]).sum(0)
+        return Result(out, dq, dk, dv, dsinks, received)
 
-    def own_heads(self, rank: int, heads: int) -> slice:
-        return ulysses.heads_of(heads, self.kv_heads, self.members, rank % self.members)[0]
+    def backward(
+        self, runtime: Runtime, do: Tensor, own: Tensors, found: list[Tensor], stages: int, settings: tuple
+    ) -> Walk:
+        out, (lses, rest) = found[0], (found[1 : 1 + stages], found[1 + stages :])
+        alone = runtime.members.degree == 1
+        arrived, outs = (rest[: len(rest) - stages], rest[len(rest) - stages :]) if rest else ([], [])
+        given = {"do": do, "out": out, **dict(zip(("q", "k", "v"), own, strict=True))} if alone else {"do": do}
+        return runtime.backward(given, own[1].shape[2], self.sinks, Saved(lses, arrived, outs), *settings)
 
-    def merge_sinks(self, rank: int, out: Tensor, lse: Tensor) -> None:
-        if self.sinks is not None:
-            sink.merge_(out, lse, self.sinks[self.own_heads(rank, len(self.sinks))])
-
-    def sink_gradient(self, results: list[Tensors]) -> Tensor | None:
-        """The sum of all ranks'. results: (do, out, lse) of each."""
-        if self.sinks is None:
-            return None
-        total = torch.zeros_like(self.sinks)
-        for rank, (do, out, lse) in enumerate(results):
-            own = self.own_heads(rank, len(total))
-            total[own] += sink.gradient(rowsum(do, out, lse.dtype), lse, self.sinks[own])
-        return total
-
-    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of every inner rank and Ulysses member."""
-        queries = self.inward("qkv", "q", [[x] for x in self.shard("q", q)])
-        pairs = [list(x) for x in zip(self.shard("kv", k), self.shard("kv", v), strict=True)]
-        return [(x, y, z) for (x,), (y, z) in zip(queries, self.inward("qkv", "kv", pairs), strict=True)]
-
-    def together(self, walks: list[Walk]) -> list[Tensors]:
+    def together(self, walks: list[Walk]) -> list[list[Tensor]]:
         """Each rank goes on until it waits for what its peers have not posted yet, and then the next."""
         while any(walk.at < len(walk.program.code) for walk in walks):
             assert any([_go_on(walk) for walk in walks]), "ranks wait for one another"
         assert not any(queue for box in self.mailboxes for queue in box.letters.values()), "a message nobody received"
-        return [walk.result for walk in walks]
+        return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:
         return [x[:, held] for held in self.index[side]]
@@ -242,48 +241,6 @@ class _Ranks:
         for held, part in zip(self.index[side], parts, strict=True):
             whole[:, held] = part
         return whole
-
-    def all_to_all(self, kind: str, buffers: list[Tensor], sizes: Sequence[Sizes]) -> list[Tensor]:
-        """`exchange_heads` of all ranks."""
-        parts = [x.flatten().split(list(outgoing)) for x, (outgoing, _) in zip(buffers, sizes, strict=True)]
-        swapped = []
-        for rank, (_, incoming) in enumerate(sizes):
-            first, member = rank - rank % self.members, rank % self.members
-            swapped.append(torch.cat([parts[first + peer][member] for peer in range(self.members)]))
-            assert swapped[rank].numel() == sum(incoming)
-            self.comms[rank].received[kind] += sum(incoming) - incoming[member]
-        return swapped
-
-    def inward(self, kind: str, side: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        its = ulysses.deal(tuple(x.shape[2] for x in tensors[0]), self.kv_heads, self.members)
-        batch, _, _, dim = tensors[0][0].shape
-        buffers = [ulysses.pack_in(x, its) for x in tensors]
-        found = self.all_to_all(kind, buffers, self.sizes(its, side, batch * dim))
-        heads = [ulysses.own_heads(tensors[0], self.kv_heads, self.members, u) for u in range(self.members)]
-        return [
-            ulysses.split_in(x.view(-1, batch, sum(mine), dim), mine)
-            for x, mine in zip(found, heads * (len(found) // self.members), strict=True)
-        ]
-
-    def outward(self, kind: str, side: str, tensors: list[list[Tensor]], heads: list[int]) -> list[list[Tensor]]:
-        its = ulysses.deal(tuple(heads), self.kv_heads, self.members)
-        batch, _, _, dim = tensors[0][0].shape
-        joined = [ulysses.join_out(x).contiguous() for x in tensors]
-        sizes = [(outgoing, incoming) for incoming, outgoing in self.sizes(its, side, batch * dim)]
-        found = self.all_to_all(kind, joined, sizes)
-        return [
-            ulysses.unpack_out(x, its, batch, len(held), dim) for x, held in zip(found, self.index[side], strict=True)
-        ]
-
-    def sizes(self, its: ulysses.Deal, side: str, token: int) -> list[Sizes]:
-        """Inward, of every rank."""
-        ranks = range(self.config.size)
-        return [ulysses.sizes(its, self.counts(side, rank), rank % self.members, token) for rank in ranks]
-
-    def counts(self, side: str, rank: int) -> list[int]:
-        """The tokens of the members of a rank's inner rank."""
-        first = rank - rank % self.members
-        return [len(held) for held in self.index[side][first : first + self.members]]
 
 
 def _go_on(walk: Walk) -> bool:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from . import overlap
+from . import exchange, overlap
 from .actions import Key, Steps
+from .exchange import ALL_KEPT, Heads, Kept, Members, Traffic
 from .layout import NAMED
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
-from .program import Product, Program, Slot
+from .program import Product, Program, Slot, Trade
 from .schedules import Schedule
 from .shape import Field, Place, Shape, buffer_bytes, places_of
-from .shards import EvenShards, Shards
+from .shards import EvenShards, Shards, members_tokens
 from .tiles import Tile, tiles
 from .topology import Topology
 
@@ -97,18 +98,22 @@ def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes:
 
 
 class Bound:
-    """A program with the lengths of one call: read by the walker, the simulator and the memory figure."""
+    """A program with the lengths of one call: read by the walker, the simulator and the memory figure. shapes: of the
+    inner tensors of every stage. heads: who has which; None for an inner program alone."""
 
     def __init__(
-        self, program: Program, shape: Shape, shards: Shards, mask: Mask, square: bool, growing: _Growing | None = None
-    ) -> None:
-        self.program, self.shape, self.shards, self.mask, self.square = program, shape, shards, mask, square
+        self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, square: bool,
+        growing: _Growing | None = None, heads: Heads | None = None,
+    ) -> None:  # fmt: skip
+        self.program, self.shapes, self.shards, self.mask, self.square = program, shapes, shards, mask, square
+        self.shape, self.heads = shapes[0], heads
         self._growing, self._run = growing, run_length(shards) if growing else 0
         self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
-        self._per_token = shape.elements_per_token(program.direction)
+        self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
         self._fields = tuple(self._fields_of(slot) for slot in program.slots)
         self._bytes: dict[tuple[int, str, Key], int] = {}
         self._places: dict[tuple[int, int], tuple[Place, ...]] = {}
+        self._traffic: dict[Trade, Traffic] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """The kernel calls of a product."""
@@ -130,9 +135,18 @@ class Bound:
         """Of some blocks of q (or its results), or of k/v."""
         return self.shards.tokens(side_of(kind), key)
 
-    def elements(self, kind: str, key: Key) -> int:
-        """What a unit brings."""
-        return self.tokens(kind, key) * self._per_token[kind]
+    def elements(self, slot: int, kind: str, key: Key) -> int:
+        """What a unit in a slot brings."""
+        return self.tokens(kind, key) * self._per_token[self.program.slots[slot].stage][kind]
+
+    def traffic(self, trade: Trade) -> Traffic:
+        """What an exchange of heads sends and receives."""
+        found = self._traffic.get(trade)
+        if found is None:
+            assert self.heads is not None  # who has no exchanges is not asked
+            settings = self.shapes[trade.stage], self.shards, self.program.rank
+            found = self._traffic[trade] = exchange.traffic(self.heads, trade, *settings)
+        return found
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """What a unit takes of a slot."""
@@ -155,12 +169,17 @@ class Bound:
         return self._fields[slot]
 
     def _fields_of(self, slot: Slot) -> tuple[Field, ...]:
-        dtype = self.shape.wide if slot.role == "wide" else None
-        return self.shape.fields(self.program.direction, slot.kind, dtype)
+        if slot.trade:
+            return ()
+        shape = self.shapes[slot.stage]
+        return shape.fields(self.program.direction, slot.kind, shape.wide if slot.role == "wide" else None)
 
     def slot_bytes(self, slot: int) -> int:
         """What it must hold: the largest of its units, or one part after the other."""
-        kind, _, keys = self.program.slots[slot]
+        kind, role, keys, _, trade = self.program.slots[slot]
+        if trade:
+            traffic = self.traffic(trade)
+            return sum(traffic.outgoing if role == "sent" else traffic.incoming) * traffic.itemsize
         tokens = max(self.tokens(kind, key) for key in (keys[:1] if self.shards.even else keys))
         parts = len(keys[0])
         return parts * buffer_bytes(self.fields(slot), self.shape.batch * -(-tokens // parts))
@@ -173,6 +192,7 @@ class Compiler:
         self.recipe, self.rank, self.early = recipe, rank, early
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
         self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
         self._growing: OrderedDict[Hashable, _Growing] = OrderedDict()
 
@@ -183,8 +203,33 @@ class Compiler:
         if found is None:
             program = self.program(direction, mask, shards, shape)
             growing = self.growing(mask, shards, square)
-            found = _kept(self._bound, key, lambda: Bound(program, shape, shards, mask, square, growing))
+            found = _kept(self._bound, key, lambda: Bound(program, (shape,), shards, mask, square, growing))
         return found
+
+    def call(
+        self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, square: bool,
+        stages: int = 1, kept: Kept = ALL_KEPT, lse: bool = False,
+    ) -> Bound:  # fmt: skip
+        """Of a whole call. own: the shape of a rank's own tensors, of all heads; members: of Ulysses. Raises as `bound`
+        does."""
+        key = direction, mask, shards, own, members, square, stages, kept, lse
+        found = self._bound.get(key)
+        if found is None:
+            heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
+            found = _kept(self._bound, key, lambda: self._call(direction, mask, shards, own, heads, square, kept, lse))
+        return found
+
+    def _call(
+        self, direction: str, mask: Mask, shards: Shards, own: Shape, heads: Heads, square: bool, kept: Kept, lse: bool
+    ) -> Bound:
+        shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(len(heads.stages)))
+        inner = tuple(self.program(direction, mask, shards, shape) for shape in shapes)
+        count, rank = heads.members.degree, self.rank
+        together = members_tokens(shards, "q", rank, count) == members_tokens(shards, "kv", rank, count)
+        key = "call", tuple(map(id, inner)), count, together, kept, lse
+        # the inner programs are kept with it: a number of `id` is good for as long as they are
+        _, program = _kept(self._calls, key, lambda: (inner, exchange.whole(inner, count, together, kept, lse)))
+        return Bound(program, shapes, shards, mask, square, self.growing(mask, shards, square), heads)
 
     def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
         pattern = self.pattern(mask, shards)

@@ -7,6 +7,9 @@ query heads of one to its members. Runs differ by one at most, the longer ones f
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .topology import divisors
@@ -77,3 +80,66 @@ def most(q_heads: int, kv_heads: int, members: int) -> tuple[int, int]:
 def equally(q_heads: int, kv_heads: int, members: int) -> bool:
     """Whether all members have as many heads as one another, and all shared key/value heads as many members."""
     return q_heads % members == 0 and (kv_heads % members == 0 or members % kv_heads == 0)
+
+
+# ---- an exchange of heads
+
+
+def _held(heads: int, kv_heads: int, members: int, member: int) -> slice:
+    """The heads that a member works on, of one tensor of `heads` in all: of k or v where these are kv_heads, or else of
+    q. (Where q has as many as k it is dealt as k is.)"""
+    q, kv = heads_of(heads, kv_heads, members, member)
+    return kv if heads == kv_heads else q
+
+
+class Run(NamedTuple):
+    """Neighbouring members with equal shares. Of each tensor: the heads of one member, those of all together, and how
+    many members work on one and the same head."""
+
+    members: int
+    heads: tuple[int, ...]
+    spans: tuple[slice, ...]
+    sharing: tuple[int, ...]
+
+
+class Deal(NamedTuple):
+    """How tensors of `totals` heads go to members. widths: the heads of all tensors that each member has; split: of
+    each tensor, whether the members of one of its heads are in several runs."""
+
+    totals: tuple[int, ...]
+    runs: tuple[Run, ...]
+    widths: tuple[int, ...]
+    split: tuple[bool, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def deal(totals: tuple[int, ...], kv_heads: int, members: int) -> Deal:
+    """totals: heads of tensors that travel together."""
+    shares = [tuple(_held(total, kv_heads, members, member) for total in totals) for member in range(members)]
+    heads = [tuple(x.stop - x.start for x in share) for share in shares]
+
+    def alike(member: int) -> tuple:
+        sharers = [sum(other[i] == mine for other in shares) for i, mine in enumerate(shares[member])]
+        return heads[member], sharers
+
+    runs = [_alike([shares[member] for member in mine]) for _, mine in itertools.groupby(range(members), alike)]
+    split = (
+        any(after.start < before.stop for before, after in itertools.pairwise(spans))
+        for spans in zip(*(run.spans for run in runs), strict=True)
+    )
+    return Deal(totals, tuple(runs), tuple(map(sum, heads)), tuple(split))
+
+
+def _alike(shares: list[tuple[slice, ...]]) -> Run:
+    """shares: of each member, which heads of each tensor."""
+    heads = tuple(mine.stop - mine.start for mine in shares[0])
+    spans = tuple(slice(first.start, last.stop) for first, last in zip(shares[0], shares[-1], strict=True))
+    sharing = (len(shares) * h // (span.stop - span.start) for h, span in zip(heads, spans, strict=True))
+    return Run(len(shares), heads, spans, tuple(sharing))
+
+
+def sizes(its: Deal, counts: Sequence[int], member: int, token: int) -> tuple[list[int], list[int]]:
+    """Elements that go to every member inward and that come from each; outward the other way round. token: those of one
+    head of a token, in the whole batch."""
+    outside = counts[member] * token
+    return [outside * width for width in its.widths], [count * its.widths[member] * token for count in counts]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .actions import Collective, Key, Unit
 
 LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
-OWN = -1  # in place of a slot: the caller's own tensors, or those of its first block; see `own_slot`
+OWN = -1  # in place of a slot: the stage's own tensors, or those of its first block; see `own_slot`
 
 
 def own_slot(part: int) -> int:
@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """The caller's tensors of an operand are copied into a message."""
+    """Own tensors of an operand are copied into a message."""
 
     step: int
     unit: Unit
@@ -134,7 +134,62 @@ class Finish(NamedTuple):
     results: tuple[tuple[Unit, int], ...]
 
 
-Instruction = Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
+class Trade(NamedTuple):
+    """Tensors of a stage's heads that Ulysses' members exchange together. inward: own tokens of all the stage's heads
+    become the inner rank's tokens of a member's own heads; else the reverse. fields: of `compiler.exchange`."""
+
+    stage: int
+    inward: bool
+    fields: tuple[str, ...]
+
+
+class PackHeads(NamedTuple):
+    """What each member is sent stands together: inward some of the caller's tensors, outward results of the stage."""
+
+    step: int
+    trade: Trade
+    into: int
+
+
+class ExchangeStart(NamedTuple):
+    """An all-to-all among `ranks`, Ulysses' members by their numbers."""
+
+    step: int
+    ticket: int
+    trade: Trade
+    ranks: tuple[int, ...]
+    sent: int
+    received: int
+
+
+class Enter(NamedTuple):
+    """From here on own tensors are those of a stage. arrived: what its members sent, by slot."""
+
+    step: int
+    stage: int
+    arrived: tuple[tuple[Trade, int], ...]
+
+
+class Leave(NamedTuple):
+    """What the stage's `Finish` gave is its result; its operands are given up."""
+
+    step: int
+    stage: int
+
+
+class UnpackHeads(NamedTuple):
+    """Results that came outward go to their heads of the caller's tokens."""
+
+    step: int
+    trade: Trade
+    received: int
+
+
+Instruction = (
+    Pack | Post | Wait | GatherStart | Assemble | Product | Merge | Export | ScatterStart | Fold | Finish
+    | PackHeads | ExchangeStart | Enter | Leave | UnpackHeads
+)  # fmt: skip
+Started = Post | GatherStart | ScatterStart | ExchangeStart  # what a `Wait` ends
 # the fields of each that are slots; transfers and results name more
 SLOTS: dict[type, tuple[str, ...]] = {
     Pack: ("into",),
@@ -148,6 +203,11 @@ SLOTS: dict[type, tuple[str, ...]] = {
     ScatterStart: ("own", "kept", "sent", "received"),
     Fold: ("received", "own"),
     Finish: (),
+    PackHeads: ("into",),
+    ExchangeStart: ("sent", "received"),
+    Enter: (),
+    Leave: (),
+    UnpackHeads: ("received",),
 }
 
 
@@ -158,6 +218,8 @@ def slots_of(instruction: Instruction) -> list[int]:
         found += [transfer.slot for transfer in (*instruction.sends, *instruction.receives)]
     if isinstance(instruction, Product | Finish):
         found += [slot for _, slot in instruction.results]
+    if isinstance(instruction, Enter):
+        found += [slot for _, slot in instruction.arrived]
     return [slot for slot in found if not is_own(slot)]
 
 
@@ -169,16 +231,21 @@ def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction
             new[field] = tuple(t._replace(slot=name(t.slot)) for t in getattr(instruction, field))
     if isinstance(instruction, Product | Finish):
         new["results"] = tuple((unit, name(slot)) for unit, slot in instruction.results)
+    if isinstance(instruction, Enter):
+        new["arrived"] = tuple((trade, name(slot)) for trade, slot in instruction.arrived)
     return instruction._replace(**new)
 
 
 class Slot(NamedTuple):
     """A buffer. kind: of the units it holds. role: "operand"; "wide", a running result; "travel", a result in the dtype
-    that it travels in. keys: the units' blocks, as many in each."""
+    that it travels in; "sent" or "received" in an exchange of heads, `trade`. keys: the units' blocks, as many in each.
+    stage: whose heads it has."""
 
     kind: str
     role: str
     keys: tuple[Key, ...]
+    stage: int = 0
+    trade: Trade | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,10 @@ class Shape:
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
+    def of_heads(self, q: slice, kv: slice) -> Shape:
+        """The same of some of the heads."""
+        return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
+
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
         """The tensors of a unit of this kind. dtype: of a result that does not travel; default `travel`."""
         q, row = (self.q_heads, self.head_dim), (self.q_heads, 0)

@@ -47,6 +47,14 @@ class Buffers:
             at += size
         return found
 
+    def elements(self, slot: int, dtype: str) -> Tensor:
+        """The whole slot as one run of elements."""
+        return self._buffer(slot).view(DTYPES[dtype])
+
+    def adopt(self, slot: int, tensor: Tensor) -> None:
+        """The bytes of a tensor without gaps become the slot's."""
+        self.made[slot] = tensor.view(-1).view(torch.uint8)
+
     def free(self, slot: int) -> None:
         self.made[slot] = None
         self.seen.pop(slot, None)

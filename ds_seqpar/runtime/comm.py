@@ -60,9 +60,9 @@ class Comm(Protocol):
         """Bytes (so many) for each of the ranks, and from each, in `order`. elements: that arrive from others."""
         ...
 
-    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
-        """sent, contiguous: its first sizes[0][0] elements go to Ulysses member 0, and so on. The result has one
-        dimension: sizes[1][0] elements from member 0, and so on."""
+    def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
+        """An all-to-all among Ulysses' members: the first sizes[0][0] elements of sent go to member 0, and so on; the
+        first sizes[1][0] of received come from it."""
         ...
 
 
@@ -201,12 +201,12 @@ def _gathered(received: Tensor, sent: Tensor, size: int, group: Group) -> list:
     return _told_first(received.split([sent.numel()] * size), [sent] * size, group)
 
 
-def _traded(received: Tensor, sent: Tensor, sizes: Sizes, group: Group) -> list:
-    """An all-to-all."""
+def _traded(received: Tensor, sent: Tensor, sizes: Sizes, group: Group, ahead: int | None = None) -> list:
+    """An all-to-all. ahead: as `_told_first` takes it."""
     outgoing, incoming = map(list, sizes)
     if sent.device.type != "cpu":
         return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
-    return _told_first(received.split(incoming), sent.split(outgoing), group)
+    return _told_first(received.split(incoming), sent.split(outgoing), group, ahead)
 
 
 class TorchComm:
@@ -251,16 +251,10 @@ class TorchComm:
         self._count(kind, elements, received.numel())
         return Works("an all-to-all", group, works, [sent, received])
 
-    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
+    def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> Handle:
         group, incoming = self.groups.ulysses, sizes[1]
-        result = sent.new_empty(sum(incoming))
         with failing("the Ulysses all-to-all", group):
-            if sent.device.type != "cpu":
-                dist.all_to_all_single(result, sent.flatten(), list(incoming), list(sizes[0]), group=group)
-            else:
-                pieces = result.split(list(incoming)), sent.flatten().split(list(sizes[0]))
-                for work in _told_first(*pieces, group, AHEAD):
-                    work.wait()
+            works = _traded(received, sent, sizes, group, AHEAD)
         others = sum(incoming) - incoming[dist.get_rank(group)]
-        self._count(kind, others, others * result.element_size())
-        return result
+        self._count(kind, others, others * received.element_size())
+        return Works("the Ulysses all-to-all", group, works, [sent, received])

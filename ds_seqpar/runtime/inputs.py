@@ -6,7 +6,6 @@ Annotations say what a user is meant to give. The checks take what was given, wh
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import numbers
 from typing import Any, TypeGuard
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..compiler.heads import dealt
 from ..compiler.layout import multiple
 from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
@@ -237,16 +235,17 @@ def check_shares(
     check_heads(members, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
-    elif runtime.member is not None:
-        _check_tokens(runtime, runtime.member, q, k, shards)
-    if shards is None:
         check_documents(mask, q.shape[1] * config.size)
-    held = runtime.shards(q.shape[1] * members) if shards is None else shards
-    shares = dealt(q.shape[2], k.shape[2], members)
-    mine = shares if runtime.member is None else [shares[runtime.member]]
-    for direction, (q_heads, kv_heads) in itertools.product(("forward", "backward"), mine):
-        runtime.bound(direction, q[:, :1, q_heads], k[:, :1, kv_heads], mask, held, softcap)
+    else:
+        _check_tokens(runtime, q, k, shards)
+    check_programs(runtime, q, k, mask, runtime.shards(q.shape[1] * members) if shards is None else shards, softcap)
     runtime.checked = key
+
+
+def check_programs(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0) -> None:
+    """Raises ConfigError or KernelError where this rank has no program or no kernel for its own q and k."""
+    for direction in ("forward", "backward"):
+        runtime.bound(direction, q, k.shape[2], mask, shards, softcap)
 
 
 def check_documents(mask: Mask, seq: int) -> None:
@@ -268,9 +267,9 @@ def check_shards(shards: object, size: int, layout: str) -> None:
     check_parts(shards, layout)
 
 
-def _check_tokens(runtime: Runtime, member: int, q: Tensor, k: Tensor, shards: Shards) -> None:
-    members = runtime.config.ulysses
-    wanted = [members_tokens(shards, side, runtime.rank, members)[member] for side in ("q", "kv")]
+def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
+    count, member = runtime.members
+    wanted = [members_tokens(shards, side, runtime.rank, count)[member] for side in ("q", "kv")]
     if [q.shape[1], k.shape[1]] != wanted:
         raise InputError(
             f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "

@@ -7,79 +7,65 @@ number goes by its handle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 
+from ..compiler.exchange import Heads
 from ..compiler.masks import Mask
-from ..compiler.shards import Shards, UnevenShards, members_tokens
+from ..compiler.shards import Shards, UnevenShards, members_tokens, tokens_of
 from ..errors import InputError
 from ..handles import held, hold, of_handle
-from . import sinks as sink
-from . import ulysses
+from . import keeping
 from .buffers import Tensors
-from .exchange import Context, Place, gather_heads, scatter_heads
+from .call import Saved
 from .inputs import Asked, agree_on_inputs
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
-from .work import rowsum, wide
+from .work import wide
 
+Context: TypeAlias = Any  # of a backward to come: torch's own type of it has none of the attributes that one gives it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
 def attention(
     runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scores: Scores,
-    sinks: Tensor | None = None, after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q (B, s, Hq, D), k and v (B, s, Hkv, D) of this rank's tokens, sinks (Hq,) -> out as q, differentiable, and the
-    lse of the heads that this Ulysses member works on. after: what must have been computed before anything is sent."""
-    handle, members = runtime.handle, runtime.config.ulysses
-    handles = handle, mask.handle, handle_of_shards(shards)
-    if members == 1:
-        return attend(*tensors, sinks, *handles, *scores, after)
-    (q, k, v), counts = tensors, counts_of(runtime, tensors, shards)
-    heads, place = q.shape[2], place_of(runtime, k)
-    if counts[0] == counts[1]:
-        q, k, v = _inward([q, k, v], counts[0], place, handle, after)
-    else:  # queries and keys are shared otherwise
-        (q,) = _inward([q], counts[0], place, handle, after)
-        k, v = _inward([k, v], counts[1], place, handle, after)
-    if sinks is not None:
-        sinks = sinks[ulysses.heads_of(heads, *place)[0]]
-    out, lse = attend(q, k, v, sinks, *handles, *scores, None)
-    return gather_heads(ulysses.join_out([out]), [heads], counts[0], place, handle, "out_heads")[0], lse
+    sinks: Tensor | None = None, after: Tensor | None = None, lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """q (B, s, Hq, D), k and v (B, t, Hkv, D) of this rank's tokens, sinks (Hq,) -> out as q, differentiable, and with
+    lse the lse (B, s, Hq) of its rows. after: what must have been computed before anything is sent.
+
+    A checkpoint keeps the inner q, k and v, so that nothing is sent twice. Stages alone send theirs again: what they
+    are for is that the inner tensors of all heads are never there together.
+    """
+    again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
+    stages = _stages(runtime, tensors, mask, shards)
+    keep = 0
+    if runtime.members.degree > 1:
+        keep = (1 if again else 2) if stages == 1 else int(again and keeping.is_kept())
+    handles = runtime.handle, mask.handle, handle_of_shards(shards)
+    given = *tensors, sinks, *handles, *scores, stages, keep, lse, after
+    out, *rest = Once.apply(*given) if again else attend(*given)
+    return out, rest[-1] if lse else None
 
 
-def _inward(tensors: list[Tensor], counts: list[int], place: Place, handle: int, after: Tensor | None) -> list[Tensor]:
-    arrived = scatter_heads(tensors, counts, place, handle, "qkv", after)
-    return ulysses.split_in(arrived, ulysses.own_heads(tensors, *place))
-
-
-def place_of(runtime: Runtime, k: Tensor) -> Place:
-    assert runtime.member is not None  # None is for virtual ranks
-    return k.shape[2], runtime.config.ulysses, runtime.member
+def _stages(runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None) -> int:
+    q, k, _ = tensors
+    count = runtime.config.head_stages
+    if count != "auto":
+        return count
+    if torch.compiler.is_compiling():
+        return 1  # the figure of memory needs numbers, and the compiler may have symbols
+    held_here = runtime.shards(q.shape[1] * runtime.members.degree) if shards is None else shards
+    return runtime.fewest_stages(q, k, mask, held_here)
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
     """None: those of the configured layout."""
     return CONFIGURED if shards is None else shards.handle
-
-
-def counts_of(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[list[int]]:
-    """The tokens of every Ulysses member, of q and of k/v."""
-    members = runtime.config.ulysses
-    if shards is None:
-        return [[tensors[0].shape[1]] * members] * 2
-    return [members_tokens(shards, side, runtime.rank, members) for side in ("q", "kv")]
-
-
-def gather_lse(runtime: Runtime, lse: Tensor, tensors: Tensors, shards: UnevenShards | None) -> Tensor:
-    """The lse (B, s, Hq) of this rank's own tokens, from what `attention` returns for these q, k and v."""
-    if runtime.config.ulysses == 1:
-        return lse
-    (q, k, _), joined = tensors, ulysses.join_out([lse.unsqueeze(-1)])
-    counts, place = counts_of(runtime, tensors, shards)[0], place_of(runtime, k)
-    return gather_heads(joined, [q.shape[2]], counts, place, runtime.handle, "lse_heads")[0].squeeze(-1)
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
@@ -120,11 +106,11 @@ def _(
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
-def _shards(runtime: Runtime, shards: int, q: Tensor) -> Shards:
-    return runtime.shards(q.shape[1]) if shards == CONFIGURED else of_handle(shards)
+def _shards(runtime: Runtime, shards: int, tokens: int) -> Shards:
+    return runtime.shards(tokens * runtime.members.degree) if shards == CONFIGURED else of_handle(shards)
 
 
-def _finish(walk: Walk, device: torch.device) -> Tensors:
+def _finish(walk: Walk, device: torch.device) -> list[Tensor]:
     if not torch.is_autocast_enabled(device.type):
         return run(walk)
     with torch.autocast(device.type, enabled=False):  # dtypes are chosen already, and sums stay wide
@@ -134,77 +120,115 @@ def _finish(walk: Walk, device: torch.device) -> Tensors:
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
-    scale: float, softcap: float, after: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scale: float, softcap: float, stages: int, keep: int, lse: bool, after: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """[out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows]."""
     runtime, scores = of_handle(handle), Scores(scale, softcap)
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
-    out, lse = _finish(runtime.forward(q, k, v, of_handle(mask), _shards(runtime, shards, q), scores), q.device)
-    if sinks is not None:
-        sink.merge_(out, lse, sinks)
-    return out, lse
+    its = of_handle(mask), _shards(runtime, shards, q.shape[1]), scores
+    return _finish(runtime.forward(q, k, v, sinks, *its, stages, keep, lse), q.device)
 
 
 @attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
-    scale: float, softcap: float, after: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    scale: float, softcap: float, stages: int, keep: int, lse: bool, after: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    runtime = of_handle(handle)
+    heads = Heads.of(q.shape[2], k.shape[2], runtime.members, stages)
+    tokens = [_inner_tokens(runtime, shards, x.shape[1], side) for x, side in ((q, "q"), (k, "kv"))]
+    batch, dim, found = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
+    widths = [[part.stop - part.start for part in heads.inner(stage)] for stage in range(stages)]
+    found += [q.new_empty(batch, tokens[0], width, dtype=wide(q.dtype)) for width, _ in widths]
+    for q_width, kv_width in widths if keep else ():
+        if _together(runtime, shards):
+            found.append(q.new_empty(tokens[0], batch, q_width + 2 * kv_width, dim))
+        else:
+            found += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
+    if keep > 1:
+        found += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
+    return [*found, q.new_empty(q.shape[:-1], dtype=wide(q.dtype))] if lse else found
 
 
-def _save_attention(ctx: Context, inputs: tuple, output: tuple) -> None:
-    q, k, v, sinks, *ctx.handles, scale, softcap, _ = inputs
-    ctx.held, ctx.scores = held(*ctx.handles), (scale, softcap)
-    ctx.save_for_backward(q, k, v, *output, sinks)
+def _inner_tokens(runtime: Runtime, shards: int, tokens: int, side: str) -> int:
+    """Of the inner rank."""
+    if shards == CONFIGURED:
+        return tokens * runtime.members.degree
+    return tokens_of(of_handle(shards), side, runtime.rank)
 
 
-def _differentiate_attention(ctx: Context, do: Tensor, _: Tensor) -> tuple:
-    q, k, v, out, lse, sinks = ctx.saved_tensors
-    grads = attend_backward(do, q, k, v, out, lse, *ctx.handles, *ctx.scores)
-    return *grads, None if sinks is None else sink.gradient(rowsum(do, out, lse.dtype), lse, sinks), *[None] * 6
+def _together(runtime: Runtime, shards: int) -> bool:
+    """Whether members have as many queries as keys, so that both travel as one."""
+    if shards == CONFIGURED:
+        return True
+    q, kv = (members_tokens(of_handle(shards), x, runtime.rank, runtime.members.degree) for x in ("q", "kv"))
+    return q == kv
+
+
+def _save_attention(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
+    q, k, v, sinks, *ctx.handles, scale, softcap, ctx.stages, ctx.keep, lse, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.held, ctx.scores, ctx.k_shape = held(*ctx.handles), (scale, softcap), list(k.shape)
+    out, *rest = output[: len(output) - lse]
+    own = () if ctx.keep else (q, k, v)
+    ctx.save_for_backward(sinks, *rest, *(() if ctx.keep > 1 else (out,)), *own)
+
+
+def _differentiate_attention(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
+    do, (sinks, *saved) = grads[0], ctx.saved_tensors
+    if do is None:
+        return (None,) * 13
+    found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.handles, *ctx.scores, ctx.stages, ctx.keep)
+    return *found[:3], found[3] if sinks is not None else None, *[None] * 9
 
 
 attend.register_autograd(_differentiate_attention, setup_context=_save_attention)
 
 
+class Once(torch.autograd.Function):
+    """The same op in a checkpointed function, of which the second run takes what the first one gave."""
+
+    @staticmethod
+    def forward(ctx: Context, *inputs: Any) -> Tensors:
+        found = keeping.once(lambda: tuple(attend(*inputs)))
+        _save_attention(ctx, inputs, found)
+        ctx.mark_non_differentiable(*found[1:])
+        return found
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple:
+        return _differentiate_attention(ctx, grads)
+
+
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
 def attend_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    handle: int,
-    mask: int,
-    shards: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    runtime, scores = of_handle(handle), Scores(scale, softcap)
-    walk = runtime.backward((do, q, k, v, out, lse), of_handle(mask), _shards(runtime, shards, q), scores)
-    dq, dk, dv = _finish(walk, q.device)
-    return dq, dk, dv
+    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int,
+) -> list[Tensor]:  # fmt: skip
+    """[dq, dk, dv, with sinks theirs]. saved: as `_save_attention` leaves it."""
+    runtime, scores, rest = of_handle(handle), Scores(scale, softcap), list(saved)
+    own = {"do": do}
+    if not keep:
+        own |= zip(("v", "k", "q"), (rest.pop(), rest.pop(), rest.pop()), strict=True)
+    if keep < 2:
+        own["out"] = rest.pop()
+    lses, rest = rest[:stages], rest[stages:]
+    outs = rest[len(rest) - stages :] if keep > 1 else []
+    left = Saved(lses, rest[: len(rest) - len(outs)], outs)
+    its = of_handle(mask), _shards(runtime, shards, do.shape[1]), scores
+    return _finish(runtime.backward(own, k_shape[2], sinks, left, *its), do.device)
 
 
 @attend_backward.register_fake
 def _(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    handle: int,
-    mask: int,
-    shards: int,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int,
+) -> list[Tensor]:  # fmt: skip
+    found = [do.new_empty(do.shape), do.new_empty(k_shape), do.new_empty(k_shape)]
+    return found if sinks is None else [*found, sinks.new_empty(sinks.shape)]
 
 
-def _refuse_second_derivative(ctx: Context, *grads: Tensor) -> tuple:
+def _refuse_second_derivative(ctx: Context, *grads: Any) -> tuple:
     raise InputError(
         "sequence parallel attention has no second derivative; got a gradient of its gradient (create_graph=True), "
         "use torch's own attention where you need one"

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from torch import Tensor
 
 from ..compiler.compile import Bound, Compiler
+from ..compiler.exchange import ALL_KEPT, Kept, Members
+from ..compiler.heads import heads_of
 from ..compiler.masks import Mask
 from ..compiler.memory import fewest_stages
-from ..compiler.shape import shape_of
+from ..compiler.shape import Shape, shape_of
 from ..compiler.shards import EvenShards, Shards
 from ..compiler.topology import Topology
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
 from ..handles import handle_of
-from .buffers import Tensors
-from .comm import Comm, Sizes
+from .call import BackwardCall, ForwardCall, Saved
+from .comm import Comm
 from .kernels import BlockSpec, Kernel, Scores, select
 from .recorder import Recorder
 from .walk import Walk
-from .work import Backward, Forward
 
 NOT_RECORDED = contextlib.nullcontext()
 
 
 class Runtime:
-    """Settings, this rank's place and its transport. rank: the inner rank; member: its place among the Ulysses members,
-    None where one process is all of them. checked, staged: what was found fit, and staged, last. recorder: who writes
-    down when this rank does what, while somebody asks for it."""
+    """Settings, this rank's place and its transport. rank: the inner rank; members: of Ulysses. checked, staged: what
+    was found fit, and staged, last. recorder: who writes down when this rank does what, while somebody asks for it."""
 
     def __init__(
-        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int | None = None
+        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0
     ) -> None:
-        self.member = member
+        self.members = Members(config.ulysses, member)
         self.checked: object = None
         self.recorder: Recorder | None = None
         self.staged: tuple[tuple, int] | None = None
@@ -47,58 +48,69 @@ class Runtime:
         """Whatever is inside is one event of the record, if there is one."""
         return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
 
-    def exchange_heads(self, kind: str, sent: Tensor, sizes: Sizes) -> Tensor:
-        """`Comm.exchange_heads`."""
-        assert self.member is not None  # None is for virtual ranks
-        arriving = (sum(sizes[1]) - sizes[1][self.member]) * sent.element_size()
-        with self.recorded("exchange", kind, arriving):
-            return self.comm.exchange_heads(kind, sent, sizes)
-
     def shards(self, tokens: int) -> Shards:
         """The configured layout of a sequence of which every inner rank holds `tokens`."""
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
-        self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *more: Any
     ) -> tuple[Bound, Kernel]:
-        """The program for inner tensors q (B, n, Hq, D), k (B, m, Hkv, D), and the kernel that it calls."""
-        key = q.shape, k.shape, q.dtype, q.device, mask, shards, softcap
+        """The program for a rank's own tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
+        more: stages, kept and lse, as `Compiler.call` takes them."""
+        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, more
         last = self.last.get(direction)
         if last is None or last[0] != key:
-            last = self.last[direction] = key, self._bound(direction, q, k, mask, shards, softcap)
+            last = self.last[direction] = key, self._bound(direction, q, kv_heads, mask, shards, softcap, more)
         return last[1]
 
     def _bound(
-        self, direction: str, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, more: tuple
     ) -> tuple[Bound, Kernel]:
-        dtype, heads = str(q.dtype).removeprefix("torch."), (q.shape[2], k.shape[2], q.shape[3])
-        kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads, softcap))
-        shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
-        return self.compiler.bound(direction, mask, shards, shape, kernel.square), kernel
+        own = self.own_shape(q, kv_heads)
+        inner = own.of_heads(*heads_of(own.q_heads, own.kv_heads, *self.members))
+        kernel = select(
+            self.config.kernel, BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
+        )
+        return self.compiler.call(direction, mask, shards, own, self.members, kernel.square, *more), kernel
+
+    def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
+        """Of a rank's own tensors."""
+        dtype = str(q.dtype).removeprefix("torch.")
+        return shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
     def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
         """Of heads, given a rank's own q and k: as few that attention takes no more than its q, k, v and out, in the
         program of the first inner rank, which all know."""
-        key, dtype = (q.shape, k.shape, q.dtype, mask, shards), str(q.dtype).removeprefix("torch.")
-        own = shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], k.shape[2], q.shape[3]))
+        key = q.shape, k.shape, q.dtype, mask, shards
         if self.staged is None or self.staged[0] != key:
-            settings = self.config.ulysses, self.config.travel_dtype
-            self.staged = key, fewest_stages(self.compiler.recipe, *settings, own, mask, shards)
+            settings = self.config.ulysses, self.config.travel_dtype, self.own_shape(q, k.shape[2])
+            self.staged = key, fewest_stages(self.compiler.recipe, *settings, mask, shards)
         return self.staged[1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, shards: Shards, scores: Scores) -> Walk:
-        """A walk that ends with (out as q, lse (B, n, Hq))."""
-        bound, kernel = self.bound("forward", q, k, mask, shards, scores.softcap)
-        return Walk(bound, Forward(kernel, scores.scale, *map(_readable, (q, k, v))), self.comm, self.recorder)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, shards: Shards, scores: Scores,
+        stages: int = 1, keep: int = 2, lse: bool = False,
+    ) -> Walk:  # fmt: skip
+        """A walk of a rank's own tensors; ends as `ForwardCall` does. keep: 0 nothing; 1 the inner q, k and v; 2 the
+        inner out too."""
+        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, ALL_KEPT, lse)
+        own = {"q": _readable(q), "k": _readable(k), "v": _readable(v)}
+        return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, keep, lse), self.comm, self.recorder)
 
-    def backward(self, tensors: Tensors, mask: Mask, shards: Shards, scores: Scores) -> Walk:
-        """The same of (do, q, k, v, out, lse), which ends with (dq, dk, dv)."""
-        do, q, k, v, out, lse = map(_readable, tensors)
-        bound, kernel = self.bound("backward", q, k, mask, shards, scores.softcap)
-        return Walk(bound, Backward(kernel, scores.scale, do, q, k, v, out, lse), self.comm, self.recorder)
+    def backward(
+        self, own: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
+        scores: Scores,
+    ) -> Walk:  # fmt: skip
+        """The same of what forward left; ends as `BackwardCall` does. own: do, and q, k, v and out where they are
+        needed."""
+        do, kept = own["do"], Kept(bool(saved.arrived), bool(saved.outs))
+        more = len(saved.lses), kept if self.members.degree > 1 else ALL_KEPT
+        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *more)
+        own = {name: _readable(x) for name, x in own.items()}
+        return Walk(bound, BackwardCall(bound, kernel, scores, own, sinks, *saved), self.comm, self.recorder)
 
 
-def run(walk: Walk) -> Tensors:
+def run(walk: Walk) -> list[Tensor]:
     """Walks to the end. An error says where it happened: step, what comes before and after, and with whom."""
     try:
         return walk.run()

@@ -11,23 +11,31 @@ from torch import Tensor
 
 from ..compiler.actions import Key, Unit
 from ..compiler.compile import Bound, side_of
+from ..compiler.exchange import COUNTED
 from ..compiler.program import (
     Assemble,
+    Enter,
+    ExchangeStart,
     Export,
     Finish,
     Fold,
     GatherStart,
+    Leave,
     Merge,
     Pack,
+    PackHeads,
     Post,
     Product,
     ScatterStart,
     Transfer,
+    UnpackHeads,
     Wait,
     is_own,
 )
 from ..compiler.shards import rows_in, rows_of
+from . import ulysses
 from .buffers import Buffers, Tensors
+from .call import Call
 from .comm import Comm, Handle, Message
 from .kernels.accumulate import Running
 from .work import ALL, Work
@@ -40,22 +48,25 @@ class Recorder(Protocol):
 
 
 class Walk:
-    """One rank's part of one attention. at: the instruction that is next, or that failed. recorder: who writes down
-    when it does what."""
+    """One rank's part of one attention. at: the instruction that is next, or that failed. work: that of the stage that
+    it is in. recorder: who writes down when it does what."""
 
-    def __init__(self, bound: Bound, work: Work, comm: Comm, recorder: Recorder | None = None) -> None:
-        self.bound, self.program, self.work, self.comm = bound, bound.program, work, comm
-        self.buffers = Buffers(bound, work.device)
+    work: Work
+    result: Tensors
+
+    def __init__(self, bound: Bound, call: Call, comm: Comm, recorder: Recorder | None = None) -> None:
+        self.bound, self.program, self.call, self.comm = bound, bound.program, call, comm
+        self.buffers = Buffers(bound, call.device)
         self.tickets: dict[int, Handle] = {}
         self.results: dict[Unit, Running] = {}
-        self.at, self.recorder = 0, recorder
+        self.at, self.recorder, self.entered = 0, recorder, False
 
-    def run(self) -> Tensors:
-        """Walks to the end, on a real rank, whose waits block by themselves. Returns what `Work.finish` does."""
+    def run(self) -> list[Tensor]:
+        """Walks to the end, on a real rank, whose waits block by themselves. Returns the call's results."""
         advance = self.advance if self.recorder is None else self.recorder.advancing(self)
         while self.at < len(self.program.code):
             advance()
-        return self.result
+        return self.call.results()
 
     def advance(self) -> None:
         """Executes one instruction."""
@@ -63,8 +74,47 @@ class Walk:
         EXECUTE[type(instruction)](self, instruction)
         for slot in self.program.frees[self.at]:
             self.buffers.free(slot)
-            self.work.forget(slot)
+            if self.entered:
+                self.work.forget(slot)
         self.at += 1
+
+    # ---- heads
+
+    def pack_heads(self, one: PackHeads) -> None:
+        trade = one.trade
+        if trade.inward:
+            traffic, parts = self.bound.traffic(trade), [self.call.part(trade.stage, field) for field in trade.fields]
+            message = self.buffers.elements(one.into, traffic.dtype)
+            ulysses.pack_in(parts, self.call.heads.deal(trade), message)
+        else:
+            self.buffers.adopt(
+                one.into, ulysses.join_out([self.call.give(field) for field in trade.fields]).contiguous()
+            )
+
+    def exchange(self, one: ExchangeStart) -> None:
+        traffic, kind = self.bound.traffic(one.trade), COUNTED[one.trade.fields[0]]
+        sent, received = (self.buffers.elements(slot, traffic.dtype) for slot in (one.sent, one.received))
+        self.tickets[one.ticket] = self.comm.exchange(kind, sent, received, (traffic.outgoing, traffic.incoming))
+
+    def enter(self, one: Enter) -> None:
+        for trade, slot in one.arrived:
+            traffic = self.bound.traffic(trade)
+            shape = sum(traffic.tokens), self.bound.shape.batch, -1, traffic.width
+            self.call.arrive(trade, self.buffers.elements(slot, traffic.dtype).view(shape))
+        self.work, self.entered = self.call.enter(one.stage), True
+
+    def leave(self, one: Leave) -> None:
+        self.call.leave(one.stage, self.result)
+        del self.work, self.result
+        self.entered = False
+
+    def unpack_heads(self, one: UnpackHeads) -> None:
+        trade, traffic = one.trade, self.bound.traffic(one.trade)
+        received = self.buffers.elements(one.received, traffic.dtype)
+        tokens = traffic.tokens[self.call.heads.members.member]
+        found = ulysses.unpack_out(received, self.call.heads.deal(trade), self.bound.shape.batch, tokens, traffic.width)
+        for field, x in zip(trade.fields, found, strict=True):
+            self.call.put(trade.stage, field, x)
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
         return self.own(unit) if is_own(slot) else self.buffers.tensors(slot, unit)
@@ -89,7 +139,7 @@ class Walk:
 
     def message(self, transfer: Transfer) -> Message:
         (kind, key), slot = transfer.unit, transfer.slot
-        elements = self.bound.elements(kind, key)
+        elements = self.bound.elements(slot, kind, key)
         return Message(transfer.peer, kind, elements, self.buffers.message(slot, transfer.unit), transfer.tag)
 
     def wait(self, one: Wait) -> None:
@@ -99,7 +149,7 @@ class Walk:
     def start_gather(self, one: GatherStart) -> None:
         gather, kind = one.collective, one.collective.kind
         unit = kind, gather.part(self.program.rank)
-        sent = Message(0, kind, self.bound.elements(*unit), self.buffers.message(one.sent, unit), 0)
+        sent = Message(0, kind, self.bound.elements(one.sent, *unit), self.buffers.message(one.sent, unit), 0)
         received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
         self.tickets[one.ticket] = self.comm.all_gather(gather.ranks, sent, received)
 
@@ -155,7 +205,7 @@ class Walk:
         self.tickets[one.ticket] = self.comm.all_to_all(
             reduce.ranks,
             kind,
-            self.bound.elements(kind, mine) * len(others),
+            self.bound.elements(one.received, kind, mine) * len(others),
             self.buffers.raw(one.sent, sum(going)),
             self.buffers.raw(one.received, sum(coming)),
             (going, coming),
@@ -194,6 +244,11 @@ EXECUTE: dict[type, Callable[[Walk, Any], None]] = {  # each takes its own kind 
     ScatterStart: Walk.start_scatter,
     Fold: Walk.fold,
     Finish: Walk.finish,
+    PackHeads: Walk.pack_heads,
+    ExchangeStart: Walk.exchange,
+    Enter: Walk.enter,
+    Leave: Walk.leave,
+    UnpackHeads: Walk.unpack_heads,
 }
 
 

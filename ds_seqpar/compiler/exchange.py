@@ -1,0 +1,216 @@
+"""Ulysses' exchange of heads, and stages of heads, as instructions around the programs of the inner ranks.
+
+An all-to-all among neighbouring ranks, the members, gives each of them some heads of their common tokens (DeepSpeed
+Ulysses, Jacobs et al., 2023). A stage attends to some of the heads, so that the inner tensors of all heads are never
+there together (Untied Ulysses). What is exchanged has names:
+
+forward: q, k and v inward; out, and lse where it is asked for, outward.
+backward: do inward, and what forward did not keep: q, k and v again, and delta = rowsum(do * out) in place of out;
+dq, dk and dv outward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from . import heads as dealing
+from .heads import Deal, Stage
+from .program import (
+    Enter,
+    ExchangeStart,
+    GatherStart,
+    Instruction,
+    Leave,
+    PackHeads,
+    Post,
+    Program,
+    ScatterStart,
+    Slot,
+    Trade,
+    UnpackHeads,
+    Wait,
+    is_own,
+    renamed,
+)
+from .shape import ITEMSIZE, Shape
+from .shards import Shards, members_tokens
+
+SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the others: "q"
+ROWS = ("delta", "lse")  # a number a row and head, wide
+# what arrives is counted as
+COUNTED = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
+           "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv"}  # fmt: skip
+
+
+class Members(NamedTuple):
+    """Ulysses' degree, and which of its members this rank is."""
+
+    degree: int = 1
+    member: int = 0
+
+
+class Kept(NamedTuple):
+    """What backward needs of what forward has beside the caller's own tensors and the lse. operands: the inner q, k and
+    v as they arrived, so that they are not sent again; out: the inner out, so that no delta is sent for it."""
+
+    operands: bool = True
+    out: bool = True
+
+
+ALL_KEPT = Kept()
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of a call: all of q and of k, and the stages that they are attended to in."""
+
+    members: Members
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, q: int, kv: int, members: Members, stages: int) -> Heads:
+        return cls(members, dealing.stages(q, kv, stages))
+
+    def inner(self, stage: int) -> tuple[slice, slice]:
+        """Which of a stage's query heads and key/value heads this member works on."""
+        return dealing.heads_of(*self.stages[stage].counts, *self.members)
+
+    def held(self, stage: int, field: str) -> slice:
+        """Which of all heads are the stage's."""
+        return self.stages[stage].kv if field in SIDE else self.stages[stage].q
+
+    def deal(self, trade: Trade) -> Deal:
+        """Who gets which heads of what travels together."""
+        q, kv = self.stages[trade.stage].counts
+        totals = tuple(kv if field in SIDE else q for field in trade.fields)
+        return dealing.deal(totals, kv, self.members.degree)
+
+    def widths(self, trade: Trade) -> list[int]:
+        """Of each tensor that travels, how many heads this member works on."""
+        q, kv = self.inner(trade.stage)
+        return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in trade.fields]
+
+
+class Traffic(NamedTuple):
+    """Elements of an exchange. outgoing: to every member; incoming: from every member; tokens: of every member; width:
+    of a head; dtype: by its name in torch."""
+
+    outgoing: tuple[int, ...]
+    incoming: tuple[int, ...]
+    tokens: tuple[int, ...]
+    width: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    def arriving(self, member: int) -> int:
+        """From other members."""
+        return sum(self.incoming) - self.incoming[member]
+
+
+def traffic(heads: Heads, trade: Trade, shape: Shape, shards: Shards, inner: int) -> Traffic:
+    """shape: of any stage's inner tensors; inner: the inner rank."""
+    side, row = SIDE.get(trade.fields[0], "q"), trade.fields[0] in ROWS
+    tokens, width = members_tokens(shards, side, inner, heads.members.degree), 1 if row else shape.head_dim
+    found = dealing.sizes(heads.deal(trade), tokens, heads.members.member, shape.batch * width)
+    outgoing, incoming = found if trade.inward else found[::-1]
+    return Traffic(tuple(outgoing), tuple(incoming), tuple(tokens), width, shape.wide if row else shape.dtype)
+
+
+def whole(inner: Sequence[Program], members: int, together: bool, kept: Kept = ALL_KEPT, lse: bool = False) -> Program:
+    """The program of a call, stage by stage. inner: of each stage; together: whether q, k and v can travel as one; lse:
+    whether that of own tokens is asked for."""
+    building = _Building(members)
+    for stage, program in enumerate(inner):
+        arrived = []
+        if members > 1:
+            arrived = [building.inward(stage, fields) for fields in _inward(program.direction, together, kept)]
+        building.stage(stage, program, arrived)
+        if members > 1:
+            for fields in _outward(program.direction, lse):
+                building.outward(stage, fields)
+    return building.program(inner[0])
+
+
+def _inward(direction: str, together: bool, kept: Kept) -> Iterator[tuple[str, ...]]:
+    if direction == "forward" or not kept.operands:
+        yield from [("q", "k", "v")] if together else [("q",), ("k", "v")]
+    if direction == "backward":
+        yield ("do",)
+        if not kept.out:
+            yield ("delta",)
+
+
+def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
+    if direction == "backward":  # k and v first and apart: what is sent stands beside what arrives
+        yield from [("dk", "dv"), ("dq",)]
+        return
+    yield ("out",)
+    if lse:
+        yield ("lse",)
+
+
+class _Building:
+    def __init__(self, members: int) -> None:
+        self.ranks = tuple(range(members))
+        self.code: list[Instruction] = []
+        self.frees: list[list[int]] = []
+        self.slots: list[Slot] = []
+        self.words: list[str] = []
+        self.tickets = itertools.count()
+
+    def add(self, one: Instruction, *frees: int) -> None:
+        self.code.append(one)
+        self.frees.append(list(frees))
+
+    def slot(self, trade: Trade, role: str) -> int:
+        self.slots.append(Slot("+".join(trade.fields), role, ((),), trade.stage, trade))
+        return len(self.slots) - 1
+
+    def exchange(self, trade: Trade) -> int:
+        """Returns the slot of what arrives."""
+        step, ticket = len(self.words), next(self.tickets)
+        self.words.append(f"heads {'in' if trade.inward else 'out'}: {' '.join(trade.fields)}")
+        sent, received = self.slot(trade, "sent"), self.slot(trade, "received")
+        self.add(PackHeads(step, trade, sent))
+        self.add(ExchangeStart(step, ticket, trade, self.ranks, sent, received))
+        self.add(Wait(step, ticket), sent)
+        return received
+
+    def inward(self, stage: int, fields: tuple[str, ...]) -> tuple[Trade, int]:
+        trade = Trade(stage, True, fields)
+        return trade, self.exchange(trade)
+
+    def outward(self, stage: int, fields: tuple[str, ...]) -> None:
+        trade = Trade(stage, False, fields)
+        received = self.exchange(trade)
+        self.add(UnpackHeads(len(self.words) - 1, trade, received), received)
+
+    def stage(self, stage: int, program: Program, arrived: list[tuple[Trade, int]]) -> None:
+        """An inner program, with slots, tickets and steps of its own among the others'."""
+        slots, steps, tickets = len(self.slots), len(self.words), {}
+        self.slots += [slot._replace(stage=stage) for slot in program.slots]
+        self.words += program.words
+        self.add(Enter(steps, stage, tuple(arrived)))
+        for one, frees in zip(program.code, program.frees, strict=True):
+            if isinstance(one, Post | GatherStart | ScatterStart):
+                tickets[one.ticket] = next(self.tickets)
+            one = renamed(one, lambda slot: slot if is_own(slot) else slot + slots)._replace(step=one.step + steps)
+            if isinstance(one, Post | GatherStart | ScatterStart | Wait):
+                one = one._replace(ticket=tickets[one.ticket])
+            self.add(one, *(slot + slots for slot in frees))
+        self.add(Leave(max(steps, len(self.words) - 1), stage), *(slot for _, slot in arrived))
+
+    def program(self, inner: Program) -> Program:
+        return dataclasses.replace(
+            inner,
+            code=tuple(self.code),
+            slots=tuple(self.slots),
+            frees=tuple(map(tuple, self.frees)),
+            words=tuple(self.words),
+        )

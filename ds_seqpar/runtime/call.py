@@ -1,0 +1,201 @@
+"""The caller's tensors of one attention, as a walk takes and gives them: all heads of own tokens, and of each stage
+some heads of the inner rank's tokens. `compiler.exchange` has the names of what is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..compiler.compile import Bound
+from ..compiler.exchange import Heads
+from ..compiler.program import Trade
+from . import sinks as sink
+from . import ulysses
+from .buffers import Tensors
+from .kernels import Kernel, Scores
+from .work import Backward, Forward, Work, rowsum
+
+
+class Call(Protocol):
+    """own: the caller's tensors (B, s, H, D), by name. heads: who has which."""
+
+    device: torch.device
+    heads: Heads
+
+    def part(self, stage: int, field: str) -> Tensor:
+        """The stage's heads of the caller's own tokens, (B, s, h, D), D 1 for a number a row."""
+        ...
+
+    def arrive(self, trade: Trade, joined: Tensor) -> None:
+        """The stage's inner tensors that travelled together, (T, B, h of all, D)."""
+        ...
+
+    def enter(self, stage: int) -> Work:
+        """The work of the stage's inner tensors."""
+        ...
+
+    def leave(self, stage: int, result: Tensors) -> None:
+        """The inner program's result."""
+        ...
+
+    def give(self, field: str) -> Tensor:
+        """A result (B, T, h, D) of the stage that was left, to be sent; it is given up."""
+        ...
+
+    def put(self, stage: int, field: str, part: Tensor) -> None:
+        """A result of own tokens, (B, s, h, D), of the stage's heads."""
+        ...
+
+    def results(self) -> list[Tensor]: ...
+
+
+class Saved(NamedTuple):
+    """What forward left for backward. lses: the inner ones of every stage; arrived: the inner q, k and v of every stage
+    as they came, one tensor or two; outs: the inner out of every stage. Either may be empty."""
+
+    lses: Sequence[Tensor]
+    arrived: Sequence[Tensor]
+    outs: Sequence[Tensor]
+
+
+class _Call:
+    """What both directions share. inner: of the stage that is walked; left: its results; whole: of all stages."""
+
+    def __init__(self, bound: Bound, own: dict[str, Tensor], sinks: Tensor | None) -> None:
+        assert bound.heads is not None
+        self.heads, self.own, self.sinks = bound.heads, own, sinks
+        self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
+        self.inner: dict[str, Tensor] = {}
+        self.left: dict[str, Tensor] = {}
+        self.whole: dict[str, Tensor] = {}
+
+    def part(self, stage: int, field: str) -> Tensor:
+        return self.some(self.own[field], stage, field)
+
+    def some(self, x: Tensor, stage: int, field: str) -> Tensor:
+        """Of all heads those of the stage."""
+        held = self.heads.held(stage, field)
+        return x if x.shape[2] == held.stop - held.start else x[:, :, held]
+
+    def arrive(self, trade: Trade, joined: Tensor) -> None:
+        self.inner.update(zip(trade.fields, ulysses.split_in(joined, self.heads.widths(trade)), strict=True))
+
+    def give(self, field: str) -> Tensor:
+        return self.left.pop(field)
+
+    def put(self, stage: int, field: str, part: Tensor) -> None:
+        if len(self.heads.stages) == 1:
+            self.whole[field] = part
+            return
+        if field not in self.whole:
+            last = self.heads.held(len(self.heads.stages) - 1, field)
+            self.whole[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
+        self.some(self.whole[field], stage, field).copy_(part)
+
+    def put_alone(self, stage: int, **results: Tensor) -> None:
+        """Where there is no other member the inner results are the caller's."""
+        if self.alone:
+            for field, x in results.items():
+                self.put(stage, field, x)
+        else:
+            self.left.update(results)
+
+    def own_sinks(self, stage: int) -> Tensor | None:
+        """Those of the heads that this member works on."""
+        if self.sinks is None:
+            return None
+        return self.sinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
+
+
+class ForwardCall(_Call):
+    """own: q, k and v. Ends with out, the inner lse of each stage, what is kept for backward (see `Kept`; of a rank
+    without other members nothing), and with lse that of own tokens."""
+
+    def __init__(
+        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        keep: int, lse: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(bound, own, sinks)
+        self.kernel, self.scores, self.keep, self.lse = kernel, scores, keep, lse
+        self.lses: list[Tensor] = []
+        self.arrived: list[Tensor] = []
+        self.out: list[Tensor] = []
+
+    def arrive(self, trade: Trade, joined: Tensor) -> None:
+        super().arrive(trade, joined)
+        if self.keep:
+            self.arrived.append(joined)
+
+    def enter(self, stage: int) -> Work:
+        if self.alone:
+            self.inner = {field: self.part(stage, field) for field in ("q", "k", "v")}
+        q, k, v = (self.inner[field] for field in ("q", "k", "v"))
+        return Forward(self.kernel, self.scores.scale, q, k, v)
+
+    def leave(self, stage: int, result: Tensors) -> None:
+        out, lse = result
+        sinks = self.own_sinks(stage)
+        if sinks is not None:
+            sink.merge_(out, lse, sinks)
+        self.lses.append(lse)
+        self.inner = {}
+        if not self.alone and self.keep > 1:
+            self.out.append(out)
+        self.put_alone(stage, out=out)
+        if self.lse:
+            self.put_alone(stage, lse=lse.unsqueeze(-1))
+
+    def results(self) -> list[Tensor]:
+        own = [self.whole["lse"].squeeze(-1)] if self.lse else []
+        return [self.whole["out"], *self.lses, *self.arrived, *self.out, *own]
+
+
+class BackwardCall(_Call):
+    """own: do, and where they are needed q, k, v and out. lses, arrived, outs: see `Saved`. Ends with dq, dk and dv,
+    and the gradient of sinks where there are some."""
+
+    def __init__(
+        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        lses: Sequence[Tensor], arrived: Sequence[Tensor], outs: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__(bound, own, sinks)
+        self.kernel, self.scores, self.lses, self.arrived, self.outs = kernel, scores, lses, arrived, outs
+        self.dsinks = None if sinks is None else torch.zeros_like(sinks)
+
+    def part(self, stage: int, field: str) -> Tensor:
+        if field != "delta":
+            return super().part(stage, field)
+        do, out = super().part(stage, "do"), super().part(stage, "out")
+        return rowsum(do, out, self.lses[stage].dtype).unsqueeze(-1)
+
+    def enter(self, stage: int) -> Work:
+        if self.alone:
+            self.inner = {field: self.part(stage, field) for field in ("do", "q", "k", "v", "out")}
+        each = len(self.arrived) // len(self.lses)
+        together = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
+        for fields, joined in zip(together, self.arrived[stage * each : (stage + 1) * each], strict=False):
+            self.arrive(Trade(stage, True, fields), joined)
+        if self.outs:
+            self.inner["out"] = self.outs[stage]
+        elif not self.alone:
+            self.inner["out"] = self.inner.pop("delta").squeeze(-1)
+        do, q, k, v, out = (self.inner[field] for field in ("do", "q", "k", "v", "out"))
+        lse = self.lses[stage]
+        sinks = self.own_sinks(stage)
+        if sinks is not None and self.dsinks is not None:
+            delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
+            mine = self.dsinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
+            mine.copy_(sink.gradient(delta, lse, sinks))
+        return Backward(self.kernel, self.scores.scale, do, q, k, v, out, lse)
+
+    def leave(self, stage: int, result: Tensors) -> None:
+        dq, dk, dv = result
+        self.inner = {}
+        self.put_alone(stage, dq=dq, dk=dk, dv=dv)
+
+    def results(self) -> list[Tensor]:
+        found = [self.whole[field] for field in ("dq", "dk", "dv")]
+        return found if self.dsinks is None else [*found, self.dsinks]
