@@ -63,6 +63,16 @@ class Kept(NamedTuple):
 ALL_KEPT = Kept()
 
 
+def kept_of(degree: int, stages: int, checkpointed: bool, keeps: bool) -> Kept:
+    """What forward leaves for backward. checkpointed: whether a checkpoint is around it; keeps: whether that keeps what
+    attention gives. A rank without other members sends nothing again, and needs nothing beside its own tensors."""
+    if degree == 1:
+        return Kept(operands=False, out=False)
+    if stages == 1:
+        return Kept(operands=True, out=not checkpointed)
+    return Kept(operands=checkpointed and keeps, out=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """The heads of a call: all of q and of k, and the stages that they are attended to in."""
@@ -122,6 +132,12 @@ def traffic(heads: Heads, trade: Trade, shape: Shape, shards: Shards, inner: int
     return Traffic(tuple(outgoing), tuple(incoming), tuple(tokens), width, shape.wide if row else shape.dtype)
 
 
+def trades(direction: str, together: bool = True, kept: Kept = ALL_KEPT) -> list[Trade]:
+    """What a call of one stage exchanges, in order."""
+    inward = [Trade(0, True, fields) for fields in _inward(direction, together, kept)]
+    return inward + [Trade(0, False, fields) for fields in _outward(direction, False)]
+
+
 def whole(inner: Sequence[Program], members: int, together: bool, kept: Kept = ALL_KEPT, lse: bool = False) -> Program:
     """The program of a call, stage by stage. inner: of each stage; together: whether q, k and v can travel as one; lse:
     whether that of own tokens is asked for."""
@@ -175,7 +191,7 @@ class _Building:
     def exchange(self, trade: Trade) -> int:
         """Returns the slot of what arrives."""
         step, ticket = len(self.words), next(self.tickets)
-        self.words.append(f"heads {'in' if trade.inward else 'out'}: {' '.join(trade.fields)}")
+        self.words.append(f"exchange of heads: {trade.words}")
         sent, received = self.slot(trade, "sent"), self.slot(trade, "received")
         self.add(PackHeads(step, trade, sent))
         self.add(ExchangeStart(step, ticket, trade, self.ranks, sent, received))

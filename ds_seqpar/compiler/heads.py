@@ -69,11 +69,15 @@ def dealt(q_heads: int, kv_heads: int, members: int) -> tuple[tuple[slice, slice
     return tuple(heads_of(q_heads, kv_heads, members, member) for member in range(members))
 
 
-def most(q_heads: int, kv_heads: int, members: int) -> tuple[int, int]:
-    """How many (query, key/value) heads the member with the most query heads has."""
+def busiest(q_heads: int, kv_heads: int, members: int) -> int:
+    """The first member with the most query heads."""
     # the longest runs come first; but of key/value heads with fewer members than others the last one is
-    member = 0 if kv_heads >= members else members - members // kv_heads
-    q, kv = heads_of(q_heads, kv_heads, members, member)
+    return 0 if kv_heads >= members else members - members // kv_heads
+
+
+def most(q_heads: int, kv_heads: int, members: int) -> tuple[int, int]:
+    """How many (query, key/value) heads that member has."""
+    q, kv = heads_of(q_heads, kv_heads, members, busiest(q_heads, kv_heads, members))
     return q.stop - q.start, kv.stop - kv.start
 
 
@@ -85,7 +89,7 @@ def equally(q_heads: int, kv_heads: int, members: int) -> bool:
 # ---- an exchange of heads
 
 
-def _held(heads: int, kv_heads: int, members: int, member: int) -> slice:
+def share_of(heads: int, kv_heads: int, members: int, member: int) -> slice:
     """The heads that a member works on, of one tensor of `heads` in all: of k or v where these are kv_heads, or else of
     q. (Where q has as many as k it is dealt as k is.)"""
     q, kv = heads_of(heads, kv_heads, members, member)
@@ -115,7 +119,7 @@ class Deal(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def deal(totals: tuple[int, ...], kv_heads: int, members: int) -> Deal:
     """totals: heads of tensors that travel together."""
-    shares = [tuple(_held(total, kv_heads, members, member) for total in totals) for member in range(members)]
+    shares = [tuple(share_of(total, kv_heads, members, member) for total in totals) for member in range(members)]
     heads = [tuple(x.stop - x.start for x in share) for share in shares]
 
     def alike(member: int) -> tuple:

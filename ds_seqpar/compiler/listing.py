@@ -35,7 +35,7 @@ def listing(bound: Bound) -> str:
     for one, frees in zip(program.code, program.frees, strict=True):
         code.append([str(one.step), _words(one), " ".join(map(_slot, frees))])
     slots = [["slot", "holds", "bytes"]]
-    for number, (kind, role, keys) in enumerate(program.slots):
+    for number, (kind, role, keys, *_) in enumerate(program.slots):
         units = ", ".join(dict.fromkeys(_unit((kind, key)) for key in keys))
         slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
                       str(bound.slot_bytes(number))])  # fmt: skip

@@ -1,5 +1,5 @@
-"""How much memory a program takes beyond the tensors that it is given: its slots, running results and kernels' results,
-followed from instruction to instruction as the walker makes and frees them. Bytes; no tensor.
+"""How much memory a call takes beyond the tensors that it is given: its program's slots, running results and kernels'
+results, followed from instruction to instruction as the walker makes and frees them. Bytes; no tensor.
 
 What a kernel allocates for itself and frees before it returns is not in it.
 """
@@ -12,20 +12,61 @@ from collections.abc import Callable
 from typing import Any
 
 from . import heads as dealing
-from .actions import Unit
+from .actions import ACCUMULATORS, Unit
 from .compile import Bound, Compiler, Recipe
+from .exchange import ROWS, SIDE, Kept
 from .masks import Mask
-from .program import Assemble, Export, Finish, Fold, GatherStart, Merge, Pack, Post, Product, ScatterStart, Wait, is_own
+from .program import (
+    Assemble,
+    Enter,
+    ExchangeStart,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Leave,
+    Merge,
+    Pack,
+    PackHeads,
+    Post,
+    Product,
+    Program,
+    ScatterStart,
+    UnpackHeads,
+    Wait,
+    is_own,
+)
 from .shape import ITEMSIZE, Shape, shape_of
-from .shards import Shards, tokens_of
+from .shards import Shards, members_tokens, tokens_of
 from .tiles import PIECE, Tile
+
+NOTHING = Kept(operands=False, out=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Bytes beyond a rank's own q, k, v and the gradient of its out. forward: the most at once, out included; kept:
+    what stays of it for backward, out included; backward: the most at once, with what is kept and dq, dk, dv. inputs:
+    whether backward also needs the rank's own q, k and v."""
+
+    forward: int
+    kept: int
+    backward: int
+    inputs: bool
+
+
+def figures(forward: Bound, backward: Bound, kept: Kept) -> Figures:
+    """Of a call's two programs. kept: what forward leaves for backward."""
+    there = _Follower(forward, kept)
+    most = there.run()
+    stays = there.stays()
+    return Figures(forward=most, kept=stays, backward=stays + _Follower(backward).run(), inputs=not kept.operands)
 
 
 @functools.lru_cache(maxsize=8)  # stages of heads are alike
-def peak(bound: Bound, delta: bool = False) -> int:
-    """The greatest number of bytes that a walk of the program has at once, its results included. delta: whether a
-    backward is given delta in place of out, of which it makes one for its own queries too."""
-    return _Follower(bound, delta).run()
+def peak(bound: Bound) -> int:
+    """The greatest number of bytes that a walk of the program has at once, its results included."""
+    return _Follower(bound).run()
 
 
 @dataclasses.dataclass
@@ -44,14 +85,21 @@ class _Result:
 
 
 class _Follower:
-    def __init__(self, bound: Bound, delta: bool) -> None:
-        self.delta = delta  # the output of own queries is not at hand either
-        self.bound, self.shape, self.program = bound, bound.shape, bound.program
+    """slots: bytes of each that is there; left: of the results of the stage that was left last; whole: of results of
+    own tokens; saved: of what is kept for backward."""
+
+    def __init__(self, bound: Bound, kept: Kept = NOTHING) -> None:
+        self.bound, self.kept, self.shape, self.program = bound, kept, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
+        self.delta = any(isinstance(one, Enter) and _has_delta(one) for one in bound.program.code)
         self.slots: dict[int, int] = {}
         self.outs: dict[int, int] = {}  # outputs made again for visiting queries
         self.results: dict[Unit, _Result] = {}
-        self.most = 0
+        self.left: dict[str, int] = {}
+        self.whole: dict[str, int] = {}
+        self.saved = self.most = 0
+        trades = (one.trade for one in bound.program.code if isinstance(one, PackHeads))
+        self.sent = {field for trade in trades for field in trade.fields}
 
     def run(self) -> int:
         for instruction, frees in zip(self.program.code, self.program.frees, strict=True):
@@ -61,10 +109,15 @@ class _Follower:
                 self.outs.pop(slot, None)
         return self.most
 
+    def stays(self) -> int:
+        """What is left for backward, the results included."""
+        return self.saved + sum(self.whole.values())
+
     def see(self, more: int = 0) -> None:
         """more: what is there for a moment."""
         loose = sum(result.loose for result in self.results.values())
-        self.most = max(self.most, sum(self.slots.values()) + sum(self.outs.values()) + loose + more)
+        held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.left, self.whole))
+        self.most = max(self.most, held + self.saved + loose + more)
 
     def make(self, *slots: int, more: int = 0) -> None:
         for slot in slots:
@@ -186,6 +239,74 @@ class _Follower:
             done += self.rows(unit[0], self.bound.tokens(*unit))
             self.see(done)
 
+    # ---- heads
+
+    def own(self, stage: int, field: str) -> int:
+        """Bytes of own tokens of the stage's heads."""
+        heads, (part, whole) = self.bound.heads, (self.shape, self.bound.shards)
+        assert heads is not None
+        tokens = members_tokens(whole, SIDE.get(field, "q"), self.program.rank, heads.members.degree)
+        held = heads.held(stage, field)
+        width = ITEMSIZE[part.wide] if field in ROWS else part.head_dim * part.itemsize
+        return part.batch * tokens[heads.members.member] * (held.stop - held.start) * width
+
+    def pack_heads(self, one: PackHeads) -> None:
+        stage, inward, fields = one.trade
+        if inward:
+            self.make(one.into, more=sum(self.own(stage, field) for field in fields if field in ROWS))
+            return
+        given = [self.left.pop(field) for field in fields]
+        if len(given) > 1 or self.shape.batch > 1:  # else what is sent is the result as it lies
+            self.make(one.into, more=sum(given))
+        self.slots[one.into] = sum(given)
+
+    def exchange(self, one: ExchangeStart) -> None:
+        self.make(one.received)
+
+    def enter(self, one: Enter) -> None:
+        self.shape = self.bound.shapes[one.stage]
+
+    def leave(self, one: Leave) -> None:
+        """The results of the stage; what it was given goes, or is kept."""
+        heads, rank = self.bound.heads, self.program.rank
+        assert heads is not None
+        tokens = {side: tokens_of(self.bound.shards, side, rank) for side in ("q", "kv")}
+        self.results.clear()
+        for kind in ACCUMULATORS[self.program.direction]:
+            for field in self.shape.fields(self.program.direction, kind, self.shape.dtype):
+                rows = self.shape.batch * tokens[SIDE.get(field.name, "q")]
+                self.left[field.name] = rows * field.elements * field.itemsize
+        if self.forward:
+            self.saved += self.left["lse"]
+            if "lse" not in self.sent:
+                del self.left["lse"]
+            if heads.members.degree > 1:
+                arrived = sum(self.slots[slot] for _, slot in _enter(self.program, one.stage).arrived)
+                self.saved += self.kept.operands * arrived + self.kept.out * self.left["out"]
+        if heads.members.degree == 1:
+            for name in list(self.left):
+                self.put(one.stage, name, self.left.pop(name))
+
+    def unpack_heads(self, one: UnpackHeads) -> None:
+        for field in one.trade.fields:
+            self.put(one.trade.stage, field, self.own(one.trade.stage, field))
+
+    def put(self, stage: int, field: str, size: int) -> None:
+        heads = self.bound.heads
+        assert heads is not None
+        if field not in self.whole:
+            every = range(len(heads.stages))
+            self.whole[field] = sum(self.own(each, field) for each in every) if len(every) > 1 else size
+        self.see(size if len(heads.stages) > 1 else 0)
+
+
+def _has_delta(one: Enter) -> bool:
+    return any("delta" in trade.fields for trade, _ in one.arrived)
+
+
+def _enter(program: Program, stage: int) -> Enter:
+    return next(one for one in program.code if isinstance(one, Enter) and one.stage == stage)
+
 
 FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     Pack: _Follower.pack,
@@ -199,6 +320,11 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ScatterStart: _Follower.scatter,
     Fold: _Follower.fold,
     Finish: _Follower.finish,
+    PackHeads: _Follower.pack_heads,
+    ExchangeStart: _Follower.exchange,
+    Enter: _Follower.enter,
+    Leave: _Follower.leave,
+    UnpackHeads: _Follower.unpack_heads,
 }
 
 

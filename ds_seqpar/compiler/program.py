@@ -65,6 +65,14 @@ class GatherStart(NamedTuple):
     sent: int
     received: int
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.collective.ranks
+
+    @property
+    def label(self) -> str:
+        return str(self.collective)
+
 
 class Assemble(NamedTuple):
     """A gathered operand is put in order of position."""
@@ -116,6 +124,14 @@ class ScatterStart(NamedTuple):
     sent: int
     received: int
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.collective.ranks
+
+    @property
+    def label(self) -> str:
+        return str(self.collective)
+
 
 class Fold(NamedTuple):
     """The parts that the other members sent are merged into the running result of `unit`."""
@@ -142,6 +158,10 @@ class Trade(NamedTuple):
     inward: bool
     fields: tuple[str, ...]
 
+    @property
+    def words(self) -> str:
+        return f"{' '.join(self.fields)} {'in' if self.inward else 'out'}"
+
 
 class PackHeads(NamedTuple):
     """What each member is sent stands together: inward some of the caller's tensors, outward results of the stage."""
@@ -160,6 +180,10 @@ class ExchangeStart(NamedTuple):
     ranks: tuple[int, ...]
     sent: int
     received: int
+
+    @property
+    def label(self) -> str:
+        return self.trade.words
 
 
 class Enter(NamedTuple):

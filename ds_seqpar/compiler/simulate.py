@@ -20,27 +20,34 @@ from .lower import lower
 from .plan import Plan
 from .program import (
     Assemble,
+    Enter,
+    ExchangeStart,
     Export,
     Finish,
     Fold,
     GatherStart,
     Instruction,
+    Leave,
     Merge,
     Pack,
+    PackHeads,
     Post,
     Product,
     Program,
     ScatterStart,
+    Trade,
     Transfer,
+    UnpackHeads,
     Wait,
 )
 from .timeline import Event, Timeline
 
 Link = Hashable
-Start = GatherStart | ScatterStart
+Start = GatherStart | ScatterStart | ExchangeStart
 # what an instruction that takes its rank's time is called in a time line
 KINDS = {Product: "product", Pack: "copy", Assemble: "copy", Finish: "copy", Export: "merge", Merge: "merge",
-         Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post", Wait: "post"}  # fmt: skip
+         Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post", Wait: "post",
+         PackHeads: "copy", UnpackHeads: "copy", Enter: "copy", Leave: "copy", ExchangeStart: "post"}  # fmt: skip
 
 
 class Carried(NamedTuple):
@@ -72,11 +79,13 @@ class Prices(Protocol):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
     """transfer: seconds to move one block of each kind. product: seconds of one (q block, kv block) product; weight:
-    how much of it a mask leaves, 1 for all."""
+    how much of it a mask leaves, 1 for all. exchange: seconds in which the tensors of an exchange of heads come from
+    all other members."""
 
     transfer: Mapping[str, float]
     product: float
     weight: Callable[[int, int], float] = lambda q, kv: 1.0
+    exchange: Callable[[Trade], float] = lambda trade: 0.0
 
     def compute(self, q: Key, kv: Key) -> float:
         return self.product * sum(self.weight(i, j) for i in q for j in kv)
@@ -93,9 +102,12 @@ class Costs:
 
     def traded(self, start: Start) -> Traded:
         """It holds each member's links until the member has its part."""
-        collective, block = start.collective, self.transfer[start.collective.kind]
-        seconds = tuple(block * blocks(start, member) for member in collective.ranks)
-        both = itertools.product(("in", "out"), zip(collective.ranks, seconds, strict=True))
+        if isinstance(start, ExchangeStart):
+            seconds: tuple[float, ...] = (self.exchange(start.trade),) * len(start.ranks)
+        else:
+            block = self.transfer[start.collective.kind]
+            seconds = tuple(block * blocks(start, member) for member in start.ranks)
+        both = itertools.product(("in", "out"), zip(start.ranks, seconds, strict=True))
         return Traded(tuple(((way, member), took) for way, (member, took) in both), seconds)
 
     def balanced(self, plan: Plan) -> Costs:
@@ -129,7 +141,7 @@ def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:
     return _Simulation(programs, costs).run()
 
 
-Name = tuple  # (source, destination, tag) of a transfer; (ranks, kind, type) of a collective
+Name = tuple  # (source, destination, tag) of a transfer; (ranks, label, type) of a collective
 Place = tuple[int, int]  # which instruction of its program, and which of the instruction's transfers
 
 
@@ -193,7 +205,7 @@ class _Simulation:
                 self.post((rank, transfer.peer, transfer.tag), 0, transfer, (self.at[rank], index))
             for index, transfer in enumerate(instruction.receives):
                 self.post((transfer.peer, rank, transfer.tag), 1, transfer, (self.at[rank], index))
-        elif isinstance(instruction, GatherStart | ScatterStart):
+        elif isinstance(instruction, Start):
             self.join(rank, instruction)
 
     def expected(self, name: Name, label: str) -> tuple[Name, int, str]:
@@ -231,27 +243,27 @@ class _Simulation:
 
     def join(self, rank: int, instruction: Start) -> None:
         """A collective starts when all members have come and the links are free."""
-        collective = instruction.collective
-        name = collective.ranks, collective.kind, type(instruction).__name__
-        self.due[rank, instruction.ticket] = [self.expected((*name, rank), str(collective))]
+        ranks, label = instruction.ranks, instruction.label
+        name = ranks, label, type(instruction).__name__
+        self.due[rank, instruction.ticket] = [self.expected((*name, rank), label)]
         self.joined[name].append((self.now[rank], self.at[rank]))
-        if len(self.joined[name]) == len(collective.ranks):
+        if len(self.joined[name]) == len(ranks):
             since, at = map(max, zip(*self.joined.pop(name), strict=True))
-            order = since, (at, 0), (at, 0), collective.ranks, next(self.number)
+            order = since, (at, 0), (at, 0), ranks, next(self.number)
             heapq.heappush(self.ready, (order, lambda: self.together(name, instruction, since)))
 
     def together(self, name: Name, instruction: Start, since: float) -> None:
-        collective = instruction.collective
         taken, times = self.costs.traded(instruction)
         start = self.take(since, taken)
-        for member, seconds in zip(collective.ranks, times, strict=True):
-            self.arrive(member, (*name, member), start, seconds, str(collective))
+        kind = "exchange" if isinstance(instruction, ExchangeStart) else "move"
+        for member, seconds in zip(instruction.ranks, times, strict=True):
+            self.arrive(member, (*name, member), start, seconds, instruction.label, kind)
 
-    def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str) -> None:
+    def arrive(self, rank: int, name: Name, start: float, seconds: float, label: str, kind: str = "move") -> None:
         """Something does; who waited for it goes on."""
         end = start + seconds
         self.ended[name].append(end)
-        self.events.append(Event(rank, "move", start, end, label))
+        self.events.append(Event(rank, kind, start, end, label))
         if rank in self.asleep and not self.blocked(rank):
             self.asleep.remove(rank)
             heapq.heappush(self.going, (self.now[rank], self.at[rank], rank))
@@ -267,7 +279,7 @@ def _label(unit: Unit, src: int, dst: int) -> str:
     return f"{unit[0]}{name_of(unit[1])}:{src}>{dst}"
 
 
-def blocks(start: Start, rank: int) -> int:
+def blocks(start: GatherStart | ScatterStart, rank: int) -> int:
     """Those that a member receives."""
     collective: Collective = start.collective
     if isinstance(start, GatherStart):

@@ -22,7 +22,7 @@ TRACKS = {
     "copy": "compute",
     "post": "compute",
     "wait": "compute",
-    "exchange": "compute",
+    "exchange": "receive",
     "move": "receive",
     "send": "send",
 }

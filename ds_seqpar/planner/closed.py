@@ -8,12 +8,13 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..compiler.actions import ACCUMULATORS, Collective, Compute, Gather, Key, Move, ReduceScatter, Step, Unit
+from ..compiler.actions import ACCUMULATORS, Collective, Compute, Gather, Move, ReduceScatter, Step, Unit
+from ..compiler.exchange import trades
 from ..compiler.plan import StepsOf
-from ..compiler.program import OWN, GatherStart, ScatterStart
+from ..compiler.program import OWN, ExchangeStart, GatherStart, ScatterStart, Trade
 from ..compiler.simulate import Start
 from .machine import Machine
-from .pricing import INWARD, OUTWARD, Call, MachinePrices, Wires
+from .pricing import Call, MachinePrices, Wires
 
 WIDE = 64  # members of a collective, beyond which a rank's own links are looked at only
 
@@ -92,8 +93,8 @@ class _Rank:
         for step in steps(self.inner):
             self.step(step)
         if call.members > 1:
-            for kind in (INWARD, OUTWARD):
-                self.exchange(kind)
+            for trade in trades(prices.direction):
+                self.exchange(trade)
 
     def least(self) -> float:
         """The exchanges, and between them all in its order, or at least what a link carries."""
@@ -157,15 +158,14 @@ class _Rank:
         host, count = 2 * self.machine.instruction, len(collectives)
         return max(host * count, host + max(slowest, *links.values())) if links else 0.0
 
-    def exchange(self, kind: str) -> None:
+    def exchange(self, trade: Trade) -> None:
         group = tuple(self.call.ranks[m, self.inner] for m in range(self.call.members))
-        part: Key = (self.inner,)
-        trade = ReduceScatter(ranks=group, kind=kind, parts=(part,) * len(group))
-        self.exchanges += 2 * self.machine.instruction + self.trade(_start(ScatterStart, trade), defaultdict(float))
+        start = ExchangeStart(0, 0, trade, group, OWN, OWN)
+        self.exchanges += 2 * self.machine.instruction + self.trade(start, defaultdict(float))
 
     def trade(self, start: Start, links: dict[Wires, float]) -> float:
         """Adds the seconds of the rank's own links; returns those until it has its part."""
-        ranks = start.collective.ranks
+        ranks = start.ranks
         self.messages += len(ranks) - 1
         own = 0.0
         for src, dst, size in self.prices.edges(start, self.rank):

@@ -6,14 +6,22 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..compiler.actions import ReduceScatter, Unit
+from ..compiler import exchange
+from ..compiler.actions import Unit
 from ..compiler.lower import lower
-from ..compiler.program import OWN, Assemble, GatherStart, Instruction, Pack, Post, Product, Program, ScatterStart, Wait
+from ..compiler.program import (
+    Assemble,
+    ExchangeStart,
+    GatherStart,
+    Instruction,
+    Post,
+    Product,
+    Program,
+    ScatterStart,
+)
 from ..compiler.simulate import Carried, Start, Traded, simulate
 from .machine import Machine
-from .pricing import INWARD, OUTWARD, Call, MachinePrices
-
-LAST = 1 << 30  # the first ticket of an exchange: beyond those of a program
+from .pricing import Call, MachinePrices
 
 
 def followed(machine: Machine, call: Call) -> int:
@@ -44,11 +52,9 @@ def worldwide(
         def at(peer: int, member: int = member, base: int = base) -> int:
             return base + call.ranks[member, peer]
 
-        program = _renamed(inner[place], rank, at)
+        group = tuple(base + call.ranks[m, place] for m in range(call.members))
+        program = _renamed(exchange.whole([inner[place]], call.members, True), rank, at, group)
         prices.added |= {(rank, product) for product in _added(program)}
-        if call.members > 1:
-            group = tuple(base + call.ranks[m, place] for m in range(call.members))
-            program = _exchanging(program, group, place)
         found.append(program)
     return found, prices
 
@@ -69,8 +75,8 @@ def _lowered(call: Call, direction: str, steps: Sequence, rank: int) -> Program:
     return lower(name, direction, rank, size, tuple(steps), wide, call.recipe.schedule.parts)
 
 
-def _renamed(program: Program, rank: int, at: Callable[[int], int]) -> Program:
-    """With ranks of the world in place of inner ones."""
+def _renamed(program: Program, rank: int, at: Callable[[int], int], group: tuple[int, ...]) -> Program:
+    """With ranks of the world in place of inner ones. group: Ulysses' members."""
     code: list[Instruction] = []
     for one in program.code:
         if isinstance(one, Post):
@@ -79,20 +85,11 @@ def _renamed(program: Program, rank: int, at: Callable[[int], int]) -> Program:
         elif isinstance(one, GatherStart | ScatterStart | Assemble):
             ranks = tuple(map(at, one.collective.ranks))
             code.append(one._replace(collective=dataclasses.replace(one.collective, ranks=ranks)))
+        elif isinstance(one, ExchangeStart):
+            code.append(one._replace(ranks=group))
         else:
             code.append(one)
     return dataclasses.replace(program, rank=rank, code=tuple(code))
-
-
-def _exchanging(program: Program, group: tuple[int, ...], inner: int) -> Program:
-    """With Ulysses' exchange before and after: packed, sent straight from each member to each, and waited for."""
-    around: list[list[Instruction]] = []
-    for number, kind in enumerate((INWARD, OUTWARD)):
-        trade = ReduceScatter(ranks=group, kind=kind, parts=((inner,),) * len(group))
-        ticket = LAST + number
-        start = ScatterStart(0, ticket, trade, OWN, OWN, OWN, OWN)
-        around.append([Pack(0, (kind, (inner,)), OWN), start, Wait(0, ticket)])
-    return dataclasses.replace(program, code=(*around[0], *program.code, *around[1]))
 
 
 def _added(program: Program) -> Iterator[Product]:
@@ -139,12 +136,11 @@ def _pattern(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _around(prices: MachinePrices, call: Call, program: Program) -> float:
-    """Seconds of both exchanges of the first rank of each member, with what is packed for them."""
-    if call.members == 1:
-        return 0.0
+    """Seconds of the exchanges of the first rank of each member, with what is packed for them."""
     group = tuple(call.ranks[member, 0] for member in range(call.members))
-    around = _exchanging(dataclasses.replace(program, code=()), group, 0).code
-    waited = sum(prices.pace(one)[0] for one in around if isinstance(one, ScatterStart))
+    empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
+    around = _renamed(exchange.whole([empty], call.members, True), group[0], lambda inner: inner, group).code
+    waited = sum(prices.pace(one)[0] for one in around if isinstance(one, ExchangeStart))
     return waited + sum(prices.busy(group[0], one) for one in around)
 
 
@@ -161,5 +157,6 @@ class _Some:
         return self.prices.carried(self.ranks[src], self.ranks[dst], unit)
 
     def traded(self, start: Start) -> Traded:
-        ranks = tuple(self.ranks[rank] for rank in start.collective.ranks)
+        assert not isinstance(start, ExchangeStart)  # which one member's ranks alone have none of
+        ranks = tuple(self.ranks[rank] for rank in start.ranks)
         return self.prices.traded(start._replace(collective=dataclasses.replace(start.collective, ranks=ranks)))

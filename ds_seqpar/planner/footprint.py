@@ -14,10 +14,11 @@ import math
 from collections.abc import Mapping
 
 from ..compiler.layout import multiple
+from ..compiler.memory import Figures
 from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE
 from ..config import SequenceParallelConfig, most_logits
-from .calls import Figures, figures, parts_of
+from .calls import call_figures
 from .needs import PARTS, Footprint, Moment, Step
 
 TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
@@ -91,13 +92,10 @@ class _Step:
         config = shortened(self.config) if step.mask.scale_free else self.config
         inner = config.size // config.ulysses
         found = [
-            figures(
-                parts_of(
-                    config, world=config.size, tokens=self.tokens, mask=step.mask, dtype=step.dtype,
-                    heads=(m.heads, m.kv_heads, m.head_dim), batch=step.batch, rank=rank,
-                ),
-                config.ulysses,
-                config.keep_attention if step.checkpointing else None,
+            call_figures(
+                config, world=config.size, tokens=self.tokens, mask=step.mask, dtype=step.dtype,
+                heads=(m.heads, m.kv_heads, m.head_dim), batch=step.batch, rank=rank,
+                kept=config.keep_attention if step.checkpointing else None,
             )
             for rank in sorted({0, inner // 2, inner - 1})
         ]  # fmt: skip

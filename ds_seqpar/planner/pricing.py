@@ -11,21 +11,28 @@ from collections.abc import Iterator
 from ..compiler import heads as dealing
 from ..compiler.actions import Key, Unit
 from ..compiler.compile import Recipe, pattern_of, side_of
+from ..compiler.exchange import SIDE
 from ..compiler.masks import Mask
 from ..compiler.plan import Pattern
 from ..compiler.program import (
     OWN,
     Assemble,
+    Enter,
+    ExchangeStart,
     Export,
     Finish,
     Fold,
     GatherStart,
     Instruction,
+    Leave,
     Merge,
     Pack,
+    PackHeads,
     Post,
     Product,
     ScatterStart,
+    Trade,
+    UnpackHeads,
     Wait,
 )
 from ..compiler.shape import Shape, shape_of
@@ -36,7 +43,6 @@ from ..compiler.topology import Topology
 from ..config import SequenceParallelConfig
 from .machine import Machine, Wire
 
-INWARD, OUTWARD = "heads in", "heads out"  # Ulysses' two exchanges, as kinds of a collective
 Wires = tuple[str, str, int]  # way, what, and whose: ("out", "net", rank), ("in", "uplink", node)
 
 
@@ -120,7 +126,7 @@ class MachinePrices:
     # ---- work of a rank
 
     def busy(self, rank: int, instruction: Instruction) -> float:
-        if isinstance(instruction, Wait):
+        if isinstance(instruction, Wait | Enter | Leave):
             return 0.0
         device, calls = self.work(rank, instruction)
         host = self.machine.instruction * calls
@@ -143,14 +149,16 @@ class MachinePrices:
         if isinstance(one, Post):
             ends = [(rank, t.unit) for t in one.sends] + [(t.peer, t.unit) for t in one.receives]
             return sum(self.bytes(self.place(src)[0], unit) for src, unit in ends)
-        if isinstance(one, GatherStart | ScatterStart):
+        if isinstance(one, Start):
             return sum(size for src, dst, size in self.edges(one) if rank in (src, dst))
         return 0.0
 
     def copies(self, member: int, inner: int, one: Instruction) -> float:
         """Bytes that are read and written, at the memory's rate."""
+        if isinstance(one, PackHeads | UnpackHeads):
+            return self.packed(member, inner, one)
         if isinstance(one, Pack):
-            return self.packed(member, inner, one.unit)
+            return self.copied(2, member, one.unit)
         if isinstance(one, Assemble):
             return self.copied(2, member, (one.collective.kind, one.collective.whole))
         if isinstance(one, Export) and one.own != one.into:
@@ -163,10 +171,14 @@ class MachinePrices:
             return sum(self.copied(1, member, unit, wide=True) for unit, _ in one.results)
         return 0.0
 
-    def packed(self, member: int, inner: int, unit: Unit) -> float:
-        if unit[0] in (INWARD, OUTWARD):
-            return 2 * sum(self.exchanged(unit[0], inner, member, m) for m in range(self.call.members)) / self.rate
-        return self.copied(2, member, unit)
+    def packed(self, member: int, inner: int, one: PackHeads | UnpackHeads) -> float:
+        """Outward a tensor by itself is sent as it lies, and copied where it arrives."""
+        trade, others = one.trade, range(self.call.members)
+        if isinstance(one, PackHeads) and not trade.inward and len(trade.fields) == 1:
+            return 0.0
+        if isinstance(one, PackHeads):
+            return 2 * sum(self.exchanged(trade, inner, member, other) for other in others) / self.rate
+        return 2 * sum(self.exchanged(trade, inner, other, member) for other in others) / self.rate
 
     @property
     def rate(self) -> float:
@@ -213,10 +225,11 @@ class MachinePrices:
     def bytes(self, member: int, unit: Unit) -> float:
         return self.sizes[member][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
 
-    def exchanged(self, kind: str, inner: int, one: int, other: int) -> float:
-        """Bytes of Ulysses' exchange between two members of an inner rank, of which `other` has the heads."""
-        shape, both = self.call.shapes[other], kind == (INWARD if self.direction == "forward" else OUTWARD)
-        heads = shape.q_heads + (2 * shape.kv_heads if both else 0)
+    def exchanged(self, trade: Trade, inner: int, src: int, dst: int) -> float:
+        """Bytes that a member sends to another one of its inner rank: of the heads of who receives them inward, and of
+        who sends them outward."""
+        shape = self.call.shapes[dst if trade.inward else src]
+        heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in trade.fields)
         tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
         return tokens * heads * shape.head_dim * shape.batch * shape.itemsize
 
@@ -244,18 +257,21 @@ class MachinePrices:
     def pace(self, start: Start) -> tuple[float, ...]:
         """Seconds of each member of a collective. Those of groups that lie alike on nodes are the same, where blocks
         have one length."""
-        ranks, parts = start.collective.ranks, start.collective.parts
+        ranks = start.ranks
         if not self.call.shards.even:
             return self.traded(start).seconds
         nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
         members = tuple(self.place(rank)[0] for rank in ranks)
-        key = type(start), start.collective.kind, nodes, members, len(parts[0])
+        what = (
+            start.trade if isinstance(start, ExchangeStart) else (start.collective.kind, len(start.collective.parts[0]))
+        )
+        key = type(start), what, nodes, members
         if key not in self.paces:
             self.paces[key] = self.traded(start).seconds
         return self.paces[key]
 
     def traded(self, start: Start) -> Traded:
-        ranks = start.collective.ranks
+        ranks = start.ranks
         taken: dict[Wires, float] = defaultdict(float)
         for src, dst, size in self.edges(start):
             for link, seconds in self.taken(src, dst, size):
@@ -274,12 +290,10 @@ class MachinePrices:
 
     def edges(self, start: Start, rank: int | None = None) -> Iterator[tuple[int, int, float]]:
         """(from, to, bytes) of a collective; of an exchange straight from each to each those of one rank, if given."""
-        collective = start.collective
-        ranks, kind = collective.ranks, collective.kind
+        ranks = start.ranks
         if isinstance(start, GatherStart):
-            sizes = [
-                self.bytes(self.place(src)[0], (kind, part)) for src, part in zip(ranks, collective.parts, strict=True)
-            ]
+            parts = zip(ranks, start.collective.parts, strict=True)
+            sizes = [self.bytes(self.place(src)[0], (start.collective.kind, part)) for src, part in parts]
             whole = sum(sizes)
             for at, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
                 yield ranks[at - 1], dst, whole - own
@@ -287,12 +301,10 @@ class MachinePrices:
         for src in ranks:
             for dst in ranks:
                 if src != dst and (rank is None or rank in (src, dst)):
-                    yield src, dst, self.traded_bytes(kind, src, dst, collective.part(dst))
+                    yield src, dst, self.traded_bytes(start, src, dst)
 
-    def traded_bytes(self, kind: str, src: int, dst: int, part: Key) -> float:
+    def traded_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
         (one, inner), (other, _) = self.place(src), self.place(dst)
-        if kind == INWARD:
-            return self.exchanged(kind, inner, one, other)
-        if kind == OUTWARD:
-            return self.exchanged(kind, inner, other, one)
-        return self.bytes(one, (kind, part))
+        if isinstance(start, ExchangeStart):
+            return self.exchanged(start.trade, inner, one, other)
+        return self.bytes(one, (start.collective.kind, start.collective.part(dst)))

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from ..compiler import heads as dealing
 from ..compiler.layout import NAMED, contiguous
 from ..compiler.masks import Mask
+from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, shape_of
 from ..compiler.simulate import simulate
 from ..compiler.timeline import Timeline
 from ..compiler.topology import Axes
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
-from .calls import Figures
 from .candidates import Frame, travels
 from .closed import Closed, closed, sampled
 from .everyone import call_seconds, followed_ranks, programs

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..compiler import heads as dealing
 from ..compiler.masks import Mask
+from ..compiler.memory import Figures
 from ..config import SequenceParallelConfig
-from .calls import Figures
 from .footprint import footprint
 from .needs import Footprint
 from .question import Question

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 
 from ..compiler.balance import shards_of
+from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, Shards
-from .calls import Figures
 from .closed import Closed
 from .machine import Machine
 from .needs import Step

@@ -112,7 +112,7 @@ class _Call:
 
 class ForwardCall(_Call):
     """own: q, k and v. Ends with out, the inner lse of each stage, what is kept for backward (see `Kept`; of a rank
-    without other members nothing), and with lse that of own tokens."""
+    without other members nothing), and with lse, where there are other members, that of own tokens."""
 
     def __init__(
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
@@ -146,7 +146,7 @@ class ForwardCall(_Call):
             self.out.append(out)
         self.put_alone(stage, out=out)
         if self.lse:
-            self.put_alone(stage, lse=lse.unsqueeze(-1))
+            self.left["lse"] = lse.unsqueeze(-1)
 
     def results(self) -> list[Tensor]:
         own = [self.whole["lse"].squeeze(-1)] if self.lse else []

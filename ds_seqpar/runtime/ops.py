@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compiler.exchange import Heads
+from ..compiler.exchange import Heads, kept_of
 from ..compiler.masks import Mask
 from ..compiler.shards import Shards, UnevenShards, members_tokens, tokens_of
 from ..errors import InputError
@@ -43,13 +43,14 @@ def attention(
     """
     again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
     stages = _stages(runtime, tensors, mask, shards)
-    keep = 0
-    if runtime.members.degree > 1:
-        keep = (1 if again else 2) if stages == 1 else int(again and keeping.is_kept())
+    keep = sum(kept_of(runtime.members.degree, stages, again, again and keeping.is_kept()))
     handles = runtime.handle, mask.handle, handle_of_shards(shards)
-    given = *tensors, sinks, *handles, *scores, stages, keep, lse, after
+    gathered = lse and runtime.members.degree > 1
+    given = *tensors, sinks, *handles, *scores, stages, keep, gathered, after
     out, *rest = Once.apply(*given) if again else attend(*given)
-    return out, rest[-1] if lse else None
+    if not lse:
+        return out, None
+    return out, rest[-1] if gathered else torch.cat(rest, dim=2) if stages > 1 else rest[0]
 
 
 def _stages(runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None) -> int:
@@ -122,7 +123,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
     scale: float, softcap: float, stages: int, keep: int, lse: bool, after: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """[out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows]."""
+    """[out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows, which is
+    for ranks that have other members]."""
     runtime, scores = of_handle(handle), Scores(scale, softcap)
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
     its = of_handle(mask), _shards(runtime, shards, q.shape[1]), scores

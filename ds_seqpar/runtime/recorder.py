@@ -18,17 +18,23 @@ from ..compiler.actions import Collective, Key, Unit, name_of
 from ..compiler.compile import Bound
 from ..compiler.program import (
     Assemble,
+    Enter,
+    ExchangeStart,
     Export,
     Finish,
     Fold,
     GatherStart,
     Instruction,
+    Leave,
     Merge,
     Pack,
+    PackHeads,
     Post,
     Product,
     ScatterStart,
+    Started,
     Transfer,
+    UnpackHeads,
     Wait,
 )
 from ..compiler.timeline import Event
@@ -131,11 +137,11 @@ class Walked:
         walk.advance()
         self.marks.append((start, self.mark()))
         one = walk.program.code[at]
-        if isinstance(one, Post | GatherStart | ScatterStart):
+        if isinstance(one, Started):
             handle = walk.tickets[one.ticket]
             assert isinstance(handle, Works)  # virtual ranks do not run by themselves
             handle.works = self.works[one.ticket] = [self.watching(work, self.mark) for work in handle.works]
-        if isinstance(one, Finish):
+        if walk.at == len(walk.program.code):
             self.walk = None  # its tensors are the caller's
 
 
@@ -190,9 +196,9 @@ class _Telling:
         found = [self.event("walk", (self.marks[0][0], self.marks[-1][1]), name)]
         labels: dict[int, str] = {}
         for one, marks in self.done:
-            if isinstance(one, Post | GatherStart | ScatterStart):
+            if isinstance(one, Started):
                 messages = self.messages(one, marks[0])
-                labels[one.ticket] = " ".join(m.label for m in messages if m.kind == "move") or messages[0].label
+                labels[one.ticket] = " ".join(m.label for m in messages if m.kind != "send") or messages[0].label
                 found += [self.event("post", marks, " ".join(m.label for m in messages), one.step), *messages]
             elif isinstance(one, Wait):
                 found.append(self.event("wait", marks, labels[one.ticket], one.step))
@@ -205,14 +211,22 @@ class _Telling:
         direction = self.program.direction
         return Event(self.rank, kind, *marks, label, call=self.call, direction=direction, step=step, **more)
 
-    def messages(self, one: Post | GatherStart | ScatterStart, start: float) -> list[Event]:
+    def messages(self, one: Started, start: float) -> list[Event]:
         """What the instruction starts: what arrives, and then what leaves, as comm has their works."""
         waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
         count = len(one.receives) + len(one.sends) if isinstance(one, Post) else 1
         works = self.works[one.ticket]
         ends = [done if work.seen is None else self.seconds(work.seen) for work in works]
+        if not isinstance(one, Post):
+            ends = ends[-1:]  # of a collective all that arrives
         ends = ends if len(ends) == count else ends[-1:] * count  # one work of all messages
         more: dict[str, Any] = {"waited": waited}
+        if isinstance(one, ExchangeStart):
+            traffic, heads = self.bound.traffic(one.trade), self.bound.heads
+            assert heads is not None
+            more |= {"what": "+".join(one.trade.fields)}
+            more |= {"bytes": traffic.arriving(heads.members.member) * traffic.itemsize}
+            return [self.event("exchange", (start, ends[0]), one.trade.words, one.step, **more)]
         if not isinstance(one, Post):
             its = one.collective
             more |= {"what": its.kind, "blocks": (its.whole,), "bytes": _arriving(self.bound, one)}
@@ -250,6 +264,15 @@ def _words(one: Instruction) -> tuple[str, str, str, tuple[Key, ...]]:
             return "copy", f"{type(one).__name__.lower()} {_name(unit)}", unit[0], (unit[1],)
         case Assemble(collective=its):
             return "copy", f"assemble {_name((its.kind, its.whole))}", its.kind, (its.whole,)
+        case PackHeads(trade=trade) | UnpackHeads(trade=trade):
+            return (
+                "copy",
+                f"{'pack' if isinstance(one, PackHeads) else 'unpack'} {trade.words}",
+                "+".join(trade.fields),
+                (),
+            )
+        case Enter(stage=stage) | Leave(stage=stage):
+            return "copy", f"{type(one).__name__.lower()} stage {stage}", "", ()
         case Finish(results=results):
             return "copy", " ".join(["finish", *(_name(unit) for unit, _ in results)]), "", ()
     raise AssertionError(f"an instruction without words: {one}")

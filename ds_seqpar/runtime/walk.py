@@ -87,9 +87,8 @@ class Walk:
             message = self.buffers.elements(one.into, traffic.dtype)
             ulysses.pack_in(parts, self.call.heads.deal(trade), message)
         else:
-            self.buffers.adopt(
-                one.into, ulysses.join_out([self.call.give(field) for field in trade.fields]).contiguous()
-            )
+            joined = ulysses.join_out([self.call.give(field) for field in trade.fields])
+            self.buffers.adopt(one.into, joined.contiguous())
 
     def exchange(self, one: ExchangeStart) -> None:
         traffic, kind = self.bound.traffic(one.trade), COUNTED[one.trade.fields[0]]

@@ -66,7 +66,7 @@ def uneven():
     whole, found = oracle.tensors(1, 48, (8, 4)), []
     for stages in (1, 2):
         sp = make(size=4, ulysses=2, head_stages=stages)
-        own = {side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.member] for side in ("q", "kv")}
+        own = {side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.members.member] for side in ("q", "kv")}
         local = [
             x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)
         ]

@@ -5,10 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planner.calls import figures, parts_of
+from ds_seqpar.planner.calls import call_figures
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.runtime.keeping import keeping
-from ds_seqpar.runtime.ulysses import own_heads, split_in
 from tests import live
 from tests.dist.ranks import make
 from tests.launch import on_warm_ranks as on_ranks
@@ -77,10 +76,9 @@ def _measured(setting, mask, kv_heads, kept=None):
             return sp.attention(*tensors, mask=mask)
 
         seen = live.least(lambda: live.measure(attend, q, k, v, do))
-        place = {"rank": sp.runtime.rank, "member": sp.runtime.member, "early": sp.comm.early}
-        heads = HEADS, kv_heads, DIM
-        parts = parts_of(sp.config, world=sp.size, tokens=TOKENS, mask=mask, heads=heads, **place)
-        said = figures(parts, sp.config.ulysses, True if kept else None)
+        place = {"rank": sp.runtime.rank, "member": sp.runtime.members.member, "early": sp.comm.early}
+        its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None}
+        said = call_figures(sp.config, world=sp.size, tokens=TOKENS, mask=mask, **its, **place)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.kept, said.backward), seen.left
 
 
@@ -109,33 +107,3 @@ def test_stages_and_what_a_checkpoint_keeps(name):
     for measured, said, left in on_ranks(setting["size"], _measured, setting, Mask(), HEADS, kept):
         assert said == pytest.approx(measured, rel=0.05)
         assert left == 0
-
-
-def exchanged(batch):
-    """Bytes, as multiples of what q, k and v take: the most at once inward, what stays; the same outward; what stays
-    when results are dropped."""
-    sp = make(size=2, ulysses=2, layout="contiguous")
-    tensors = [torch.randn(batch, 64, heads, 16).requires_grad_() for heads in (4, 2, 2)]
-    place = tensors[1].shape[2], 2, sp.rank
-    mine = own_heads(tensors, *place)
-    grads = [torch.randn(batch, 128, heads, 16) for heads in mine]
-    unit = 4 * sum(x.numel() for x in grads)  # of q, k and v
-    with live.Live(*tensors, *grads) as seen:
-        arrived = torch.ops.ds_seqpar.scatter_heads(tensors, [64, 64], place, sp.runtime.handle, "qkv", None)
-        inner = split_in(arrived, mine)
-        del arrived
-        found = [seen.peak, seen.settled()]
-        seen.restart()
-        torch.autograd.backward(inner, grads)
-        del inner
-        found += [seen.peak, seen.settled()]
-        for x in tensors:
-            x.grad = None
-        return [x / unit for x in [*found, seen.settled()]]
-
-
-def test_heads_are_exchanged_with_one_copy_each_way():
-    """Inward what is sent and what arrives, at most; outward what is sent, what arrives and the gradients, beside what
-    had arrived before."""
-    for batch in (1, 2):
-        assert on_ranks(2, exchanged, batch) == [[2.0, 1.0, 4.0, 1.0, 0.0]] * 2

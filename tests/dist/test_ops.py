@@ -8,7 +8,6 @@ from torch._dynamo.utils import counters
 
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.runtime.ops import CONFIGURED
-from ds_seqpar.runtime.ulysses import join_out, own_heads, split_in
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, gather_all, leaves, make, refusal
 from tests.launch import on_ranks
@@ -19,21 +18,18 @@ def check(heads, dtype):
     sp = make(size=2, ulysses=2, layout="contiguous")
     q, k, v = leaves(sp, *oracle.tensors(1, 8, heads, dtype=dtype)[:3])
     handle, ops = sp.runtime.handle, torch.ops.ds_seqpar
-    counts, place = [q.shape[1]] * 2, (k.shape[2], 2, sp.rank)
-    arrived = ops.scatter_heads([q, k, v], counts, place, handle, "qkv", None)
-    inner = [x.detach().requires_grad_() for x in split_in(arrived, own_heads([q, k, v], *place))]
     settings = handle, CAUSAL.handle, CONFIGURED
-    sinks = torch.randn(inner[0].shape[2], requires_grad=True)
-    out, lse = (x.detach() for x in ops.attention(*inner, None, *settings, 0.5, 0.0, None))
-    joined = join_out([out.clone()])
-    calls = [
-        (ops.agree.default, (q, k, v, *settings, None, True, False, 2.0, sinks.new_zeros(heads[0]))),
-        (ops.scatter_heads.default, ([q, k, v], counts, place, handle, "qkv", None)),
-        (ops.attention.default, (*inner, None, *settings, 0.5, 0.0, None)),
-        (ops.attention.default, (*inner, sinks, *settings, 0.5, 2.0, None)),
-        (ops.attention_backward.default, (out, *(x.detach() for x in inner), out, lse, *settings, 0.5, 2.0)),
-        (ops.gather_heads.default, (joined.requires_grad_(), [heads[0]], counts, place, handle, "out_heads")),
-    ]
+    sinks = torch.randn(heads[0], requires_grad=True)
+    stages = 2 if heads[1] > 2 else 1
+    calls = [(ops.agree.default, (q, k, v, *settings, None, True, False, 2.0, sinks.new_zeros(heads[0])))]
+    for given, count, keep, lse in ((None, 1, 2, False), (sinks, 1, 1, True), (sinks, stages, 0, False)):
+        forward = q, k, v, given, *settings, 0.5, 2.0, count, keep, lse, None
+        out, *rest = (x.detach() for x in ops.attention(*forward))
+        own = () if keep else tuple(x.detach() for x in (q, k, v))
+        saved = [*(rest[:-1] if lse else rest), *(() if keep > 1 else (out,)), *own]
+        dealt = None if given is None else given.detach()
+        backward = out.clone(), dealt, saved, list(k.shape), *settings, 0.5, 2.0, count, keep
+        calls += [(ops.attention.default, forward), (ops.attention_backward.default, backward)]
     found = [torch.library.opcheck(*call) for call in calls]
     return {result for results in found for result in results.values()}, copy.deepcopy(sp) is sp
 

@@ -79,7 +79,7 @@ class Model:
     def read(self, slot, what, unit):
         assert slot not in self.writing(), f"slot {slot} is read before its transfer is waited for"
         assert self.slots.get(slot) == (what, unit), f"slot {slot} holds {self.slots.get(slot)}, not {what} {unit}"
-        kind, _, keys = self.program.slots[slot]
+        kind, _, keys, *_ = self.program.slots[slot]
         assert kind == unit[0]
         assert unit[1] in keys or what in ("parts", "others")
 

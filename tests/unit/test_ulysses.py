@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compiler.heads import dealt
+from ds_seqpar.compiler.heads import deal, dealt, share_of, sizes
 from ds_seqpar.runtime import ulysses
 
 DIM = 4
@@ -42,6 +42,23 @@ def _exchange(buffers, sizes):
     return [torch.cat(found) for found in received]
 
 
+def _sizes(its, counts, token):
+    return [sizes(its, counts, u, token) for u in range(len(counts))]
+
+
+def _packed(tensors, its):
+    batch, tokens, _, dim = tensors[0].shape
+    buffer = tensors[0].new_empty(sum(its.widths) * tokens * batch * dim)
+    ulysses.pack_in(tensors, its, buffer)
+    return buffer
+
+
+def _own_heads(tensors, kv_heads, members, member):
+    """How many heads of each a member works on."""
+    shares = [share_of(x.shape[2], kv_heads, members, member) for x in tensors]
+    return [mine.stop - mine.start for mine in shares]
+
+
 def _counts(tensors):
     return [mine[0].shape[1] for mine in tensors]
 
@@ -49,23 +66,19 @@ def _counts(tensors):
 def _inward(tensors, kv_heads):
     """tensors[u] = [q, k, v] of member u, all heads of its tokens -> its heads of all tokens."""
     members, counts, (batch, *_, dim) = len(tensors), _counts(tensors), tensors[0][0].shape
-    its = ulysses.deal(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
-    sizes = [ulysses.sizes(its, counts, u, batch * dim) for u in range(members)]
-    received = _exchange([ulysses.pack_in(mine, its) for mine in tensors], sizes)
+    its = deal(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
+    received = _exchange([_packed(mine, its) for mine in tensors], _sizes(its, counts, batch * dim))
     return [
-        ulysses.split_in(
-            x.view(sum(counts), batch, its.widths[u], dim), ulysses.own_heads(tensors[0], kv_heads, members, u)
-        )
+        ulysses.split_in(x.view(sum(counts), batch, its.widths[u], dim), _own_heads(tensors[0], kv_heads, members, u))
         for u, x in enumerate(received)
     ]
 
 
 def _outward(tensors, heads, kv_heads, counts):
     members, (batch, *_, dim) = len(tensors), tensors[0][0].shape
-    its = ulysses.deal(tuple(heads), kv_heads, members)
+    its = deal(tuple(heads), kv_heads, members)
     joined = [ulysses.join_out(mine).contiguous() for mine in tensors]
-    sizes = [ulysses.sizes(its, counts, u, batch * dim)[::-1] for u in range(members)]
-    received = _exchange(joined, sizes)
+    received = _exchange(joined, [found[::-1] for found in _sizes(its, counts, batch * dim)])
     return [ulysses.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
 
 
@@ -194,7 +207,7 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
     assert _memory(joined) == _memory(out)
     assert joined.is_contiguous() == (batch == 1)
     came = torch.randn(2 * 3 * batch * 4 * DIM)
-    found = ulysses.unpack_out(came, ulysses.deal((4, 2, 2), 2, 2), batch, 3, DIM)
+    found = ulysses.unpack_out(came, deal((4, 2, 2), 2, 2), batch, 3, DIM)
     assert len({_memory(x) for x in (came, *found)}) == 4
     assert all(x.is_contiguous() for x in found)
 
@@ -202,9 +215,9 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
 @pytest.mark.parametrize(("members", "q_heads", "kv_heads"), EVEN)
 def test_equal_shares_are_copied_at_once(members, q_heads, kv_heads):
     """One copy a tensor, however many members there are."""
-    its = ulysses.deal((q_heads, kv_heads, kv_heads), kv_heads, members)
+    its = deal((q_heads, kv_heads, kv_heads), kv_heads, members)
     assert [run.members for run in its.runs] == [members]
     tensors = _random(1, [3], q_heads, kv_heads, kv_heads)[0]
     with CountCopies() as seen:
-        ulysses.unpack_out(ulysses.pack_in(tensors, its), its, 1, 3, DIM)
+        ulysses.unpack_out(_packed(tensors, its), its, 1, 3, DIM)
     assert seen.copies == 6
