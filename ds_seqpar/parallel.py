@@ -148,7 +148,7 @@ class SequenceParallel(Sharding):
         backward, after, lse_too = torch.is_grad_enabled() and followed, None, bool(return_lse)
         meant = inputs.mask_of(causal, mask)
         asked = inputs.Asked(meant, shards, scale, backward, lse_too, softcap, sinks)
-        if torch.compiler.is_compiling() and inputs.traceable(q, k, v, asked):
+        if torch.compiler.is_compiling() and inputs.traceable(self.runtime, q, k, v, asked):
             handles = meant.handle, ops.handle_of_shards(shards)
             after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too, softcap, sinks)
         elif not keeping.is_known():

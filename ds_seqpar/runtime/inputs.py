@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
+from ..compiler.heads import most_stages
 from ..compiler.layout import multiple
 from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
@@ -25,12 +26,21 @@ from .comm import TorchComm
 from .runtime import Runtime
 
 
-def traceable(q: object, k: object, v: object, asked: Asked) -> bool:
-    """Whether a compiler can take the op that asks; it needs the right types only, the op finds what else is wrong."""
+def traceable(runtime: Runtime, q: object, k: object, v: object, asked: Asked) -> bool:
+    """Whether a compiler can take the ops: they need the right types, and heads that can be dealt. What else is wrong
+    the op finds that asks."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
     values = isinstance(asked.mask, Mask) and (asked.shards is None or isinstance(asked.shards, UnevenShards))
     numbers = all(x is None or isinstance(x, int | float) for x in (asked.scale, asked.softcap))
-    return tensors and values and numbers and (asked.sinks is None or isinstance(asked.sinks, Tensor))
+    right = tensors and values and numbers and (asked.sinks is None or isinstance(asked.sinks, Tensor))
+    return right and _dealable(runtime, q.shape[2], k.shape[2])  # type: ignore[attr-defined]
+
+
+def _dealable(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
+    degree, stages = runtime.members.degree, runtime.config.head_stages
+    if kv_heads < 1 or q_heads % kv_heads or q_heads < degree:
+        return False
+    return stages == "auto" or stages <= most_stages(q_heads, kv_heads, degree)
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
