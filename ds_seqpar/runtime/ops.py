@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compiler.exchange import Heads, kept_of
+from ..compiler.exchange import Heads, Members, kept_of
 from ..compiler.masks import Mask
-from ..compiler.shards import Shards, UnevenShards, members_tokens, tokens_of
+from ..compiler.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
 from ..handles import held, hold, of_handle
 from . import keeping
@@ -46,7 +46,8 @@ def attention(
     keep = sum(kept_of(runtime.members.degree, stages, again, again and keeping.is_kept()))
     handles = runtime.handle, mask.handle, handle_of_shards(shards)
     gathered = lse and runtime.members.degree > 1
-    given = *tensors, sinks, *handles, *scores, stages, keep, gathered, after
+    place = [*runtime.members, *_inner(runtime, tensors, shards)]
+    given = *tensors, sinks, *handles, *scores, stages, keep, gathered, place, after
     out, *rest = Once.apply(*given) if again else attend(*given)
     if not lse:
         return out, None
@@ -62,6 +63,16 @@ def _stages(runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards
         return 1  # the figure of memory needs numbers, and the compiler may have symbols
     held_here = runtime.shards(q.shape[1] * runtime.members.degree) if shards is None else shards
     return runtime.fewest_stages(q, k, mask, held_here)
+
+
+def _inner(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> tuple[int, int, int]:
+    """The inner rank's tokens of q and of k/v; and whether each member has as many of both, so that they travel as
+    one."""
+    (q, k, _), degree = tensors, runtime.members.degree
+    if shards is None:
+        return q.shape[1] * degree, k.shape[1] * degree, 1
+    counts = [members_tokens(shards, side, runtime.rank, degree) for side in ("q", "kv")]
+    return sum(counts[0]), sum(counts[1]), int(counts[0] == counts[1])
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
@@ -121,10 +132,11 @@ def _finish(walk: Walk, device: torch.device) -> list[Tensor]:
 @torch.library.custom_op("ds_seqpar::attention", mutates_args=())
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
-    scale: float, softcap: float, stages: int, keep: int, lse: bool, after: Tensor | None,
+    scale: float, softcap: float, stages: int, keep: int, lse: bool, place: Sequence[int], after: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """[out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows, which is
-    for ranks that have other members]."""
+    """place: (degree, member, *`_inner`), all that shapes depend on: a compiler's cache serves several ranks. Returns
+    [out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows, which is for
+    ranks that have other members]."""
     runtime, scores = of_handle(handle), Scores(scale, softcap)
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
     its = of_handle(mask), _shards(runtime, shards, q.shape[1]), scores
@@ -134,16 +146,15 @@ def attend(
 @attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
-    scale: float, softcap: float, stages: int, keep: int, lse: bool, after: Tensor | None,
+    scale: float, softcap: float, stages: int, keep: int, lse: bool, place: Sequence[int], after: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    runtime = of_handle(handle)
-    heads = Heads.of(q.shape[2], k.shape[2], runtime.members, stages)
-    tokens = [_inner_tokens(runtime, shards, x.shape[1], side) for x, side in ((q, "q"), (k, "kv"))]
+    degree, member, *tokens, together = place
+    heads = Heads.of(q.shape[2], k.shape[2], Members(degree, member), stages)
     batch, dim, found = q.shape[0], q.shape[3], [q.new_empty(q.shape)]
     widths = [[part.stop - part.start for part in heads.inner(stage)] for stage in range(stages)]
     found += [q.new_empty(batch, tokens[0], width, dtype=wide(q.dtype)) for width, _ in widths]
     for q_width, kv_width in widths if keep else ():
-        if _together(runtime, shards):
+        if together:
             found.append(q.new_empty(tokens[0], batch, q_width + 2 * kv_width, dim))
         else:
             found += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
@@ -152,23 +163,8 @@ def _(
     return [*found, q.new_empty(q.shape[:-1], dtype=wide(q.dtype))] if lse else found
 
 
-def _inner_tokens(runtime: Runtime, shards: int, tokens: int, side: str) -> int:
-    """Of the inner rank."""
-    if shards == CONFIGURED:
-        return tokens * runtime.members.degree
-    return tokens_of(of_handle(shards), side, runtime.rank)
-
-
-def _together(runtime: Runtime, shards: int) -> bool:
-    """Whether members have as many queries as keys, so that both travel as one."""
-    if shards == CONFIGURED:
-        return True
-    q, kv = (members_tokens(of_handle(shards), x, runtime.rank, runtime.members.degree) for x in ("q", "kv"))
-    return q == kv
-
-
 def _save_attention(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
-    q, k, v, sinks, *ctx.handles, scale, softcap, ctx.stages, ctx.keep, lse, _ = inputs
+    q, k, v, sinks, *ctx.handles, scale, softcap, ctx.stages, ctx.keep, lse, _, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.held, ctx.scores, ctx.k_shape = held(*ctx.handles), (scale, softcap), list(k.shape)
     out, *rest = output[: len(output) - lse]
@@ -179,9 +175,9 @@ def _save_attention(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> No
 def _differentiate_attention(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
     do, (sinks, *saved) = grads[0], ctx.saved_tensors
     if do is None:
-        return (None,) * 13
+        return (None,) * 14
     found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.handles, *ctx.scores, ctx.stages, ctx.keep)
-    return *found[:3], found[3] if sinks is not None else None, *[None] * 9
+    return *found[:3], found[3] if sinks is not None else None, *[None] * 10
 
 
 attend.register_autograd(_differentiate_attention, setup_context=_save_attention)

@@ -23,7 +23,7 @@ def check(heads, dtype):
     stages = 2 if heads[1] > 2 else 1
     calls = [(ops.agree.default, (q, k, v, *settings, None, True, False, 2.0, sinks.new_zeros(heads[0])))]
     for given, count, keep, lse in ((None, 1, 2, False), (sinks, 1, 1, True), (sinks, stages, 0, False)):
-        forward = q, k, v, given, *settings, 0.5, 2.0, count, keep, lse, None
+        forward = q, k, v, given, *settings, 0.5, 2.0, count, keep, lse, [2, sp.rank, 8, 8, 1], None
         out, *rest = (x.detach() for x in ops.attention(*forward))
         own = () if keep else tuple(x.detach() for x in (q, k, v))
         saved = [*(rest[:-1] if lse else rest), *(() if keep > 1 else (out,)), *own]
