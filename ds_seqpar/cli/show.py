@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 from .. import limits
 from ..compiler.compile import Compiler, pattern_of, weight
 from ..compiler.draw import draw
-from ..compiler.heads import most
+from ..compiler.exchange import ALL_KEPT, Heads, Members, exchanged, kept_of
+from ..compiler.heads import busiest, most
 from ..compiler.layout import NAMED, multiple
 from ..compiler.listing import listing
 from ..compiler.masks import CAUSAL, FULL
@@ -32,6 +34,7 @@ def add_parser(commands: Any) -> None:
     )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
     show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
+    show.add_argument("--head-stages", type=int, default=1, help="parts of the heads, attended to one after the other")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(NAMED)}")
     for name, (setting, schedule) in settings().items():
@@ -63,8 +66,10 @@ def run(args: argparse.Namespace) -> None:
     _check_limits(args)
     config = config.resolve(args.size, heads=tuple(args.heads))
     recipe = config.recipe(config.topology(args.size))
-    q_heads, kv_heads = args.heads
-    heads = *most(q_heads, kv_heads, config.ulysses), 128  # of the Ulysses member that sets the pace
+    members, stages = config.ulysses, config.head_stages
+    first = Heads.of(args.heads[0], args.heads[1], Members(members, 0), stages).stages[0]
+    own = shape_of(config.travel_dtype, "bfloat16", 1, (*args.heads, 128))
+    heads = *most(*first.counts, members), 128  # of the Ulysses member that sets the pace
     shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
@@ -76,18 +81,25 @@ def run(args: argparse.Namespace) -> None:
         pattern = pattern_of(mask, shards)
         plan = recipe.plan(direction, pattern, shape)
         validate(plan, pattern.pairs())
-        costs = Costs(transfer=shape.bytes_per_token(direction), product=1.0, weight=weight(mask, shards))
+        costs = Costs(
+            transfer=shape.bytes_per_token(direction),
+            product=1.0,
+            weight=weight(mask, shards),
+            exchange=functools.partial(exchanged, shape, members),
+        )
         if communication(plan, costs):
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        timeline = simulate(programs_of(plan), costs)
-        print(f"critical path {timeline.seconds / bound:.2f} x max(compute, links), the two being equal\n")
+        timeline = simulate(programs_of(plan, members, stages), costs)
+        print(f"critical path {timeline.seconds / (stages * bound):.2f} x max(compute, links), the two being equal\n")
         if args.program is not None:
-            compiler = Compiler(recipe, args.program)
-            print(listing(compiler.bound(direction, mask, shards, shape, square=False)), end="\n\n")
+            place = Members(members, busiest(*first.counts, members))
+            kept = kept_of(members, stages, False, False) if members > 1 else ALL_KEPT
+            call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, False, stages, kept)
+            print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
-            draw(plan, costs, args.png)
+            draw(plan, costs, args.png, members, stages)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
             timeline.save(args.trace)

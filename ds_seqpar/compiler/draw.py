@@ -16,22 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
-          "heads": "#8cbf9f", "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
+          "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
 # of the kinds that are drawn; a picture's legend has those that it shows
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
-         "heads": "copying for Ulysses", "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
+         "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
 
 
-def draw(plan: Plan, costs: Costs, file: str | Path) -> None:
+def draw(plan: Plan, costs: Costs, file: str | Path, members: int = 1, stages: int = 1) -> None:
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
     where it is not installed, or the file cannot be written.
 
     A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
+    members, stages: as `programs_of` takes them.
     """
-    timeline = simulate(programs_of(plan), costs)
-    bound = max(communication(plan, costs), computation(plan, costs))
+    timeline = simulate(programs_of(plan, members, stages), costs)
+    bound = stages * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
-    title = f"{plan.name}, {plan.direction}: {ratio}"
+    around = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
+    title = f"{plan.name}{around}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"
     draw_timelines({title: timeline}, file, range(plan.size), costs.product or 1.0, unit)
 

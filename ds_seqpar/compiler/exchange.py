@@ -132,6 +132,13 @@ def traffic(heads: Heads, trade: Trade, shape: Shape, shards: Shards, inner: int
     return Traffic(tuple(outgoing), tuple(incoming), tuple(tokens), width, shape.wide if row else shape.dtype)
 
 
+def exchanged(shape: Shape, members: int, trade: Trade) -> float:
+    """Bytes that an exchange brings from other members, for each of the inner rank's tokens, of a member with this
+    inner shape where all are alike."""
+    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in trade.fields)
+    return shape.batch * heads * shape.head_dim * shape.itemsize * (members - 1) / members
+
+
 def trades(direction: str, together: bool = True, kept: Kept = ALL_KEPT) -> list[Trade]:
     """What a call of one stage exchanges, in order."""
     inward = [Trade(0, True, fields) for fields in _inward(direction, together, kept)]

@@ -11,17 +11,22 @@ from .plan import columns
 from .program import (
     OWN,
     Assemble,
+    Enter,
+    ExchangeStart,
     Export,
     Finish,
     Fold,
     GatherStart,
     Instruction,
+    Leave,
     Merge,
     Pack,
+    PackHeads,
     Post,
     Product,
     ScatterStart,
     Transfer,
+    UnpackHeads,
     Wait,
     is_own,
 )
@@ -35,8 +40,8 @@ def listing(bound: Bound) -> str:
     for one, frees in zip(program.code, program.frees, strict=True):
         code.append([str(one.step), _words(one), " ".join(map(_slot, frees))])
     slots = [["slot", "holds", "bytes"]]
-    for number, (kind, role, keys, *_) in enumerate(program.slots):
-        units = ", ".join(dict.fromkeys(_unit((kind, key)) for key in keys))
+    for number, (kind, role, keys, _, trade) in enumerate(program.slots):
+        units = ", ".join(dict.fromkeys(_unit((kind, key)) for key in keys)) if not trade else f"{role} {trade.words}"
         slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
                       str(bound.slot_bytes(number))])  # fmt: skip
     head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
@@ -57,8 +62,27 @@ def _words(one: Instruction) -> str:
             return f"gather #{one.ticket}: {whole}, {_slot(one.sent)} -> {_slot(one.received)}"
         case Assemble(collective=gather):
             return f"assemble {_unit((gather.kind, gather.whole))}, {_slot(one.received)} -> {_slot(one.into)}"
+        case PackHeads() | ExchangeStart() | UnpackHeads() | Enter() | Leave():
+            return _of_heads(one)
         case _:
             return _of_results(one)
+
+
+def _of_heads(one: Instruction) -> str:
+    match one:
+        case PackHeads(trade=trade):
+            return f"pack heads of {trade.words} into {_slot(one.into)}"
+        case ExchangeStart(trade=trade):
+            others = f"with {len(one.ranks)} members"
+            return f"exchange #{one.ticket}: {trade.words} {others}, {_slot(one.sent)} -> {_slot(one.received)}"
+        case UnpackHeads(trade=trade):
+            return f"unpack heads of {trade.words} from {_slot(one.received)}"
+        case Enter(stage=stage, arrived=arrived):
+            what = ", ".join(f"{' '.join(trade.fields)} {_slot(slot)}" for trade, slot in arrived)
+            return f"enter stage {stage}: {what or 'own tensors'}"
+        case Leave(stage=stage):
+            return f"leave stage {stage}"
+    raise AssertionError(f"an instruction without words: {one}")
 
 
 def _of_results(one: Instruction) -> str:

@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from . import exchange
 from .actions import Collective, Key, Unit, name_of
 from .lower import lower
 from .plan import Plan
@@ -122,16 +123,26 @@ def computation(plan: Plan, costs: Costs) -> float:
 
 
 def communication(plan: Plan, costs: Costs) -> float:
-    """Seconds of the busiest link in."""
-    return max(plan.received(costs.transfer))
+    """Seconds of the busiest link in, with the exchanges of heads around the plan."""
+    return max(plan.received(costs.transfer)) + sum(map(costs.exchange, exchange.trades(plan.direction)))
 
 
-def programs_of(plan: Plan) -> list[Program]:
-    """All ranks' programs, as they are for results that travel in the dtype that they are accumulated in."""
-    return [
+def programs_of(plan: Plan, members: int = 1, stages: int = 1) -> list[Program]:
+    """All inner ranks' programs, as they are for results that travel in the dtype that they are accumulated in; of one
+    of so many Ulysses members, which all do the same at the same time, in so many stages that are alike."""
+    inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
         for rank, steps in enumerate(plan.ranks)
     ]
+    if (members, stages) == (1, 1):
+        return inner
+    return [_by_itself(exchange.whole([program] * stages, members, True)) for program in inner]
+
+
+def _by_itself(program: Program) -> Program:
+    """Its exchanges wait for no other rank's."""
+    code = (one._replace(ranks=(program.rank,)) if isinstance(one, ExchangeStart) else one for one in program.code)
+    return dataclasses.replace(program, code=tuple(code))
 
 
 def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:
@@ -270,6 +281,8 @@ class _Simulation:
 
 
 def _does(instruction: Instruction) -> str:
+    if isinstance(instruction, PackHeads | UnpackHeads):
+        return f"{type(instruction).__name__} {instruction.trade.words}"
     if isinstance(instruction, Product):
         return f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
     return type(instruction).__name__

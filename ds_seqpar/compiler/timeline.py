@@ -15,7 +15,6 @@ from .actions import Key
 # kind -> the track of a rank that it is on
 TRACKS = {
     "walk": "compute",
-    "heads": "compute",
     "agree": "compute",
     "product": "compute",
     "merge": "compute",
@@ -31,12 +30,13 @@ TRACKS = {
 @dataclasses.dataclass(frozen=True)
 class Event:
     """What `rank` does from `start` to `end`, in seconds. A simulation has the kinds "product", "move" (a message or a
-    collective's part, arriving here) and "wait"; it leaves what follows the label as it stands.
+    collective's part, arriving here), "exchange" (what Ulysses' members send, arriving here) and "wait"; it leaves what
+    follows the label as it stands.
 
     A record has more kinds: "send" (a message that leaves), "post" (messages and collectives are handed over), "merge"
-    (partial results become one), "copy" (operands and results are put in place), "exchange" (an all-to-all of Ulysses),
-    "agree" (ranks compare their inputs); and two that enclose others: "walk", a whole program, and "heads", an exchange
-    with the copies around it. A message lasts from when it is posted to when a wait for it has seen its end.
+    (partial results become one), "copy" (operands and results are put in place), "agree" (ranks compare their inputs);
+    and one that encloses others: "walk", a whole program. A message lasts from when it is posted to when a wait for it
+    has seen its end.
 
     rank: the SP rank. call: the number of the walk, in order, from 0. direction, step: of the program. what, blocks:
     the unit that is worked on or sent, as ("kv", ((0,),)); of a product what is "" and blocks are those of q and of kv.

@@ -13,7 +13,7 @@ from benchmarks import timeline
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.compiler.actions import Gather
 from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.program import Assemble, Export, Finish, Fold, GatherStart, Merge, Pack, Post, Product, ScatterStart, Wait
+from ds_seqpar.compiler.program import Enter, Leave, Assemble, Export, Finish, Fold, GatherStart, Merge, Pack, Post, Product, ScatterStart, Wait
 from ds_seqpar.runtime import recorder
 from tests import oracle
 from tests.dist.ranks import leaves, make
@@ -91,20 +91,34 @@ def walks(events):
     return [(walk, [e for e in events if e.call == walk.call and e is not walk]) for walk in starts]
 
 
+def stages_of(code):
+    """(first, last) instruction of each stage of heads."""
+    ends = [at for at, one in enumerate(code) if isinstance(one, Enter | Leave)]
+    return zip(ends[::2], ends[1::2], strict=True)
+
+
 def test_products_and_messages_are_those_of_the_plan(results, case):
     ulysses, stages = (CASES[case][0].get(name, 1) for name in ("ulysses", "head_stages"))
     units = block_units(4 // ulysses, ulysses * stages, HEADS)
     for found in results:
         events, _, _, plans, _ = found[case]
-        assert [walk.direction for walk, _ in walks(events)] == ["forward"] * stages + ["backward"] * stages
+        assert [walk.direction for walk, _ in walks(events)] == ["forward", "backward"]
         for walk, its in walks(events):
             steps, code, rank = plans[walk.direction]
-            asked = {(t.peer, t.unit): one.step for one in code if isinstance(one, Post) for t in one.receives}
             products = [(e.step, e.label, e.blocks) for e in its if e.kind == "product"]
-            assert products == [(n, str(c), (c.q, c.kv)) for n, one in enumerate(steps) for c in one.computes]
             messages = [(e.kind, e.step, e.label, e.what, e.blocks, e.peer, e.bytes) for e in its
                         if e.kind in ("move", "send")]  # fmt: skip
-            wanted = [m for n, one in enumerate(steps) for m in messages_of(n, one, rank, asked, units[walk.direction])]
+            computed, wanted = [], []
+            for first, last in stages_of(code):
+                asked = {(t.peer, t.unit): one.step - code[first].step for one in code[first:last]
+                         if isinstance(one, Post) for t in one.receives}  # fmt: skip
+                begin = code[first].step
+                for n, one in enumerate(steps):
+                    computed += [(begin + n, str(c), (c.q, c.kv)) for c in one.computes]
+                    found_here = messages_of(n, one, rank, asked, units[walk.direction])
+                    wanted += [(kind, begin + step, *rest) for kind, step, *rest in found_here]
+            assert len(list(stages_of(code))) == stages
+            assert products == computed
             assert Counter(messages) == Counter(wanted)
             assert [m[1] for m in messages] == sorted(m[1] for m in messages)
 
@@ -154,21 +168,19 @@ def test_bytes_are_those_that_arrived(results, case):
         assert {e.rank for e in events} == {rank}
 
 
-def test_exchanges_of_heads_lie_between_walks(results, case):
+def test_exchanges_of_heads_are_part_of_the_walk(results, case):
     for found in results:
-        events = found[case][0]
-        names = [e.label for e in events if e.kind in ("heads", "exchange")]
-        if CASES[case][0]["ulysses"] == 1:
-            assert names == []
-            continue
-        if "head_stages" not in CASES[case][0]:
-            wanted = [("scatter", "qkv"), ("gather", "out_heads"), ("scatter", "do_heads"), ("gather", "dqkv")]
-            assert names == [name for way, kind in wanted for name in (f"{way} {kind}", kind)]
-        enclosing = [e for e in events if e.kind in ("agree", "heads", "walk")]
+        for walk, its in walks(found[case][0]):
+            labels = [e.label for e in its if e.kind == "exchange"]
+            if CASES[case][0]["ulysses"] == 1:
+                assert labels == []
+            elif "head_stages" not in CASES[case][0]:
+                wanted = {"forward": ["q k v in", "out out"], "backward": ["do in", "dk dv out", "dq out"]}
+                assert labels == wanted[walk.direction]
+            for event in its:
+                assert walk.start <= event.start <= event.end <= walk.end
+        enclosing = [e for e in found[case][0] if e.kind in ("agree", "walk")]
         assert all(before.end <= after.start for before, after in itertools.pairwise(enclosing))
-        for heads, exchange in itertools.pairwise([e for e in events if e.kind in ("heads", "exchange")]):
-            if heads.kind == "heads":
-                assert heads.start <= exchange.start <= exchange.end <= heads.end
 
 
 def test_ranks_agree_before_anything_else_is_recorded(results, case):
@@ -236,5 +248,5 @@ def test_the_script_prints_what_was_measured_beside_what_is_simulated(capsys, mo
         assert all(number > 0 for cell in (cells[1], cells[5], cells[7]) for number in cell)
     found = json.loads(trace.read_text())["traceEvents"]
     kinds = {(e["name"], e["cat"]) for e in found if e["ph"] == "X"}
-    assert {("Gather(q(0,1))", "move"), ("q(0,1)*kv(0)", "product"), ("qkv", "exchange")} <= kinds
+    assert {("Gather(q(0,1))", "move"), ("q(0,1)*kv(0)", "product"), ("q k v in", "exchange")} <= kinds
     assert len({e["pid"] for e in found}) == 8  # four ranks, measured and simulated
