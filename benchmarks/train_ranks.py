@@ -99,9 +99,9 @@ def spent(start: float) -> dict[str, float]:
         waited.close()
     found["all"] = time.perf_counter() - began
     for event in record.events:
-        if event.kind in ("walk", "heads", "agree"):
+        if event.kind in ("walk", "agree"):
             found["attention"] = found.get("attention", 0.0) + event.end - event.start
-        if event.kind in ("wait", "exchange", "agree"):
+        if event.kind in ("wait", "agree"):
             found["attention: links"] = found.get("attention: links", 0.0) + event.end - event.start
     found["ZeRO"], found["collectives"] = waited.seconds, waited.calls
     return found

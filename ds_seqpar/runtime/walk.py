@@ -98,7 +98,8 @@ class Walk:
     def enter(self, one: Enter) -> None:
         for trade, slot in one.arrived:
             traffic = self.bound.traffic(trade)
-            shape = sum(traffic.tokens), self.bound.shape.batch, -1, traffic.width
+            heads = sum(self.call.heads.widths(trade))
+            shape = sum(traffic.tokens), self.bound.shape.batch, heads, traffic.width
             self.call.arrive(trade, self.buffers.elements(slot, traffic.dtype).view(shape))
         self.work, self.entered = self.call.enter(one.stage), True
 

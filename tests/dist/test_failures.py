@@ -88,8 +88,10 @@ def test_a_killed_rank_is_noticed_by_its_ulysses_peers(direction):
     assert gone[:2] == ("Died", "exit code 1")
     for kind, message, _ in others:
         assert kind == "CommunicationError"
-        assert missing(message, "Ulysses all-to-all", ENDED) == []
-        assert is_one_sentence(message)
+        sentence, *place = message.splitlines()
+        assert missing(sentence, "Ulysses all-to-all", ENDED) == []
+        assert is_one_sentence(sentence)
+        assert any(line.startswith("->") and "exchange of heads" in line for line in place)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

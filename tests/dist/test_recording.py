@@ -13,7 +13,10 @@ from benchmarks import timeline
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.compiler.actions import Gather
 from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.program import Enter, Leave, Assemble, Export, Finish, Fold, GatherStart, Merge, Pack, Post, Product, ScatterStart, Wait
+from ds_seqpar.compiler.program import (
+    Assemble, Enter, ExchangeStart, Export, Finish, Fold, GatherStart, Leave, Merge, Pack, PackHeads, Post, Product,
+    ScatterStart, UnpackHeads, Wait,
+)
 from ds_seqpar.runtime import recorder
 from tests import oracle
 from tests.dist.ranks import leaves, make
@@ -32,6 +35,11 @@ KINDS = {
     Product: "product",
     Merge: "merge",
     Fold: "merge",
+    PackHeads: "copy",
+    ExchangeStart: "post",
+    UnpackHeads: "copy",
+    Enter: "copy",
+    Leave: "copy",
 }
 HEADS = (4, 4)
 CASES = {
@@ -140,7 +148,7 @@ def test_instructions_are_those_of_the_program_one_after_another(results, case):
     for found in results:
         events, _, _, plans, _ = found[case]
         for walk, its in walks(events):
-            done = [e for e in its if e.kind not in ("move", "send")]
+            done = [e for e in its if e.kind not in ("move", "send", "exchange")]
             assert [(e.kind, e.step) for e in done] == [(KINDS[type(x)], x.step) for x in plans[walk.direction][1]]
             assert walk.start == done[0].start
             assert walk.end == done[-1].end
