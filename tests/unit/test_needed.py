@@ -89,7 +89,7 @@ def test_no_product_is_computed_and_no_block_is_sent_that_nobody_needs(schedule,
         _assert_gathers_are_read(steps, pairs)
         _assert_results_have_something(plan, steps)
         met += 1
-    assert met > 10
+    assert met > 5
 
 
 def _assert_operands_are_read(plan, steps):
