@@ -3,7 +3,6 @@
 Absolute gradients, from SGD without clipping: Adam hides a wrong scale, and so does DeepSpeed's own clipping.
 """
 
-import functools
 import warnings
 
 import deepspeed
@@ -17,16 +16,14 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
-from tests import launch
 from tests.grids import each_then_rest, few_then_rest, grouped
 from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, norm, one_process, part, ragged, small, step
 from tests.hf.llama import settings as json_settings
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
-# apart from others: DeepSpeed never lets go of an engine's groups
-on_ranks = functools.partial(launch.on_ranks, keep="deepspeed")
 AXES = {"stage": tuple(STAGES), "mode": tuple(MODES), "layout": LAYOUTS, "steps": (1, 3)}
 
 

@@ -11,7 +11,7 @@ import ds_seqpar
 from tests.dist.ranks import make, refusal
 from tests.grids import each_then_rest
 from tests.hf.llama import MODES, array, gap, llama, norm, one_process, part, ragged, settings, step
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD, LAYERS, STEPS = 4, 2, 2

@@ -15,7 +15,7 @@ from hf_integration import families
 from tests import oracle
 from tests.hf.families import FAMILIES, SIZE, model_of
 from tests.hf.llama import IGNORE, array, averaged, gap
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 SECTIONS = {

@@ -10,7 +10,7 @@ import torch
 import ds_seqpar
 from tests.hf.llama import llama, ragged, settings, update
 from tests.hf.test_tiles import OPTIMIZER, Sizes, lora
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD, STEPS = 4, 2

@@ -17,7 +17,7 @@ from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, update
 from tests.hf.test_families import batch_of, gradients
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tests.hf.trainers import documents, make
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 # how often is logged -> arguments; steps are left over, or none was ever logged

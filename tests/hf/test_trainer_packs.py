@@ -9,7 +9,7 @@ from hf_integration import PackingCollator
 from tests.dist.ranks import is_one_sentence
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.trainers import documents, make, trained
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 NAMES = sorted(FAMILIES)

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, default_data_collator
 from hf_integration import unpatch_attention
 from tests.hf.llama import IGNORE, small
 from tests.hf.trainers import documents, make, mean_of_steps, trained
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 # section -> sequences that a group of 4 ranks' worth takes a micro-step, so that all work on four: the plain one alone

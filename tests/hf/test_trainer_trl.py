@@ -12,7 +12,7 @@ from hf_integration.trainer_checks import check_kind
 from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import small
 from tests.hf.trainers import documents, settings
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
