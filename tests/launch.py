@@ -74,6 +74,9 @@ def on_ranks(world, function, *args, timeout=120, check=True, patience=60, keep=
 
 # for what leaves nothing behind in its process: no settings, no patched functions, no groups
 on_warm_ranks = functools.partial(on_ranks, keep="plain")
+# for what leaves behind what DeepSpeed's engines or Trainers do: groups, and accelerate's settings
+on_engine_ranks = functools.partial(on_ranks, keep="deepspeed")
+on_trainer_ranks = functools.partial(on_ranks, keep="trainer")
 _kept = {}  # world -> (word, Ranks that wait for the next function)
 _found = {}  # on a rank: what a new process has
 KEPT_WORLD = 4  # larger ones would fill the memory
@@ -98,10 +101,13 @@ def _call_kept(word, world, function, *args, timeout):
 
 
 def _afresh(function, *args):
-    """On a rank: the function finds the random numbers of a new process, and no group that hangs in a circle."""
+    """On a rank: the function finds the random numbers of a new process, no group that hangs in a circle, and no ZeRO-3
+    of another Trainer, by which transformers would shard new models."""
     import torch
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     gc.collect()
+    unset_hf_deepspeed_config()
     torch.set_rng_state(_found.setdefault("numbers", torch.get_rng_state()))
     return function(*args)
 

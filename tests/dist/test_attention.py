@@ -11,7 +11,7 @@ from ds_seqpar import testing as virtual
 from ds_seqpar.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import attend, gather_all, leaves, make, refusal
-from tests.grids import cover, grouped, whole
+from tests.grids import cover, each_then_rest, grouped, whole
 from tests.launch import on_warm_ranks as on_ranks
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
@@ -52,7 +52,9 @@ def deviations(cases):
 MANY = {**AXES, "ranks": tuple(ranks for ranks in AXES["ranks"] if ranks[0] > 4)}
 FEW = {**AXES, "ranks": tuple(ranks for ranks in AXES["ranks"] if ranks[0] <= 4)}
 LARGE = [
-    pytest.param([case for case in whole(legal, **MANY) if case["ranks"] == ranks], id=str(ranks), marks=pytest.mark.whole)
+    pytest.param(
+        [case for case in whole(legal, **MANY) if case["ranks"] == ranks], id=str(ranks), marks=pytest.mark.whole
+    )
     for ranks in MANY["ranks"]
 ]
 
@@ -124,7 +126,10 @@ def groups_at_once(size, degree):
 
 
 # deepspeed#7672: backward failed where fewer ranks shared a sequence than there were
-@pytest.mark.parametrize(("world", "size", "degree"), [(4, 2, 1), (4, 2, 2), (6, 3, 1), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("world", "size", "degree"),
+    [(4, 2, 1), (4, 2, 2), (2, 1, 1), pytest.param(6, 3, 1, marks=pytest.mark.whole)],
+)
 def test_groups_work_on_different_data_at_once(world, size, degree):
     found = on_ranks(world, groups_at_once, size, degree)
     assert max(error for error, _ in found) < 1e-10
@@ -203,7 +208,7 @@ def two_layers(degree):
     return max(oracle.errors(found, [expected.detach(), *(x.grad for x in whole)]))
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", each_then_rest([2], [1]))
 def test_two_layers_share_one_sequence_parallel(degree):
     assert max(on_ranks(4, two_layers, degree)) < 1e-10
 
@@ -217,7 +222,7 @@ def twice(degree):
     return all(same)
 
 
-@pytest.mark.parametrize("degree", [2, *(pytest.param(degree, marks=pytest.mark.whole) for degree in (1, 4))])
+@pytest.mark.parametrize("degree", each_then_rest([2], [1, 4]))
 def test_the_same_step_gives_the_same_bits(degree):
     assert all(on_ranks(4, twice, degree))
 
@@ -233,13 +238,16 @@ def real_ranks(settings):
     return found
 
 
-def test_virtual_ranks_give_the_same_bits_and_counts():
-    settings = [
-        (degree, layout, causal, dtype)
-        for degree, layout in ((1, "zigzag"), (1, "contiguous"), (2, "striped"), (4, "zigzag"))
-        for causal in (True, False)
-        for dtype in (torch.float64, torch.bfloat16)
-    ]
+ALIKE = {
+    "shape": ((1, "zigzag"), (1, "contiguous"), (2, "striped"), (4, "zigzag")),
+    "causal": (True, False),
+    "dtype": (torch.float64, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("choose", [cover, pytest.param(whole, marks=pytest.mark.whole)])
+def test_virtual_ranks_give_the_same_bits_and_counts(choose):
+    settings = [(*case["shape"], case["causal"], case["dtype"]) for case in choose(**ALIKE)]
     by_setting = zip(*on_ranks(4, real_ranks, settings), strict=True)
     for setting, results in zip(settings, by_setting, strict=True):
         degree, layout, causal, dtype = setting
@@ -268,7 +276,7 @@ def odd_strides(degree):
     return max(oracle.errors(found, oracle.dense(*whole[:3], ones))), strided
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", each_then_rest([2], [1, 4]))
 def test_tensors_need_not_be_contiguous(degree):
     for error, strided in on_ranks(4, odd_strides, degree):
         assert all(strided)
@@ -308,7 +316,7 @@ def only_some_need_gradients(degree):
     return max(errors)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", each_then_rest([2], [1]))
 def test_only_some_inputs_need_gradients(degree):
     assert max(on_ranks(4, only_some_need_gradients, degree)) < 1e-10
 

@@ -3,8 +3,6 @@
 Absolute gradients, from SGD without clipping: Adam hides a wrong scale, and so does DeepSpeed's own clipping.
 """
 
-import functools
-import itertools
 import warnings
 
 import deepspeed
@@ -18,16 +16,14 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
-from tests import launch
-from tests.grids import cover, grouped
+from tests.grids import each_then_rest, few_then_rest, grouped
 from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, norm, one_process, part, ragged, small, step
 from tests.hf.llama import settings as json_settings
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 4
-# apart from others: DeepSpeed never lets go of an engine's groups
-on_ranks = functools.partial(launch.on_ranks, keep="deepspeed")
 AXES = {"stage": tuple(STAGES), "mode": tuple(MODES), "layout": LAYOUTS, "steps": (1, 3)}
 
 
@@ -42,12 +38,14 @@ def section(case):
 
 def settings(case, **changes):
     """The DeepSpeed JSON of a case: 4 sequences a micro-step."""
-    return json_settings(section(case), case["stage"], case["steps"], micro=section(case)["size"], **changes)
+    groups = case.get("ranks", WORLD) // section(case)["size"]
+    return json_settings(section(case), case["stage"], case["steps"], micro=4 // groups, **changes)
 
 
 def global_window(case):
-    """4 sequences a micro-step, so many a group: some rank has no label at all and every group another number."""
-    return ragged(section(case), WORLD // section(case)["size"], case["steps"])
+    """4 sequences a micro-step, so many a group: some rank has no label at all and every group another number. A case
+    of fewer ranks than WORLD says so."""
+    return ragged(section(case), case.get("ranks", WORLD) // section(case)["size"], case["steps"])
 
 
 def train(cases, changes=None, mistake=None):
@@ -80,15 +78,13 @@ def by_case(cases, ranks):
     return zip(cases, zip(*ranks, strict=True), strict=True)
 
 
-# each stage with a ring in two groups, and with Ulysses around one: layouts and modes meet stages by the number of ranks
-# only, and tests below have the other modes
+# each stage once, with a ring in two groups or with Ulysses around one in turn: layouts and modes meet stages by the
+# number of ranks only, and tests below have other pairs of them
 FEW = [
-    {**case, "layout": layout}
-    for case, layout in zip(cover(stage=AXES["stage"], mode=("r2", "u2r2"), steps=(1, 3)), itertools.cycle(LAYOUTS))
-] + [
     {"stage": stage, "mode": mode, "layout": layout, "steps": steps}
     for stage, mode, layout, steps in (
-        ("1", "s1", "zigzag", 3), ("3", "s1", "zigzag", 1),
+        ("0", "r2", "contiguous", 3), ("1", "u2r2", "striped", 1), ("2", "u2r2", "zigzag", 3),
+        ("3", "r2", "striped", 3), ("3", "s1", "zigzag", 1), ("3_all_reduce", "u2r2", "contiguous", 1),
     )
 ]  # fmt: skip
 
@@ -162,8 +158,8 @@ def train_with_mistakes(case):
 @pytest.fixture(scope="module")
 def spoilt():
     """(what one process has, what rank 0 finds without a mistake and with each)."""
-    case = {"stage": "2", "mode": "u2r2", "steps": 3}
-    found = on_ranks(WORLD, train_with_mistakes, case)[0]
+    case = {"stage": "2", "mode": "r2", "steps": 3, "ranks": 2}
+    found = on_ranks(2, train_with_mistakes, case)[0]
     return one_process(small(), global_window(case)), dict(zip((None, *MISTAKES), found, strict=True))
 
 
@@ -183,9 +179,9 @@ def train_clipped(case):
 
 def test_clipping_hides_what_sgd_shows():
     """Why the JSON of these tests says gradient_clipping 0: clipped, a factor of sp is gone from the gradients."""
-    right, wrong = on_ranks(WORLD, train_clipped, {"stage": "2", "mode": "r4", "steps": 1})[0]
+    right, wrong = on_ranks(2, train_clipped, {"stage": "2", "mode": "r2", "steps": 1, "ranks": 2})[0]
     assert gap(wrong["gradients"], right["gradients"]) < 1e-3
-    assert wrong["norm"] == pytest.approx(right["norm"] / 4, rel=1e-5)
+    assert wrong["norm"] == pytest.approx(right["norm"] / 2, rel=1e-5)
 
 
 def train_without_labels(cases):
@@ -202,8 +198,8 @@ def train_without_labels(cases):
 
 def test_a_window_without_any_label_is_zero_and_not_nan():
     """Megatron#1764, axolotl#3026: a mean over nothing."""
-    cases = [{"stage": stage, "mode": "r2", "steps": 1} for stage in ("0", "2", "3")]
-    for results in on_ranks(WORLD, train_without_labels, cases):
+    cases = [{"stage": stage, "mode": "r2", "steps": 1, "ranks": 2} for stage in ("0", "2", "3")]
+    for results in on_ranks(2, train_without_labels, cases):
         for result in results:
             assert result["loss"] == 0
             assert not any(g.any() for g in result["gradients"].values())
@@ -231,7 +227,7 @@ EVALUATED = [
 ]
 
 
-@pytest.mark.parametrize("cases", [EVALUATED[::2], pytest.param(EVALUATED[1:2], marks=pytest.mark.whole)], ids=len)
+@pytest.mark.parametrize("cases", few_then_rest(EVALUATED[2:], EVALUATED[:2]))
 def test_evaluation_loss_is_that_of_one_process(cases):
     """transformers#48167: eval_loss cp times too large. axolotl#3026: NaN. Training goes on as if nothing had been."""
     for case, results in by_case(cases, on_ranks(WORLD, evaluate_then_train, cases)):
@@ -246,16 +242,10 @@ BF16_CASES = [
     {"stage": stage, "mode": mode, "steps": steps}
     for stage in STAGES for mode in ("s1", "r2", "u4", "r4", "u2r2") for steps in (1, 3)
 ]  # fmt: skip
-BF16_FEW = [
-    {"stage": stage, "mode": mode, "steps": steps}
-    for stage, mode, steps in (("0", "u2r2", 1), ("2", "r4", 1), ("3", "u4", 3), ("3_all_reduce", "r2", 1))
-]
+BF16_FEW = [{"stage": stage, "mode": mode, "steps": 1} for stage, mode in (("2", "r4"), ("3", "u4"))]
 
 
-@pytest.mark.parametrize("cases", [
-    pytest.param(BF16_FEW, id="few"),
-    pytest.param([case for case in BF16_CASES if case not in BF16_FEW], id="rest", marks=pytest.mark.whole),
-])  # fmt: skip
+@pytest.mark.parametrize("cases", few_then_rest(BF16_FEW, [case for case in BF16_CASES if case not in BF16_FEW]))
 def test_bf16_is_as_near_as_one_process_in_bf16(cases):
     """deepspeed PR 4530, 5555: bf16 sums of gradients hurt. Twice the error that one process in bf16 makes against
     fp32 is allowed (both are rounding noise of 1 to 2 %; a wrong scale would be at least 50 % off); loss and norm, in
@@ -278,9 +268,10 @@ NEUTRAL = {
     "predivide": ("1", {"gradient_predivide_factor": 2.0}),
     "all_reduce": ("2", {"zero_optimization": {"stage": 2, "reduce_scatter": False, "contiguous_gradients": False}}),
     "offload": ("2", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
-    "said_to_be_one": ("2", {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}),
-    "switched_off": ("2", {"curriculum_learning": {"enabled": False}, "data_efficiency": {"enabled": False},
-                           "expert_parallel": {"enabled": False}, "hybrid_engine": {"enabled": False}}),
+    "said_to_be_one_or_switched_off": (
+        "2", {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1},
+              "curriculum_learning": {"enabled": False}, "data_efficiency": {"enabled": False},
+              "expert_parallel": {"enabled": False}, "hybrid_engine": {"enabled": False}}),
 }  # fmt: skip
 
 
@@ -293,11 +284,10 @@ def train_neutral(names):
     return found
 
 
-@pytest.mark.parametrize("names", [
-    pytest.param(["predivide", "said_to_be_one", "switched_off"], id="few"),
-    pytest.param([n for n in NEUTRAL if n not in ("predivide", "said_to_be_one", "switched_off")], id="rest",
-                 marks=pytest.mark.whole),
-])  # fmt: skip
+FEW_NEUTRAL = ["predivide", "said_to_be_one_or_switched_off"]
+
+
+@pytest.mark.parametrize("names", few_then_rest(FEW_NEUTRAL, [name for name in NEUTRAL if name not in FEW_NEUTRAL]))
 def test_neutral_settings_are_neutral(names):
     """Settings of DeepSpeed that change how gradients are averaged, and must not change what comes out; and those that
     are refused, switched off."""
@@ -420,13 +410,15 @@ def train_sharded_on_load(folder, cases):
     return results
 
 
-@pytest.mark.parametrize("mode", ["r2", pytest.param("u2r2", marks=pytest.mark.whole)])
-def test_a_model_that_is_sharded_on_load(mode, tmp_path):
+LOADED = {"stage": "3", "mode": "r2", "steps": 3, "ranks": 2}
+
+
+@pytest.mark.parametrize("case", each_then_rest([LOADED], [{**LOADED, "mode": "u2r2", "ranks": 4}]))
+def test_a_model_that_is_sharded_on_load(case, tmp_path):
     """deepspeed#7458: not sharded on load. With train_batch_size, which loading reads too."""
     small().save_pretrained(tmp_path)
-    cases = [{"stage": "3", "mode": mode, "steps": 3}]
-    for case, results in by_case(cases, on_ranks(WORLD, train_sharded_on_load, tmp_path, cases, keep=None)):
-        expected = one_process(small(), global_window(case))
+    expected = one_process(small(), global_window(case))
+    for results in on_ranks(case["ranks"], train_sharded_on_load, tmp_path, [case], keep=None):
         for result in results:
             assert result["sharded"]
             check(result, *expected, case["stage"])
@@ -515,18 +507,19 @@ def test_attention_takes_the_dtypes_that_autocast_makes():
 
 
 OWN_FEW = [
-    {"stage": "0", "mode": "u2r2", "steps": 1},
     {"stage": "2", "mode": "r4", "steps": 3, "layout": "striped"},
-    {"stage": "3_all_reduce", "mode": "u4", "steps": 1},
-    {"stage": "1", "mode": "u2", "steps": 3},
+    {"stage": "3_all_reduce", "mode": "u2", "steps": 1},
 ]
 OWN_REST = [
+    {"stage": "0", "mode": "u2r2", "steps": 1},
+    {"stage": "3_all_reduce", "mode": "u4", "steps": 1},
+    {"stage": "1", "mode": "u2", "steps": 3},
     {"stage": "3", "mode": "u2r2", "steps": 3},
     {"stage": "3", "mode": "r2", "steps": 1, "layout": "contiguous"},
 ]
 
 
-@pytest.mark.parametrize("cases", [OWN_FEW, pytest.param(OWN_REST, marks=pytest.mark.whole)], ids=["few", "rest"])
+@pytest.mark.parametrize("cases", few_then_rest(OWN_FEW, OWN_REST))
 def test_a_model_of_ones_own_holds_the_contract(cases):
     """Any module that calls sp.attention and divides its local sum by num_items_in_batch."""
     for case, results in by_case(cases, on_ranks(WORLD, train_own, cases, keep=None)):

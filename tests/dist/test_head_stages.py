@@ -67,9 +67,7 @@ def uneven():
     for stages in (1, 2):
         sp = make(size=4, ulysses=2, head_stages=stages)
         own = {side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.members.member] for side in ("q", "kv")}
-        local = [
-            x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)
-        ]
+        local = [x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)]
         out = sp.attention(*local, shards=shards)
         out.square().sum().backward()
         found.append([out.detach(), *(x.grad for x in local)])
@@ -96,6 +94,7 @@ def memory(section, counts):
 
 
 SECTIONS = {
+    "two members": {"size": 2, "ulysses": 2},
     "ring": {"size": 4, "ulysses": 1},
     "ulysses": {"size": 4, "ulysses": 4},
     "attention2d": {"size": 4, "ulysses": 1, "schedule": "attention2d"},
@@ -103,10 +102,11 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"), [("ulysses", (1, 4)), *(pytest.param(x, (1, 2, 4), marks=pytest.mark.whole) for x in SECTIONS)]
+    ("name", "counts"),
+    [("two members", (1, 4)), *(pytest.param(x, (1, 2, 4), marks=pytest.mark.whole) for x in SECTIONS)],
 )
 def test_buffers_are_those_of_one_stage(name, counts):
-    for whole, *parts in on_ranks(4, memory, SECTIONS[name], counts):
+    for whole, *parts in on_ranks(SECTIONS[name]["size"], memory, SECTIONS[name], counts):
         for stages, part in zip(counts[1:], parts, strict=True):
             assert part[0] <= 1.15 * whole[0] / stages
             assert part[1] <= 1.15 * whole[1] / stages
@@ -114,9 +114,9 @@ def test_buffers_are_those_of_one_stage(name, counts):
 
 
 def refused():
-    return [
-        refusal(make, size=2, head_stages=stages, heads=(8, 4)) for stages in (0, "two", True, 8)
-    ] + [refusal(make, size=2, ulysses=2, head_stages=2, heads=(2, 2))]
+    return [refusal(make, size=2, head_stages=stages, heads=(8, 4)) for stages in (0, "two", True, 8)] + [
+        refusal(make, size=2, ulysses=2, head_stages=2, heads=(2, 2))
+    ]
 
 
 def test_wrong_stages_are_refused():

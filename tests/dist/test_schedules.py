@@ -7,11 +7,13 @@ import torch.distributed as dist
 from ds_seqpar.compiler import schedules
 from tests import oracle
 from tests.dist.ranks import attend, make, planned
+from tests.grids import each_then_rest
 from tests.launch import on_warm_ranks as on_ranks
 from tests.unit import toy_schedule
 
 HEADS = (8, 4)
 CASES = {
+    3: [{"schedule": "triangle"}, {"schedule": "triangle", "overlap": True}],
     4: [
         {"schedule": "double_ring", "window": 2, "backward": "q"},
         {"schedule": "distflash"},
@@ -25,6 +27,7 @@ CASES = {
         {"schedule": "ring", "ulysses": 2, "backward": "auto", "placement": "ring_intra"},
         {"schedule": "attention2d", "ulysses": 2, "cols": 2, "placement": "collectives_intra"},
         {"schedule": "distflash", "ulysses": 2},
+        {"schedule": "mesh", "mesh": [2, 1, 1], "ulysses": 2, "placement": ["x", "ulysses", "z", "y"]},
     ],
     6: [
         {"schedule": "triangle"},
@@ -77,16 +80,9 @@ def expected(sp, seq):
     return sum(planned(sp, seq, HEADS, units)) + 2 * (members - 1) * (2 * q + kv) // members
 
 
-MANY = (9, 10, 15, 16)  # ranks that are in the whole alone
-FEW_OF_EIGHT = [case for case in CASES[8] if isinstance(case.get("placement"), list)]  # who is in which group
-GROUPS = [
-    *(pytest.param(n, CASES[n], marks=pytest.mark.whole if n in (8, *MANY) else [], id=str(n)) for n in sorted(CASES)),
-    pytest.param(8, FEW_OF_EIGHT, id="few of 8"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "cases"), GROUPS)
-def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks, cases):
+@pytest.mark.parametrize("ranks", each_then_rest([3, 4], [ranks for ranks in CASES if ranks > 4]))
+def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
+    cases = CASES[ranks]
     results = on_ranks(ranks, work, cases, timeout=300)
     for rank, found in enumerate(results):
         for case, (gap, received, plan) in zip(cases, found, strict=True):

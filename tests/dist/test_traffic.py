@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests import oracle
 from tests.dist.ranks import leaves, make, planned
+from tests.grids import each_then_rest
 from tests.launch import on_warm_ranks as on_ranks
 
 BATCH, SEQ, DIM = 2, 48, 8
@@ -56,10 +57,7 @@ CASES = {
 }
 
 
-LARGEST = pytest.param(8, marks=pytest.mark.whole)
-
-
-@pytest.mark.parametrize("size", [*(size for size in CASES if size < 8), LARGEST])
+@pytest.mark.parametrize("size", each_then_rest([2, 3, 4], [6, 8]))
 def test_elements_follow_the_formulas(size):
     cases = [(degree, "zigzag", heads, travels) for degree, heads in CASES[size] for travels in ("kv", "q")]
     for found in on_ranks(size, received, size, cases):
@@ -86,7 +84,7 @@ def formulas(size, degree, layout, heads, travels):
     return ring, ((degree - 1) * (q + kv) // degree, (degree - 1) * q // degree)
 
 
-@pytest.mark.parametrize("size", [3, 4, LARGEST])
+@pytest.mark.parametrize("size", each_then_rest([4], [3, 8]))
 def test_contiguous_causal_skips_moves_that_nobody_needs(size):
     cases = [(degree, "contiguous", (4, 1), "kv") for degree in (1, 2) if size % degree == 0]
     for found in on_ranks(size, received, size, cases):
@@ -153,7 +151,7 @@ def on_the_wire(config, dtype):
     for name, ranks, few, config in (
         ("ring", 2, "bf16", {"ulysses": 1, "layout": "zigzag"}),
         ("ulysses", 2, "fp32", {"ulysses": 2, "layout": "zigzag"}),
-        ("distflash", 4, "fp32", {"ulysses": 1, "schedule": "distflash"}),
+        ("distflash", 4, "", {"ulysses": 1, "schedule": "distflash"}),  # messages as a ring's
         # all-gathers and all-to-alls of groups
         ("attention2d", 4, "bf16", {"ulysses": 1, "schedule": "attention2d", "rows": 2}),
         ("mesh", 4, "fp32", {"ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2], "forward": "q", "backward": "q",

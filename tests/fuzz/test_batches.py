@@ -8,7 +8,7 @@ from tests.fuzz import batches, ranks
 from tests.fuzz.run import Pools, fuzz
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.whole)])
 def test_windows_on_real_ranks(count, record_property):
     with contextlib.closing(Pools()) as pools:
         fuzz(

@@ -111,7 +111,7 @@ def engine_compiled(stage, how, backend):
     ("stage", "how", "backend"),
     [
         ("2", "model", "eager"),
-        ("2", "engine", "eager"),
+        pytest.param("2", "engine", "eager", marks=pytest.mark.whole),
         *(pytest.param("2", how, "aot_eager", marks=pytest.mark.whole) for how in ("model", "engine")),
         pytest.param("3", "engine", "aot_eager", marks=pytest.mark.whole),
     ],

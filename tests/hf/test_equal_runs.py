@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 import ds_seqpar
 from tests.hf.llama import MODES, part, ragged, settings, small, update
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 
 STEPS, MICRO_STEPS, SEQUENCES = 5, 2, 4
 RUN = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, "gradient_clipping": 0.5}

@@ -15,7 +15,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import MODES, array, gap, one_process, part, ragged, settings, small
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

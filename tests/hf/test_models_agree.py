@@ -10,7 +10,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention
 from tests.dist.ranks import WRONG, is_one_sentence, refusal
 from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, step
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

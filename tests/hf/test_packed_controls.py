@@ -14,7 +14,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from tests import oracle
 from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, averaged, gap
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 
 WAYS = {
     "u2r2": {"size": 4, "ulysses": 2},

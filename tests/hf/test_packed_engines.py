@@ -9,7 +9,7 @@ from tests.dist.ranks import is_one_sentence
 from tests.hf.families import model_of
 from tests.hf.llama import gap, settings, step
 from tests.hf.test_families import batch_of, plain
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

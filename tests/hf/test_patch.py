@@ -32,7 +32,7 @@ from tests.hf.llama import (
     update,
     weights,
 )
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

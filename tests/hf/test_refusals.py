@@ -19,7 +19,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, DisagreementError, InputError, SeqParError
 from hf_integration import patch_attention
 from tests.hf.llama import MODES, SEQ, held, ragged, settings, small
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")

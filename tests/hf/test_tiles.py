@@ -17,7 +17,7 @@ from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, update
 from tests.hf.test_families import batch_of, gradients
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -201,7 +201,7 @@ def engine_of(name, stage, checkpointing, section, steps):
 
 
 def curves(cases):
-    """By case: (losses, gradient norms) of some steps. On 4 ranks one group has short sequences and the other long
+    """By case: (losses, gradient norms) of some steps. Of several ranks one half has short sequences and the other long
     ones; one rank alone has all of them, in twice as many micro-batches."""
     found, groups = {}, min(2, dist.get_world_size())
     for case, tiles in cases.items():
@@ -217,12 +217,16 @@ def curves(cases):
     return found
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(REST, marks=pytest.mark.whole)], ids=["cover", "rest"])
-def test_training_is_that_of_one_process_without_tiles(cases):
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [(CASES, 2), *(pytest.param(cases, 4, marks=pytest.mark.whole) for cases in (CASES, REST))],
+    ids=["cover", "cover of four", "rest"],
+)
+def test_training_is_that_of_one_process_without_tiles(cases, ranks):
     """kernels-community#1000: under ZeRO-3 gradients reduced twice, and ranks with other numbers of tiles hung; #1081:
     parameters marked as ready twice."""
     (alone,) = on_ranks(1, curves, {case: {} for case in cases}, timeout=300)
-    for found in on_ranks(4, curves, cases, timeout=300):
+    for found in on_ranks(ranks, curves, cases, timeout=300):
         for case, (losses, norms) in found.items():
             assert losses == pytest.approx(alone[case][0], rel=1e-5), case
             assert norms == pytest.approx(alone[case][1], rel=1e-5), case

@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback
 from hf_integration import unpatch_attention
 from tests.hf.llama import llama, weights
 from tests.hf.trainers import documents, make, mean_of_steps, trained
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 STOP, END = 4, 6  # an epoch has three steps: both lie within the second
@@ -109,7 +109,7 @@ def test_the_best_model_is_loaded_saved_generates_and_is_read_without_us(stage, 
         assert len(found["tokens"][0][0]) == 14
     folders = found["best"], str(tmp_path)  # a checkpoint is a model's folder too
     if how == "forked":
-        (said,) = on_ranks(1, alone, *folders)
+        (said,) = on_ranks(1, alone, *folders, keep=None)
     else:
         ran = subprocess.run([sys.executable, "-c", ALONE, *folders], cwd=tmp_path, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-3000:]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tests.hf.trainers import documents, make
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 # how often is logged -> arguments; steps are left over, or none was ever logged
@@ -32,32 +32,32 @@ FEW = ("some left", "none")
 
 def losses_at_the_end(folder, size, names):
     """train_loss by kind of logging, and of a run that goes on from a checkpoint; the other figures of each."""
-    found = {}
+    found, section, sequences = {}, size and {"size": size}, 4 * (size or 1) // dist.get_world_size()
     for name in names:
-        section = size and {"size": size}
-        trainer = make(f"{folder}/{name}", size or 4, section, **{"max_steps": 3, **LOGGING[name]})
+        trainer = make(f"{folder}/{name}", sequences, section, **{"max_steps": 3, **LOGGING[name]})
         output = trainer.train()
         logged = trainer.state.log_history[-1]["train_loss"]
         assert output.training_loss == output.metrics["train_loss"] == logged
         found[name] = logged
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 3}
-    make(f"{folder}/saved", size or 4, section, **saving).train()
+    make(f"{folder}/saved", sequences, section, **saving).train()
     dist.barrier()
-    resumed = make(f"{folder}/again", size or 4, section, **saving)
+    resumed = make(f"{folder}/again", sequences, section, **saving)
     found["resumed"] = resumed.train(resume_from_checkpoint=f"{folder}/saved/checkpoint-2").training_loss
     return found
 
 
 @pytest.mark.parametrize(
-    ("size", "names"), [(2, FEW), *(pytest.param(size, tuple(LOGGING), marks=pytest.mark.whole) for size in (2, 4))]
+    ("ranks", "size", "names"),
+    [(2, 2, FEW), *(pytest.param(4, size, tuple(LOGGING), marks=pytest.mark.whole) for size in (2, 4))],
 )
-def test_the_train_loss_at_the_end_is_that_of_all_ranks(size, names, tmp_path):
+def test_the_train_loss_at_the_end_is_that_of_all_ranks(ranks, size, names, tmp_path):
     """One rank's share of the steps since the last log: 0.0 where the plain Trainer says 5.96. (Plain ranks say their
     own share too: here one plain rank has it all.)"""
     expected = on_ranks(1, losses_at_the_end, tmp_path / "plain", None, names, timeout=200)[0]
     if "every step" in names:
         assert expected["every step"] == pytest.approx(expected["some left"], rel=1e-5)
-    for found in on_ranks(4, losses_at_the_end, tmp_path / "shared", size, names, timeout=200):
+    for found in on_ranks(ranks, losses_at_the_end, tmp_path / "shared", size, names, timeout=200):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, default_data_collator
 from hf_integration import unpatch_attention
 from tests.hf.llama import IGNORE, small
 from tests.hf.trainers import documents, make, mean_of_steps, trained
-from tests.launch import on_ranks
+from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 # section -> sequences that a group of 4 ranks' worth takes a micro-step, so that all work on four: the plain one alone
@@ -211,12 +211,13 @@ def streamed(folder, size, names):
     return found
 
 
-def test_iterable_data_sets(tmp_path):
+@pytest.mark.parametrize("names", [["streaming"], pytest.param(list(STREAMS), marks=pytest.mark.whole)], ids=len)
+def test_iterable_data_sets(names, tmp_path):
     """The stream ends within the second window, is filled up, and begins again; evaluation counts a sequence once."""
-    plain = on_ranks(2, streamed, tmp_path / "plain", None, ["unsized", "sized"])[0]
     # plain ranks would take whole files of a streaming data set: other sequences than they are dealt by default
+    plain = on_ranks(2, streamed, tmp_path / "plain", None, ["unsized", "sized"][: len(names)])[0]
     plain["streaming"] = plain["unsized"]
-    for shared in on_ranks(4, streamed, tmp_path / "shared", 2, list(STREAMS)):
+    for shared in on_ranks(4, streamed, tmp_path / "shared", 2, names):
         for name, (run, loss, samples, expected) in shared.items():
             assert run["loss"] == pytest.approx(plain[name][0]["loss"], rel=1e-4), name
             assert run.counts[:4] == plain[name][0].counts[:4], name

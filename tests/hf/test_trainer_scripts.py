@@ -109,7 +109,8 @@ LORA = ["--lora", "--bf16", "True", *CHECKPOINTED]
 @pytest.mark.parametrize(
     ("launcher", "ranks", "config", "more"),
     [
-        ("forked", 4, "long_context_sp4", ["--model", *CHECKPOINTED]),
+        ("forked", 2, "trainer_zero2_sp2dp", ["--model", *CHECKPOINTED]),
+        pytest.param("forked", 4, "long_context_sp4", ["--model", *CHECKPOINTED], marks=pytest.mark.whole),
         pytest.param("forked", 4, "long_context_sp4_offload", CHECKPOINTED, marks=pytest.mark.whole),
         pytest.param("forked", 4, "trainer_zero2_sp2dp", ["--lora"], marks=pytest.mark.whole),
         ("as by accelerate", 2, "trainer_zero2_sp2dp", LORA),

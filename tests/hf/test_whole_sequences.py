@@ -13,7 +13,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from tests.dist.ranks import refusal
 from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, small, step
-from tests.launch import on_ranks
+from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 WORLD = 2

@@ -1,8 +1,6 @@
 """Tiles of all kinds run by kernels that know one block, into running results that are copied and widened only where
 they must be."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from ds_seqpar.runtime.kernels import reference
 from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from ds_seqpar.runtime.kernels.cpu_flash import CpuFlash
 from ds_seqpar.runtime.kernels.reference import Reference
+from tests.grids import grouped
 from tests.kernel_suite import SCALE, LowerRight
 from tests.oracle import tensors
 
@@ -32,8 +31,8 @@ class Strict(LowerRight):
         return super().backward(do, q, k, v, out, lse, causal, scale)
 
 
-KERNELS = [Reference(), CpuFlash(), Strict()]
-named = pytest.mark.parametrize("kernel", KERNELS, ids=["reference", "cpu_flash", "square"])
+KERNELS = {"reference": Reference(), "cpu_flash": CpuFlash(), "square": Strict()}
+named = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 
 
 def _seen(found, rows, columns):
@@ -86,7 +85,7 @@ def _inputs(rows, columns, heads=(4, 2), dtype=F64, batch=2):
     return q[:, :rows], k[:, :columns], v[:, :columns], do[:, :rows]
 
 
-def _check(kernel, inputs, found, tolerance):
+def _check(kernel, inputs, found, tolerance, case=None):
     wanted = _dense(*inputs, _seen(found, inputs[0].shape[1], inputs[1].shape[1]))
     got = _run(kernel, *inputs, found)
     empty = wanted[1] == -INF
@@ -94,8 +93,9 @@ def _check(kernel, inputs, found, tolerance):
     assert not got[0][empty].any()
     got, wanted = ((x[0], x[1].masked_fill(empty, 0.0), *x[2:]) for x in (got, wanted))
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
-        assert not a.isnan().any(), name
-        assert (a.double() - b).abs().max() <= tolerance * max(1.0, b.abs().max()), name  # a lone key's dq is 0
+        assert not a.isnan().any(), (name, case)
+        # a lone key's dq is 0
+        assert (a.double() - b).abs().max() <= tolerance * max(1.0, b.abs().max()), (name, case)
 
 
 # (rows, columns) of the whole and its tiles; some rows and columns in none
@@ -120,14 +120,22 @@ TILES = {
 }
 
 
-@named
-@pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_tiles_of_every_kind_are_exact(kernel, name, heads, dtype):
-    rows, columns, found = TILES[name]
-    for batch in (1, 2):
-        _check(kernel, _inputs(rows, columns, heads, dtype, batch), found, kernel.tolerance[dtype])
+GRID = {
+    "kernel": tuple(KERNELS),
+    "dtype": (F64, F32),
+    "name": tuple(TILES),
+    "heads": ((4, 4), (4, 2), (4, 1)),
+    "batch": (1, 2),
+}
+
+
+@pytest.mark.parametrize("cases", grouped(("kernel", "dtype"), **GRID))
+def test_tiles_of_every_kind_are_exact(cases):
+    for case in cases:
+        kernel = KERNELS[case["kernel"]]
+        rows, columns, found = TILES[case["name"]]
+        inputs = _inputs(rows, columns, case["heads"], case["dtype"], case["batch"])
+        _check(kernel, inputs, found, kernel.tolerance[case["dtype"]], case)
 
 
 def _own_error(kernel, inputs, seen, monkeypatch):
@@ -157,14 +165,23 @@ def test_half_precision_costs_no_more_than_twice_the_kernels_own_error(kernel, n
     _check(kernel, inputs, found, 2 * own)
 
 
-@named
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sequence_in_blocks_is_the_whole(kernel, layout):
+MASKS = {
+    "kernel": tuple(KERNELS),
+    "layout": tuple(LAYOUTS),
+    "window": (None, 1, 7, 30),
+    "lengths": ((48,), (5, 30, 1, 12)),
+    "causal": (True, False),
+}
+
+
+@pytest.mark.parametrize("cases", grouped(("kernel",), **MASKS))
+def test_a_sequence_in_blocks_is_the_whole(cases):
     """Masks as they come out of planning, for queries and keys in the order of all the blocks."""
     seq, ranks = 48, 3
-    for window, lengths, causal in itertools.product((None, 1, 7, 30), ([48], [5, 30, 1, 12]), (True, False)):
-        mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
-        blocks = [LAYOUTS[layout](seq, ranks, rank) for rank in range(ranks)]
+    for case in cases:
+        kernel = KERNELS[case["kernel"]]
+        mask = Mask(causal=case["causal"], window=case["window"], documents=Mask.documents_of(case["lengths"]))
+        blocks = [LAYOUTS[case["layout"]](seq, ranks, rank) for rank in range(ranks)]
         order = [position for runs in blocks for run in runs for position in run.positions]
         runs = tuple(run for runs in blocks for run in runs)
         inputs = _inputs(seq, seq)
@@ -172,7 +189,9 @@ def test_a_sequence_in_blocks_is_the_whole(kernel, layout):
         mixed = tuple(x[:, order] for x in inputs)
         got = _run(kernel, *mixed, tiles(runs, runs, mask, kernel.square))
         for a, b in zip(got, whole, strict=True):
-            torch.testing.assert_close(a, b[:, order], rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                a, b[:, order], rtol=0, atol=1e-12, msg=lambda said, case=case: f"{case}: {said}"
+            )
 
 
 @named

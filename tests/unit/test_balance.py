@@ -13,6 +13,7 @@ from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.compiler.tiles import tiles
 from ds_seqpar.compiler.topology import Topology
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig
+from tests.grids import few_then_rest
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring
 
 
@@ -165,11 +166,12 @@ MESHES = {
 }
 
 
+@pytest.mark.parametrize("degrees", few_then_rest((2,), (1,)))
 @pytest.mark.parametrize("schedule", MESHES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(schedule, placement):
+def test_a_visit_on_a_zigzag_mesh_is_few_kernel_calls_wherever_its_ranks_are(schedule, placement, degrees):
     for fields in MESHES[schedule]:
-        for ulysses in (1, 2):
+        for ulysses in degrees:
             size = 16 * ulysses
             config = SequenceParallelConfig(
                 size=size, ulysses=ulysses, schedule=schedule, placement=placement, **fields

@@ -179,17 +179,20 @@ SHAPES = {
     "attention2d": {"rows": 2},
     "wallfacer": {"team": 2},
     "mesh": {"mesh": (2, 1, 2)},
-    "triangle": {"size": 6, "seq": 60},
+    "triangle": {"size": 3, "seq": 60},
 }
+ALIKE = ("double_ring", "wallfacer")  # of the same instructions as a ring and a mesh
 
 
-def _with_one_kernel(names):
-    """pytest parameters (name, kernel): each name with one kernel in turn, and marked `whole` with the other."""
-    few, rest = ([(name, CUDA_KERNELS[(n + other) % 2]) for n, name in enumerate(names)] for other in (0, 1))
-    return [*few, *(pytest.param(*pair, marks=pytest.mark.whole) for pair in rest)]
+def _with_one_kernel(names, rest=()):
+    """pytest parameters (name, kernel): each name with one kernel in turn, and marked `whole` with the other, and those
+    of the rest with both."""
+    few = [(name, CUDA_KERNELS[n % 2]) for n, name in enumerate(name for name in names if name not in rest)]
+    pairs = [(name, kernel) for name in names for kernel in CUDA_KERNELS]
+    return [*few, *(pytest.param(*pair, marks=pytest.mark.whole) for pair in pairs if pair not in few)]
 
 
-@pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(SCHEDULES))
+@pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(SCHEDULES, ALIKE))
 def test_every_schedule_stays_on_the_device(name, kernel):
     travels = SCHEDULES[name].travellers[CUDA_KERNELS.index(kernel) % len(SCHEDULES[name].travellers)]
     calls = walk(kernel, schedule=name, forward=travels, backward=travels, **SHAPES[name])
@@ -207,7 +210,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(OTHERS))
+@pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(OTHERS, ("full", "window")))
 def test_so_do_masks_uneven_shards_ulysses_and_overlap(name, kernel):
     assert len(walk(kernel, **OTHERS[name])) == (2 if kernel == "cuda_flash" else 0)
 

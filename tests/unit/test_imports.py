@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -110,17 +111,34 @@ def test_a_module_imports_what_the_walls_let_it(name):
     assert [x for x in later if x in MODULES and room_of(x) != LAZY] == [], "in a function or for type checkers"
 
 
-def test_who_attends_or_trains_loads_no_planner_and_no_command():
-    script = (
-        "import sys\n"
-        "import ds_seqpar\n"
-        "ds_seqpar.SequenceParallel, ds_seqpar.initialize\n"
-        "loaded = [name for name in sys.modules if name.startswith('ds_seqpar.')]\n"
-        "assert len(loaded) > 20\n"
-        "assert not [name for name in loaded if name.split('.')[1] in ('planner', 'cli')], loaded\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+IMPORTS = """
+import json, sys
+started, kinds = [], ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "os.exec")
+sys.addaudithook(lambda kind, arguments: started.append(repr((kind, arguments))) if kind in kinds else None)
+import torch
+import ds_seqpar
+found = {"bare": [name for name in ("torch._dynamo", "transformers") if name in sys.modules]}
+ds_seqpar.SequenceParallel, ds_seqpar.initialize
+found["ours"] = [name for name in sys.modules if name.startswith("ds_seqpar.")]
+import transformers
+started.clear()
+import hf_integration
+found |= {"groups": torch.distributed.is_initialized(), "CUDA": torch.cuda.is_initialized(), "started": started}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What a process of its own sees of its imports."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_who_attends_or_trains_loads_no_planner_and_no_command(seen):
+    assert len(seen["ours"]) > 20
+    assert not [name for name in seen["ours"] if name.split(".")[1] in ("planner", "cli")]
 
 
 def test_no_imports_go_round_in_a_circle():
@@ -169,22 +187,8 @@ def test_communication_has_one_door(words, home):
     assert callers == {home}
 
 
-def test_importing_starts_nothing():
-    script = (
-        "import sys\n"
-        "started = []\n"
-        "kinds = ('subprocess.Popen', 'os.fork', 'os.forkpty', 'os.posix_spawn', 'os.spawn', 'os.system', 'os.exec')\n"
-        "sys.addaudithook(lambda kind, arguments: started.append((kind, arguments)) if kind in kinds else None)\n"
-        "import torch\n"
-        "import ds_seqpar\n"
-        "assert 'torch._dynamo' not in sys.modules, 'the compiler, which takes seconds'\n"
-        "assert 'transformers' not in sys.modules, 'a library that only some use'\n"
-        "import transformers\n"
-        "started.clear()\n"
-        "import hf_integration\n"
-        "assert not torch.distributed.is_initialized(), 'a process group'\n"
-        "assert not torch.cuda.is_initialized(), 'a CUDA context'\n"
-        "assert not started, started\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_importing_starts_nothing(seen):
+    assert seen["bare"] == [], "the compiler, which takes seconds, or a library that only some use"
+    assert not seen["groups"], "a process group"
+    assert not seen["CUDA"], "a CUDA context"
+    assert not seen["started"], "processes"

@@ -240,12 +240,25 @@ SHAPES = [{"schedule": "ring"}, {"schedule": "ring", "forward": "q", "backward":
           {"schedule": "mesh", "mesh": (1, 3, 0)}, {"schedule": "wallfacer", "team": 2}]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["auto", "contiguous", "striped"])
-@pytest.mark.parametrize("settings", SHAPES, ids=str)
-def test_a_long_way_round_takes_what_a_short_one_does(monkeypatch, settings, layout):
+LAYOUTS = ("auto", "contiguous", "striped")
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "lengths"),
+    [
+        # each shape with one layout in turn
+        *((settings, LAYOUTS[n % 3], (20, 25)) for n, settings in enumerate(SHAPES)),
+        *(
+            pytest.param(settings, layout, (20, 25, 34), marks=pytest.mark.whole)
+            for settings, layout in itertools.product(SHAPES, LAYOUTS)
+        ),
+    ],
+    ids=str,
+)
+def test_a_long_way_round_takes_what_a_short_one_does(monkeypatch, settings, layout, lengths):
     if settings["schedule"] == "distflash":
         layout = "auto"
-    for turns in (20, 25, 34):
+    for turns in lengths:
         each = {"double_ring": 3, "wallfacer": 4}.get(settings["schedule"], 1)
         own = dict(settings)
         if "mesh" in own:

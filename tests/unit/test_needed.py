@@ -12,7 +12,6 @@ from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.shards import EvenShards, UnevenShards
 from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import LAYOUTS
-from tests.grids import each_then_rest
 from tests.oracle import seen
 from tests.unit.plans import DIRECTIONS, SINGLE, built, joint, topologies
 
@@ -45,12 +44,19 @@ def _shards(schedule, size):
             UNEVEN[size]]  # fmt: skip
 
 
-_sizes = pytest.mark.parametrize("size", each_then_rest([4], [6]))
+# ranks, and masks
+_sizes = pytest.mark.parametrize(
+    ("size", "masks"),
+    [
+        pytest.param(4, MASKS[::2], id="4"),
+        *(pytest.param(size, MASKS, marks=pytest.mark.whole, id=f"{size}, all masks") for size in (4, 6)),
+    ],
+)
 
 
-def _plans(schedule, direction, travels, size):
+def _plans(schedule, direction, travels, size, masks):
     """(pairs that meet, plan) under each mask of each layout, in every shape of `size` ranks."""
-    for shards, mask in itertools.product(_shards(schedule, size), MASKS):
+    for shards, mask in itertools.product(_shards(schedule, size), masks):
         pairs = _met(mask, shards)
         if not all(SCHEDULES[schedule].takes(*pair) for pair in pairs):
             continue
@@ -68,9 +74,9 @@ _ways = pytest.mark.parametrize(
 
 @_sizes
 @_ways
-def test_no_product_is_computed_and_no_block_is_sent_that_nobody_needs(schedule, direction, travels, size):
+def test_no_product_is_computed_and_no_block_is_sent_that_nobody_needs(schedule, direction, travels, size, masks):
     met = 0
-    for pairs, plan in _plans(schedule, direction, travels, size):
+    for pairs, plan in _plans(schedule, direction, travels, size, masks):
         validate(plan, pairs)
         steps = joint(plan)
         for compute in (compute for step in steps for compute in step.computes):
@@ -83,7 +89,7 @@ def test_no_product_is_computed_and_no_block_is_sent_that_nobody_needs(schedule,
         _assert_gathers_are_read(steps, pairs)
         _assert_results_have_something(plan, steps)
         met += 1
-    assert met > 10
+    assert met > 5
 
 
 def _assert_operands_are_read(plan, steps):
@@ -129,9 +135,9 @@ def _assert_results_have_something(plan, steps):
 
 @_sizes
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_block_goes_round_as_far_as_the_last_rank_that_needs_it(direction, size):
+def test_a_block_goes_round_as_far_as_the_last_rank_that_needs_it(direction, size, masks):
     for schedule in ("ring", "double_ring"):
-        for pairs, plan in _plans(schedule, direction, "kv", size):
+        for pairs, plan in _plans(schedule, direction, "kv", size, masks):
             hops = defaultdict(int)
             for move in (move for step in joint(plan) for move in step.moves):
                 hops[move.key[0]] += 1
@@ -143,12 +149,12 @@ def test_a_block_goes_round_as_far_as_the_last_rank_that_needs_it(direction, siz
 
 @_sizes
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_blocks_that_go_straight_arrive_once_where_they_are_read(direction, size):
+def test_blocks_that_go_straight_arrive_once_where_they_are_read(direction, size, masks):
     """DistFlashAttn's, and what becomes of a mesh whose groups have holes: one transfer a foreign operand, and one for
     each result that others computed."""
     met = 0
     for schedule in ("distflash", "mesh"):
-        for _, plan in _plans(schedule, direction, "kv", size):
+        for _, plan in _plans(schedule, direction, "kv", size, masks):
             steps = joint(plan)
             keys = {len(key) for step in steps for c in step.computes for key in (c.q, c.kv)}
             owners = all(move.key == (move.src,) for step in steps for move in step.moves)
