@@ -32,7 +32,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import Post, Product
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
-from ds_seqpar.runtime.kernels import KERNELS, Kernel
+from ds_seqpar.runtime.kernels import KERNELS, Kernel, Takes
 from ds_seqpar.runtime.runtime import Runtime
 from ds_seqpar.runtime.walk import Walk
 from ds_seqpar.runtime.work import Forward
@@ -152,7 +152,7 @@ def agreeing(tokens: int, calls: int) -> dict[str, list[float]]:
 class Empty:
     """A kernel that computes nothing."""
 
-    square = False
+    takes = Takes(tiles=True)
 
     def forward_tiles(self, *_: object) -> None: ...
 
@@ -219,7 +219,7 @@ def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
     for bound in bound_of(runtime, tokens, mask):
         for one in bound.program.code:
             if isinstance(one, Product):
-                bound.tiles(one.q, one.kv)
+                bound.calls(one.q, one.kv)
 
 
 def timed(calls: list[Step]) -> Row:

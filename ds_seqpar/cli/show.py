@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"critical path {timeline.seconds / bound:.2f} x max(compute, links), the two being equal\n")
         if args.program is not None:
             compiler = Compiler(recipe, args.program)
-            print(listing(compiler.bound(direction, mask, shards, shape, square=False)), end="\n\n")
+            print(listing(compiler.bound(direction, mask, shards, shape)), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png)
             print(f"wrote {args.png}\n")

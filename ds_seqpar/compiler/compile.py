@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from . import overlap
 from .actions import Key, Steps
+from .cuts import PLAIN, Takes, calls
 from .layout import NAMED
 from .lower import lower
 from .masks import Mask, visibility
@@ -100,31 +101,39 @@ class Bound:
     """A program with the lengths of one call: read by the walker, the simulator and the memory figure."""
 
     def __init__(
-        self, program: Program, shape: Shape, shards: Shards, mask: Mask, square: bool, growing: _Growing | None = None
+        self, program: Program, shape: Shape, shards: Shards, mask: Mask, takes: Takes, growing: _Growing | None = None
     ) -> None:
-        self.program, self.shape, self.shards, self.mask, self.square = program, shape, shards, mask, square
+        self.program, self.shape, self.shards, self.mask, self.takes = program, shape, shards, mask, takes
         self._growing, self._run = growing, run_length(shards) if growing else 0
         self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
+        self._calls: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
         self._per_token = shape.elements_per_token(program.direction)
         self._fields = tuple(self._fields_of(slot) for slot in program.slots)
         self._bytes: dict[tuple[int, str, Key], int] = {}
         self._places: dict[tuple[int, int], tuple[Place, ...]] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """The kernel calls of a product."""
+        """What is visible of a product."""
         found = self._tiles.get((q, kv))
         if found is None:
             found = self._tiles[q, kv] = self._made(q, kv)
         return found
 
-    def all_tiles(self) -> int:
+    def calls(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+        """The same as calls that the kernel takes."""
+        found = self._calls.get((q, kv))
+        if found is None:
+            found = self._calls[q, kv] = calls(self.tiles(q, kv), self.takes)
+        return found
+
+    def all_calls(self) -> int:
         """How many kernel calls the whole program has."""
-        return sum(len(self.tiles(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
+        return sum(len(self.calls(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
 
     def _made(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         if self._growing:
             return self._growing.tiles(q, kv, self._run)
-        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.square)
+        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.takes.square)
 
     def tokens(self, kind: str, key: Key) -> int:
         """Of some blocks of q (or its results), or of k/v."""
@@ -176,14 +185,14 @@ class Compiler:
         self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
         self._growing: OrderedDict[Hashable, _Growing] = OrderedDict()
 
-    def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, square: bool) -> Bound:
+    def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, takes: Takes = PLAIN) -> Bound:
         """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
-        key = direction, mask, shards, shape, square
+        key = direction, mask, shards, shape, takes
         found = self._bound.get(key)
         if found is None:
             program = self.program(direction, mask, shards, shape)
-            growing = self.growing(mask, shards, square)
-            found = _kept(self._bound, key, lambda: Bound(program, shape, shards, mask, square, growing))
+            growing = self.growing(mask, shards, takes.square)
+            found = _kept(self._bound, key, lambda: Bound(program, shape, shards, mask, takes, growing))
         return found
 
     def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
@@ -263,8 +272,8 @@ class _Growing:
             lines = self.known[q, kv] = self.lines(q, kv)
         more = run - PROBE
         return tuple(
-            Tile(q0 + more * a, q1 + more * b, k0 + more * c, k1 + more * d, kind, width)
-            for (q0, q1, k0, k1, kind, width), (a, b, c, d) in lines
+            Tile(*(at + more * grows for at, grows in zip(low[:4], edges, strict=True)), low.kind, low.width)
+            for low, edges in lines
         )
 
     def lines(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:

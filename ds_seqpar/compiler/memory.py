@@ -20,6 +20,8 @@ from .shape import ITEMSIZE, Shape, shape_of
 from .shards import Shards, tokens_of
 from .tiles import PIECE, Tile
 
+INF = float("inf")
+
 
 @functools.lru_cache(maxsize=8)  # stages of heads are alike
 def peak(bound: Bound, delta: bool = False) -> int:
@@ -31,12 +33,13 @@ def peak(bound: Bound, delta: bool = False) -> int:
 @dataclasses.dataclass
 class _Result:
     """A running result. loose: bytes outside of slots; whole: of all rows; wide: in the dtype of sums; placed: in the
-    slot that it is sent from."""
+    slot that it is sent from; end: the rows from that one on are blank."""
 
     loose: int = 0
     whole: bool = False
     wide: bool = False
     placed: bool = False
+    end: float = 0
 
     @property
     def settled(self) -> bool:
@@ -118,8 +121,8 @@ class _Follower:
         if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
             self.see()
-        for tile in self.bound.tiles(one.q, one.kv):
-            self.tile(one, tile)
+        for call in self.bound.calls(one.q, one.kv):
+            self.call(one, call)
 
     def rows(self, kind: str, tokens: int) -> int:
         """Bytes of so many tokens' result in the inputs' dtype."""
@@ -127,33 +130,47 @@ class _Follower:
         named = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * sum(f.elements * f.itemsize for f in named)
 
-    def tile(self, one: Product, tile: Tile) -> None:
-        q, kv = tile.q1 - tile.q0, tile.k1 - tile.k0
-        found = [self.rows(unit[0], kv if unit[0] == "dkv" else q) for unit, _ in one.results]
-        self.see(sum(found) + (self.turned(q, kv, found) if tile.kind in ("upper", "band") else 0))
+    def call(self, one: Product, call: Tile) -> None:
+        """Its operands, where they are copies, or its results; which go to the running ones, one after the other."""
+        rows, columns = call.q1 - call.q0, call.k1 - call.k0
+        found = [self.rows(unit[0], call.groups * (columns if unit[0] == "dkv" else rows)) for unit, _ in one.results]
+        self.see(sum(found) + self.copied(one, call, found))
         for index, (unit, slot) in enumerate(one.results):
-            result, rest = self.results.setdefault(unit, _Result()), sum(found[index:])
-            tokens, held = self.bound.tokens(*unit), kv if unit[0] == "dkv" else q
-            if not result.loose and not result.placed:
+            first, size, step = (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
+            end, result = first + step * (call.groups - 1) + size, self.results.setdefault(unit, _Result())
+            tokens, rest = self.bound.tokens(*unit), sum(found[index:])
+            whole = size * call.groups == end - first == tokens
+            if not result.loose and not result.placed and (whole or call.groups == 1):
                 wide = self.shape.dtype == self.shape.wide
-                result.loose, result.whole, result.wide = found[index], held == tokens, wide
-                found[index] = 0
+                result.loose, result.whole, result.wide, found[index] = found[index], whole, wide, 0
             else:
                 self.settle(result, slot, more=rest)
-                self.see(rest + self.merging(held, narrow=self.shape.dtype != self.shape.wide))
+                part = call.groups * min(size, step or size)
+                narrow = self.shape.dtype != self.shape.wide
+                self.see(rest + (self.merging(part, narrow) if first < result.end else 0))
+            result.end = max(result.end, end)
 
-    def turned(self, q: int, kv: int, found: list[int]) -> int:
-        """Copies of operands in reverse order, or of the results."""
-        queries = 1 if self.forward else 3  # with the output and its gradient
-        return max(queries * self.rows("q", q) + self.rows("kv", kv), max(found))
+    def copied(self, one: Product, call: Tile, found: list[int]) -> int:
+        """Copies of operands, in reverse order or with the groups of several sequences side by side, or of results in
+        reverse order."""
+        turned = call.kind == "upper"
+        sides = ((call.q0, call.q1, call.q_step, "q", one.q), (call.k0, call.k1, call.k_step, "kv", one.kv))
+        copies = 0
+        for first, last, step, kind, key in sides:
+            apart = self.shape.batch > 1 and call.groups > 1 and call.groups * step != self.bound.tokens(kind, key)
+            if turned or apart:
+                tensors = 1 if self.forward or kind == "kv" else 3  # with the output and its gradient
+                copies += tensors * self.rows(kind, call.groups * (last - first))
+        return max(copies, max(found)) if turned else copies
 
     def merge(self, one: Merge) -> None:
         result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
         if one.into == one.arrived:
             self.see(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
-            self.results[one.unit] = _Result(whole=True, wide=True, placed=True)
+            self.results[one.unit] = _Result(whole=True, wide=True, placed=True, end=INF)
         else:
             self.settle(result, one.into)
+            result.end = INF
             self.see(self.merging(tokens, narrow=True))
 
     def scatter(self, one: ScatterStart) -> None:
@@ -209,7 +226,7 @@ def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: M
     for count in free:
         heads = (*dealing.most(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
         shape = shape_of(travel, own.dtype, own.batch, heads)
-        taken = max(peak(compiler.bound(way, mask, shards, shape, False)) for way in ("forward", "backward"))
+        taken = max(peak(compiler.bound(way, mask, shards, shape)) for way in ("forward", "backward"))
         whole = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
         if taken <= whole * tokens_of(shards, "q", 0):
             return count

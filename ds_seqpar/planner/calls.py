@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..compiler import heads as dealing
 from ..compiler.compile import Bound, Compiler
+from ..compiler.cuts import PLAIN, Takes
 from ..compiler.masks import Mask
 from ..compiler.memory import fewest_stages, peak
 from ..compiler.shape import Shape, shape_of
@@ -144,13 +145,13 @@ def parts_of(
     batch: int = 1,
     rank: int = 0,
     member: int | None = None,
-    square: bool = False,
+    takes: Takes = PLAIN,
     early: int = 0,
 ) -> tuple[Part, ...]:
     """The stages of a resolved configuration's attention over `tokens` of a rank.
 
     heads: (query heads, key/value heads, head_dim) of the model; rank: the inner one; member: of Ulysses, None for one
-    with the most heads; square: whether the kernel takes square causal tiles only; early: as `Comm.early`, which is 0
+    with the most heads; takes: of the kernel; early: as `Comm.early`, which is 0
     but over gloo.
     """
     recipe = config.recipe(config.topology(world))
@@ -167,7 +168,7 @@ def parts_of(
             q, kv = dealing.heads_of(*stage.counts, config.ulysses, member)
             dealt = q.stop - q.start, kv.stop - kv.start
         inner = shape_of(config.travel_dtype, dtype, batch, (*dealt, dim))
-        bounds = [compiler.bound(way, mask, shards, inner, square) for way in ("forward", "backward")]
+        bounds = [compiler.bound(way, mask, shards, inner, takes) for way in ("forward", "backward")]
         part_own = shape_of(config.travel_dtype, dtype, batch, (*stage.counts, dim))
         parts.append(Part(forward=bounds[0], backward=bounds[1], own=part_own))
     return tuple(parts)

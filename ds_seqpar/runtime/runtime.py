@@ -74,7 +74,7 @@ class Runtime:
         dtype, heads = str(q.dtype).removeprefix("torch."), (q.shape[2], k.shape[2], q.shape[3])
         kernel = select(self.config.kernel, BlockSpec(q.device.type, q.dtype, *heads, softcap))
         shape = shape_of(self.config.travel_dtype, dtype, q.shape[0], heads)
-        return self.compiler.bound(direction, mask, shards, shape, kernel.square), kernel
+        return self.compiler.bound(direction, mask, shards, shape, kernel.takes), kernel
 
     def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
         """Of heads, given a rank's own q and k: as few that attention takes no more than its q, k, v and out, in the

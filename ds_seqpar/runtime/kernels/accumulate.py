@@ -1,4 +1,4 @@
-"""Kernels that know one block, made to run tiles of all kinds into running results.
+"""Calls of a kernel, added into running results.
 
 A running result is empty; or narrow: the kernel's own tensors, adopted as they came; or wide (fp32, fp64 for fp64) once
 a second result is added to it. Every tensor has its tokens on dim 1.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compiler.tiles import Tile
 from ..merge import in_pieces, merge_
-from .base import Kernel
+from .base import Banding, Kernel
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
@@ -37,8 +37,19 @@ class Rows(NamedTuple):
         held = x.narrow(1, self.start, self.step * (self.groups - 1) + self.size)
         return held.unfold(1, self.size, self.step).movedim(-1, 2)
 
+    @property
+    def end(self) -> int:
+        return self.start + self.step * (self.groups - 1) + self.size
+
     def all_of(self, tokens: int) -> bool:
-        return self.size * self.groups == tokens
+        return self.size * self.groups == tokens and self.end - self.start == tokens
+
+    def apart(self) -> Iterator[tuple[slice, Rows]]:
+        """Parts of each group, such that those of one part share no token."""
+        step = self.step if self.groups > 1 else self.size
+        for first in range(0, self.size, step):
+            last = min(self.size, first + step)
+            yield slice(first, last), Rows(self.start + first, last - first, self.groups, self.step)
 
 
 class Running:
@@ -55,6 +66,7 @@ class Running:
         self._held: Tensors | None = None
         self._rows: Rows | None = None  # what is held is of those rows only
         self._placed = False  # whether what is held is in a place that `make` or a peer's message gave
+        self._end: float = 0  # the rows from that one on are blank
 
     @property
     def held(self) -> Tensors | None:
@@ -62,17 +74,29 @@ class Running:
         return self._held
 
     def add(self, new: Tensors, rows: Rows, of: int) -> None:
-        """A kernel's tensors for those rows of `of`, (B, size, ...), or (B, groups, size, ...) for several groups. Kept
-        as they are where they are the first; they may be changed."""
+        """A kernel's tensors for those rows of `of`, (B, size, ...), or (B, groups, size, ...) for several groups; these
+        may share rows. Kept as they are where they are the first; they may be changed."""
         if self._held is None and rows.groups == 1:
-            self._held, self._rows = new, None if rows.all_of(of) else rows
+            self._held, self._rows, self._end = new, None if rows.all_of(of) else rows, rows.end
         elif self._held is None and rows.all_of(of):
-            self._held = tuple(x.flatten(1, 2) for x in new)
+            self._held, self._end = tuple(x.flatten(1, 2) for x in new), of
         else:
-            self._combine(tuple(map(rows.of, self._settled())), new)
+            for part, where in rows.apart():
+                self._join(where, tuple(x[:, :, part] if rows.groups > 1 else x for x in new))
+
+    def _join(self, rows: Rows, new: Tensors) -> None:
+        """Adds to rows that share nothing with one another; blank ones only take it."""
+        into = tuple(map(rows.of, self._settled()))
+        if rows.start >= self._end:
+            for x, part in zip(into, new, strict=True):
+                x.copy_(part)
+        else:
+            self._combine(into, new)
+        self._end = max(self._end, rows.end)
 
     def absorb(self, *arrived: Tensor) -> None:
         """Another rank's part for all rows, given away: where it is wide, what is held here is added to it there."""
+        self._end = INF
         if self._held is None:
             self._held, self._placed = arrived, True
         elif self._is_wide(arrived):
@@ -84,6 +108,7 @@ class Running:
 
     def merge(self, *arrived: Tensor) -> None:
         """The same, but added to what is held here: what arrived is needed for something else."""
+        self._end = INF
         self._combine(self._settled(), arrived)
 
     def placed(self) -> Tensors:
@@ -157,46 +182,13 @@ def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
     return x.contiguous()
 
 
-# ---- tiles as calls of a kernel that knows full and causal blocks
+# ---- calls of a kernel
 
 
-class _Call(NamedTuple):
-    """kind: full, causal, or upper: causal with rows and columns in reverse order."""
-
-    rows: Rows
-    columns: Rows
-    kind: str
-
-
-def _calls(tile: Tile, square: bool) -> Iterator[_Call]:
-    """square: a causal call must be; rows that see all of its columns are then a call of their own."""
-    q0, q1, k0, k1, kind, width = tile
-    if kind != "band":
-        end = min(q1, q0 + k1 - k0) if square and kind == "causal" else q1
-        yield _Call(Rows(q0, end - q0), Rows(k0, k1 - k0), kind)
-        if end < q1:
-            yield _Call(Rows(end, q1 - end), Rows(k0, k1 - k0), "full")
-        return
-    count, rest = divmod(q1 - q0, width)
-    if count:
-        yield from _squares(q0, k0, width, width, count)
-        q0, k0 = q0 + count * width, k0 + count * width
-    if rest:
-        yield from _squares(q0, k0, rest, width, 1)
-
-
-def _squares(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[_Call]:
-    """`count` bands of so many rows (at most their width), one after the other: each row sees the end of its square
-    from the diagonal on, what is between, and the beginning of the square after that up to before the diagonal."""
-
-    def part(start: int, size: int) -> Rows:
-        return Rows(start, size, count, rows if count > 1 else 0)
-
-    yield _Call(part(q0, rows), part(k0, rows), "upper" if rows > 1 else "full")
-    if width > rows:
-        yield _Call(part(q0, rows), part(k0 + rows, width - rows), "full")
-    if rows > 1:
-        yield _Call(part(q0 + 1, rows - 1), part(k0 + width, rows - 1), "causal")
+def _sides(call: Tile) -> tuple[Rows, Rows]:
+    """Its rows and columns."""
+    q0, q1, k0, k1, _, _, groups, q_step, k_step = call
+    return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
 
 
 def _take(x: Tensor, rows: Rows, upper: bool) -> Tensor:
@@ -215,8 +207,8 @@ def _give(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 class Accumulating(Kernel, Protocol):
-    """A kernel that runs tiles of every kind itself and adds to running results where they lie. One that lacks these
-    is run a tile at a time, by `forward` and `backward`, which have the meaning of the arguments."""
+    """A kernel that takes all tiles of a product and adds to running results where they lie: `Takes.tiles`. Its methods
+    stand in place of `forward` and `backward` below, which have the meaning of the arguments."""
 
     def forward_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
@@ -229,52 +221,60 @@ class Accumulating(Kernel, Protocol):
 
 
 def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
-    return hasattr(kernel, "forward_tiles")
+    return kernel.takes.tiles
+
+
+def _bands(kernel: Kernel) -> TypeGuard[Banding]:
+    return kernel.takes.band > 0
 
 
 def forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile], scale: float, into: Running
 ) -> None:
-    """Adds what the tiles make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
-    they like but for a last dimension without gaps. A kernel that is `Accumulating` is given all tiles at once."""
+    """Adds what the calls make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
+    they like but for a last dimension without gaps. calls: those of `compiler.cuts.calls` for what this kernel takes.
+    """
     if _accumulates(kernel):
-        kernel.forward_tiles(q, k, v, tiles, scale, into)
+        kernel.forward_tiles(q, k, v, calls, scale, into)
         return
-    for tile in tiles:
-        for call in _calls(tile, kernel.square):
-            into.add(_attend(kernel, q, k, v, call, scale), call.rows, q.shape[1])
+    for call in calls:
+        into.add(_attend(kernel, q, k, v, call, scale), _sides(call)[0], q.shape[1])
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _Call, scale: float) -> Tensors:
-    rows, columns, kind = call
-    upper = kind == "upper"
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Tile, scale: float) -> Tensors:
+    (rows, columns), upper = _sides(call), call.kind == "upper"
     operands = (_take(q, rows, upper), _take(k, columns, upper), _take(v, columns, upper))
-    found = kernel.forward(*operands, kind != "full", scale)
+    if call.kind == "band":
+        assert _bands(kernel)
+        found = kernel.forward(*operands, False, scale, call.width)
+    else:
+        found = kernel.forward(*operands, call.kind != "full", scale)
     del operands  # copies, where they are in reverse order
     return tuple(_give(x, rows, upper) for x in found)
 
 
 def backward(
     kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    tiles: Sequence[Tile], scale: float, dq: Running, dkv: Running,
+    calls: Sequence[Tile], scale: float, dq: Running, dkv: Running,
 ) -> None:  # fmt: skip
-    """Adds the tiles' part of the gradients to the `Sum`s dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq)
-    wide: out and lse are those of the whole rows, not of these tiles. A kernel that is `Accumulating` is given all at
-    once."""
+    """Adds the calls' part of the gradients to the `Sum`s dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq)
+    wide: out and lse are those of the whole rows, not of these calls."""
     if _accumulates(kernel):
-        kernel.backward_tiles(do, q, k, v, out, lse, tiles, scale, dq, dkv)
+        kernel.backward_tiles(do, q, k, v, out, lse, calls, scale, dq, dkv)
         return
-    for tile in tiles:
-        for call in _calls(tile, kernel.square):
-            _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
+    for call in calls:
+        _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
 
 
-def _add_gradients(kernel: Kernel, operands: Tensors, call: _Call, scale: float, dq: Running, dkv: Running) -> None:
-    rows, columns, kind = call
-    upper = kind == "upper"
+def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, dq: Running, dkv: Running) -> None:
+    (rows, columns), upper = _sides(call), call.kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
     do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
-    grads = kernel.backward(do, q, k, v, out, lse, kind != "full", scale)
+    if call.kind == "band":
+        assert _bands(kernel)
+        grads = kernel.backward(do, q, k, v, out, lse, False, scale, call.width)
+    else:
+        grads = kernel.backward(do, q, k, v, out, lse, call.kind != "full", scale)
     del do, q, k, v, out, lse
     dq.add((_give(grads[0], rows, upper),), rows, operands[1].shape[1])
     dkv.add(tuple(_give(x, columns, upper) for x in grads[1:]), columns, operands[2].shape[1])
