@@ -272,8 +272,8 @@ class _Growing:
             lines = self.known[q, kv] = self.lines(q, kv)
         more = run - PROBE
         return tuple(
-            Tile(*(at + more * grows for at, grows in zip(low[:4], edges, strict=True)), low.kind, low.width)
-            for low, edges in lines
+            Tile(low.q0 + more * a, low.q1 + more * b, low.k0 + more * c, low.k1 + more * d, low.kind, low.width)
+            for low, (a, b, c, d) in lines
         )
 
     def lines(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
