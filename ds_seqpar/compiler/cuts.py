@@ -18,7 +18,8 @@ class Takes(NamedTuple):
 
     square: a causal block must be square, because the kernel aligns it to the lower right corner; False means top-left
     alignment for any shape.
-    band: the widest band that it takes, 0 for none. rows: of a band, at most in one block; 0 for any number.
+    band: the widest band that it takes, 0 for none. rows: of a band, at most in one block, for which it makes a mask of
+    rows by columns; 0 for any number, without a mask.
     tiles: it takes all tiles of a product at once, of every kind, and adds to the running results itself.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import heads as dealing
 from .actions import Unit
@@ -44,6 +44,22 @@ class _Result:
     @property
     def settled(self) -> bool:
         return self.whole and self.wide
+
+
+class _Part(NamedTuple):
+    """Rows that a call gives results for: groups of so many, each `step` after the one before."""
+
+    first: int
+    size: int
+    step: int
+    groups: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.step * (self.groups - 1) + self.size
+
+    def is_all(self, tokens: int) -> bool:
+        return self.size * self.groups == tokens == self.end - self.first
 
 
 class _Follower:
@@ -133,26 +149,39 @@ class _Follower:
     def call(self, one: Product, call: Tile) -> None:
         """Its operands, where they are copies, or its results; which go to the running ones, one after the other."""
         rows, columns = call.q1 - call.q0, call.k1 - call.k0
-        found = [self.rows(unit[0], call.groups * (columns if unit[0] == "dkv" else rows)) for unit, _ in one.results]
+        sides = [
+            (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
+            for unit, _ in one.results
+        ]
+        found = [self.rows(unit[0], call.groups * side[1]) for (unit, _), side in zip(one.results, sides, strict=True)]
         self.see(sum(found) + self.copied(one, call, found))
-        for index, (unit, slot) in enumerate(one.results):
-            first, size, step = (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
-            end, result = first + step * (call.groups - 1) + size, self.results.setdefault(unit, _Result())
-            tokens, rest = self.bound.tokens(*unit), sum(found[index:])
-            whole = size * call.groups == end - first == tokens
-            if not result.loose and not result.placed and (whole or call.groups == 1):
-                wide = self.shape.dtype == self.shape.wide
-                result.loose, result.whole, result.wide, found[index] = found[index], whole, wide, 0
-            else:
-                self.settle(result, slot, more=rest)
-                part = call.groups * min(size, step or size)
-                narrow = self.shape.dtype != self.shape.wide
-                self.see(rest + (self.merging(part, narrow) if first < result.end else 0))
-            result.end = max(result.end, end)
+        for index, ((unit, slot), (first, size, step)) in enumerate(zip(one.results, sides, strict=True)):
+            if self.add(unit, slot, _Part(first, size, step, call.groups), sum(found)):
+                found[index] = 0
+
+    def add(self, unit: Unit, slot: int, part: _Part, new: int) -> bool:
+        """Follows `Running.add`; returns whether the new tensors are kept as they are. new: bytes of the call's."""
+        result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
+        whole, narrow = part.is_all(tokens), self.shape.dtype != self.shape.wide
+        kept = not result.loose and not result.placed and (whole or part.groups == 1)
+        if kept:
+            result.loose, result.whole, result.wide = self.rows(unit[0], part.size * part.groups), whole, not narrow
+        elif part.first < result.end:
+            self.settle(result, slot, more=new)
+            self.see(new + self.merging(part.groups * min(part.size, part.step or part.size), narrow))
+        elif not result.whole:
+            all_rows = self.rows(unit[0], tokens)
+            self.see(new + all_rows)
+            result.loose, result.whole, result.wide = all_rows, True, not narrow
+        if not kept and part.groups > 1 and part.step < part.size:  # what groups share is added
+            self.settle(result, slot, more=new)
+            self.see(new + self.merging(part.groups * part.step, narrow))
+        result.end = max(result.end, part.end)
+        return kept
 
     def copied(self, one: Product, call: Tile, found: list[int]) -> int:
         """Copies of operands, in reverse order or with the groups of several sequences side by side, or of results in
-        reverse order."""
+        reverse order; and the mask of a block of a band."""
         turned = call.kind == "upper"
         sides = ((call.q0, call.q1, call.q_step, "q", one.q), (call.k0, call.k1, call.k_step, "kv", one.kv))
         copies = 0
@@ -161,7 +190,9 @@ class _Follower:
             if turned or apart:
                 tensors = 1 if self.forward or kind == "kv" else 3  # with the output and its gradient
                 copies += tensors * self.rows(kind, call.groups * (last - first))
-        return max(copies, max(found)) if turned else copies
+        masked = call.kind == "band" and self.bound.takes.rows
+        mask = (call.q1 - call.q0) * (call.k1 - call.k0) * ITEMSIZE[self.shape.dtype] if masked else 0
+        return max(copies, max(found)) if turned else copies + mask
 
     def merge(self, one: Merge) -> None:
         result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)

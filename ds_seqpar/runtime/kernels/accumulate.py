@@ -65,8 +65,8 @@ class Running:
         self._make = make
         self._held: Tensors | None = None
         self._rows: Rows | None = None  # what is held is of those rows only
+        self._end = 0  # rows from that one on are blank: what is held has not been written there
         self._placed = False  # whether what is held is in a place that `make` or a peer's message gave
-        self._end: float = 0  # the rows from that one on are blank
 
     @property
     def held(self) -> Tensors | None:
@@ -74,20 +74,27 @@ class Running:
         return self._held
 
     def add(self, new: Tensors, rows: Rows, of: int) -> None:
-        """A kernel's tensors for those rows of `of`, (B, size, ...), or (B, groups, size, ...) for several groups; these
-        may share rows. Kept as they are where they are the first; they may be changed."""
+        """A kernel's tensors for those rows of `of`, (B, size, ...); or for several groups, which may share rows, (B,
+        groups, size, ...). Kept as they are where they are the first; they may be changed."""
         if self._held is None and rows.groups == 1:
             self._held, self._rows, self._end = new, None if rows.all_of(of) else rows, rows.end
         elif self._held is None and rows.all_of(of):
             self._held, self._end = tuple(x.flatten(1, 2) for x in new), of
         else:
             for part, where in rows.apart():
-                self._join(where, tuple(x[:, :, part] if rows.groups > 1 else x for x in new))
+                self._join(tuple(x[:, :, part] if rows.groups > 1 else x for x in new), where, of)
 
-    def _join(self, rows: Rows, new: Tensors) -> None:
-        """Adds to rows that share nothing with one another; blank ones only take it."""
-        into = tuple(map(rows.of, self._settled()))
-        if rows.start >= self._end:
+    def _join(self, new: Tensors, rows: Rows, of: int) -> None:
+        """Adds to rows of which none is there twice; blank ones take it as it is."""
+        blank = rows.start >= self._end
+        if not blank:
+            self._widen()
+        elif self._held is None or self._rows is not None:
+            tokens = 2 if rows.groups > 1 else 1  # the last dimension of tokens
+            self._move(tuple(x.new_empty(x.shape[0], of, *x.shape[tokens + 1 :]) for x in new))
+        self._write_blank(rows.start if blank and rows.step <= rows.size else rows.end)
+        into = tuple(map(rows.of, self._held or ()))
+        if blank:
             for x, part in zip(into, new, strict=True):
                 x.copy_(part)
         else:
@@ -96,26 +103,25 @@ class Running:
 
     def absorb(self, *arrived: Tensor) -> None:
         """Another rank's part for all rows, given away: where it is wide, what is held here is added to it there."""
-        self._end = INF
         if self._held is None:
             self._held, self._placed = arrived, True
         elif self._is_wide(arrived):
-            into = arrived if self._rows is None else tuple(map(self._rows.of, arrived))
-            self._combine(into, self._held)
+            rows = self._rows or Rows(0, self._end)
+            self._combine(tuple(map(rows.of, arrived)), self._held if self._rows else tuple(map(rows.of, self._held)))
             self._held, self._rows, self._placed = arrived, None, True
         else:
             self._combine(self._settled(), arrived)
+        self._end = arrived[0].shape[1]
 
     def merge(self, *arrived: Tensor) -> None:
         """The same, but added to what is held here: what arrived is needed for something else."""
-        self._end = INF
         self._combine(self._settled(), arrived)
 
     def placed(self) -> Tensors:
         """The wide tensors, in the place that they are sent from."""
         held = self._settled()
         if not self._placed:
-            self._move(None)
+            self._move(self._make(), placed=True)
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
@@ -126,30 +132,43 @@ class Running:
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
         """The tensors in those dtypes (None: as they are), contiguous, in memory of their own; blank where nothing was
         added. Nothing is cast or copied that is a kernel's own result and in that dtype."""
-        held = list(self._held if self._held is not None and self._rows is None else self._settled())
+        if self._held is None or self._rows is not None:
+            self._widen()
+        self._write_blank()
+        held = list(self._held or ())
         self._held = None
         return tuple(_own(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
         """All rows, wide."""
-        if self._held is None or self._rows is not None or not self._is_wide(self._held):
-            self._move(self._rows)
+        self._widen()
+        self._write_blank()
         return self._held or ()
 
-    def _move(self, rows: Rows | None) -> None:
-        """What is held goes where `make` says."""
-        made, held = self._make(), self._held
-        for index, x in enumerate(made):
-            if held is None:
-                x.fill_(self.blank[index])
-            elif rows is None:
-                x.copy_(held[index])
-            else:
-                end = rows.start + rows.size
-                x.narrow(1, 0, rows.start).fill_(self.blank[index])
-                x.narrow(1, end, x.shape[1] - end).fill_(self.blank[index])
-                rows.of(x).copy_(held[index])
-        self._held, self._rows, self._placed = made, None, True
+    def _widen(self) -> None:
+        """What is held becomes wide tensors for all rows."""
+        if self._held is None or self._rows is not None or not self._is_wide(self._held):
+            self._move(self._make(), placed=True)
+
+    def _move(self, into: Tensors, placed: bool = False) -> None:
+        """What is held goes there."""
+        rows, held = self._rows or Rows(0, self._end), self._held
+        self._held, self._rows, self._placed = into, None, placed
+        if held is None:
+            return
+        self._end = 0
+        self._write_blank(rows.start)
+        for x, old in zip(into, held, strict=True):
+            rows.of(x).copy_(rows.of(old) if old.shape[1] > rows.size else old)
+        self._end = rows.end
+
+    def _write_blank(self, end: int | None = None) -> None:
+        """Up to that row, or the last one."""
+        for x, value in zip(self._held or (), self.blank, strict=False):
+            last = x.shape[1] if end is None else end
+            if last > self._end:
+                x[:, self._end : last].fill_(value)
+        self._end = max(self._end, (self._held or ())[0].shape[1] if end is None else end)
 
     def _is_wide(self, tensors: Tensors) -> bool:
         return tensors[0].dtype in (torch.float32, torch.float64)
