@@ -256,7 +256,7 @@ def compiled(compiler: Compiler, dealt: Dealt) -> int:
     """Makes a rank's programs of both directions with their tiles. Returns how many kernel calls they have."""
     mask, shards, calls = dealt.mask, UnevenShards(dealt.blocks), 0
     for direction in ("forward", "backward"):
-        bound = compiler.bound(direction, mask, shards, SHAPE, False)
+        bound = compiler.bound(direction, mask, shards, SHAPE)
         calls += sum(len(bound.tiles(one.q, one.kv)) for one in bound.program.code if isinstance(one, Product))
     return calls
 

@@ -2,9 +2,12 @@
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --parts Call --tokens 8192 --heads 2 --calls 20 --dtypes float32 bfloat16
+    python -m benchmarks.overhead --parts Mask --tokens 16384 --heads 2 --calls 7 --dtypes float32 bfloat16
 
 Call: forward and backward of few tokens on one rank, beside the bare kernel behind an op of the same arguments; of
 processor time, since it waits for nobody; and what a call takes outside of its kernel, of the bare one.
+Mask: forward and backward on one rank of documents of one length, beside the same rows as a batch; and of a window,
+beside its share of the products of causal attention. Of processor time.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
 Step: one step of a ring of 16, kernels and transfers empty (torch's fake backend carries nothing), beside bare irecv
 and isend of the same messages. Program: what is looked up, or derived, before a rank's walk: for what it has seen, for
@@ -32,13 +35,14 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import Post, Product
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
-from ds_seqpar.runtime.kernels import KERNELS, Kernel
+from ds_seqpar.runtime.kernels import KERNELS, Kernel, Takes
 from ds_seqpar.runtime.runtime import Runtime
 from ds_seqpar.runtime.walk import Walk
 from ds_seqpar.runtime.work import Forward
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
+WINDOWS, DOCUMENTS = (128, 256, 512, 1024), (256, 64)  # of Mask
 Step = Callable[[], object]
 
 
@@ -108,6 +112,53 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[
     return found | in_turns({"attention, but for its kernel": both(sp.attention)}, calls, clock)
 
 
+def mask(args: argparse.Namespace) -> Rows:
+    rows: Rows = {}
+    for dtype in args.dtypes:
+        rows |= {f"{name}, {dtype}": row for name, row in mask_in(dtype, args).items()}
+    return rows
+
+
+def mask_in(dtype: str, args: argparse.Namespace) -> Rows:
+    rows: Rows = {}
+    (found,) = on_ranks(1, masked, args.tokens, args.heads, dtype, args.calls, timeout=3600)
+    for length in DOCUMENTS:
+        base = f"rows of {length} as a batch"
+        rows |= compared({name: found[name] for name in (base, f"documents of {length}")}, base)
+    for window in WINDOWS:
+        share = pairs(window, args.tokens) / pairs(args.tokens, args.tokens)
+        base = f"the share of a window of {window} of causal attention"
+        found[base] = [seconds * share for seconds in found["causal"]]
+        rows |= compared({name: found[name] for name in (base, f"window of {window}")}, base)
+    return rows
+
+
+def pairs(window: int, tokens: int) -> int:
+    """Of a query and a key that it sees."""
+    return window * tokens - window * (window - 1) // 2
+
+
+def masked(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[float]]:
+    sp = SequenceParallel(SequenceParallelConfig(size=1))
+    given = [x.to(getattr(torch, dtype)) for x in blocks(tokens, heads)]
+
+    def both(mask: Mask, length: int) -> Step:
+        *operands, do = (x.view(-1, length, heads, HEAD_DIM) for x in given)
+
+        def run() -> None:
+            sp.attention(*(x.detach().requires_grad_() for x in operands), mask=mask).backward(do)
+
+        return run
+
+    rows = {"causal": both(CAUSAL, tokens)}
+    for window in WINDOWS:
+        rows[f"window of {window}"] = both(Mask(window=window), tokens)
+    for length in DOCUMENTS:
+        rows[f"rows of {length} as a batch"] = both(CAUSAL, length)
+        rows[f"documents of {length}"] = both(Mask(documents=tuple(range(0, tokens, length))), tokens)
+    return in_turns(rows, calls, time.process_time)
+
+
 class Beside:
     """A clock of processor time that stands still inside of a kernel."""
 
@@ -152,7 +203,7 @@ def agreeing(tokens: int, calls: int) -> dict[str, list[float]]:
 class Empty:
     """A kernel that computes nothing."""
 
-    square = False
+    takes = Takes(tiles=True)
 
     def forward_tiles(self, *_: object) -> None: ...
 
@@ -219,7 +270,7 @@ def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
     for bound in bound_of(runtime, tokens, mask):
         for one in bound.program.code:
             if isinstance(one, Product):
-                bound.tiles(one.q, one.kv)
+                bound.calls(one.q, one.kv)
 
 
 def timed(calls: list[Step]) -> Row:
@@ -243,7 +294,7 @@ def fake_ranks(world: int) -> Iterator[Runtime]:
         dist.destroy_process_group()
 
 
-PARTS = {"Call": call, "Agreement": agreement, "Step": step, "Program": program}
+PARTS = {"Call": call, "Mask": mask, "Agreement": agreement, "Step": step, "Program": program}
 
 
 def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:

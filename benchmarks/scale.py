@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.cuts import Takes
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.shape import shape_of
@@ -42,8 +43,8 @@ def cost_of_programs(**config: object) -> tuple[float, float]:
         def derive() -> None:
             compiler = type(sp.runtime.compiler)(sp.runtime.compiler.recipe, sp.runtime.rank)
             for direction in ("forward", "backward"):
-                bound = compiler.bound(direction, CAUSAL, sp.runtime.shards(q.shape[1]), shape, True)
-                bound.all_tiles()
+                bound = compiler.bound(direction, CAUSAL, sp.runtime.shards(q.shape[1]), shape, Takes(square=True))
+                bound.all_calls()
 
         began = time.perf_counter()
         derive()

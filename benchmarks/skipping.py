@@ -7,7 +7,7 @@ from all ranks' programs, without a process. The tables and the picture of docs/
 65,536 tokens; 32 heads of 128 unless told, bf16, partial results in fp32. The masks: causal; causal with a window of
 4,096; 64 packed documents, their lengths proportional to numbers drawn from a log-normal distribution (sigma 1).
 
-calls: of kernels that take full and square causal blocks (CUDA's); equal squares of a band are one call, as a batch.
+calls: of kernels that take full and square causal blocks (CUDA's); equal ones are one call, as a batch.
 products: (query, key) pairs that tiles compute, of all ranks, to those that are visible: the ideal is 1.
 in blocks: the same as a kernel computes them, by whole blocks of 128 x 128: every block that a call touches.
 balance: products of the busiest rank, to the mean.
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.compile import Bound, Compiler, pattern_of
+from ds_seqpar.compiler.cuts import Takes, calls
 from ds_seqpar.compiler.layout import Run, Runs
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.program import GatherStart, Post, Product, ScatterStart
@@ -37,7 +38,6 @@ from ds_seqpar.compiler.shape import Shape, shape_of
 from ds_seqpar.compiler.shards import EvenShards, Shards, UnevenShards
 from ds_seqpar.compiler.tiles import Tile, tiles
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.runtime.kernels.accumulate import _calls
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 TOKENS, DOCUMENTS, HEAD_DIM = 65536, 64, 128
 BLOCK = 128  # rows and columns that a kernel computes at once
 DIRECTIONS = ("forward", "backward")
-SQUARE = True  # what kernels want of causal calls
+CUDA = Takes(square=True)  # what the kernels take
 WANTED = 1.15  # products, to the visible pairs
 
 
@@ -63,29 +63,22 @@ class Count:
 
 
 def count(bound: Bound) -> Count:
-    found = [tile for one in bound.program.code if isinstance(one, Product) for tile in bound.tiles(one.q, one.kv)]
+    found = [call for one in bound.program.code if isinstance(one, Product) for call in bound.calls(one.q, one.kv)]
     return Count(
-        calls=sum(len([*_calls(tile, bound.square)]) for tile in found),
-        products=sum(tile.products for tile in found),
-        blocks=sum(in_blocks(tile, bound.square) for tile in found),
+        calls=len(found),
+        products=sum(call.products for call in found),
+        blocks=sum(map(in_blocks, found)),
         received=received(bound),
     )
 
 
-def in_blocks(tile: Tile, square: bool = SQUARE) -> int:
-    """Pairs that a kernel of whole blocks computes for a tile."""
-    return sum(
-        rows.groups * _touched(rows.size, columns.size, kind != "full") * BLOCK**2
-        for rows, columns, kind in _calls(tile, square)
-    )
-
-
-def _touched(rows: int, columns: int, causal: bool) -> int:
-    """Blocks of a call. Causal, row i sees columns 0 .. i; upper is that in reverse order."""
+def in_blocks(call: Tile) -> int:
+    """Pairs that a kernel of whole blocks computes for a call. Of upper as of causal: that is it in reverse order."""
+    rows, columns = call.q1 - call.q0, call.k1 - call.k0
     across = -(-columns // BLOCK)
-    if not causal:
-        return -(-rows // BLOCK) * across
-    return sum(min(across, first // BLOCK + 1) for first in range(0, rows, BLOCK))
+    firsts = range(0, rows, BLOCK)
+    touched = sum(across if call.kind == "full" else min(across, first // BLOCK + 1) for first in firsts)
+    return call.groups * touched * BLOCK**2
 
 
 def received(bound: Bound) -> int:
@@ -109,7 +102,7 @@ def counts(setting: dict, direction: str, mask: Mask, shards: Shards, shape: Sha
     config = SequenceParallelConfig(**{"size": shards.size, "ulysses": 1, **setting})
     config = config.resolve(shards.size, heads=(shape.q_heads, shape.kv_heads))
     recipe = config.recipe(config.topology(shards.size))
-    return [count(Compiler(recipe, rank).bound(direction, mask, shards, shape, SQUARE)) for rank in range(shards.size)]
+    return [count(Compiler(recipe, rank).bound(direction, mask, shards, shape, CUDA)) for rank in range(shards.size)]
 
 
 def visible(mask: Mask, tokens: int) -> int:
@@ -261,7 +254,7 @@ def rows(cases: Sequence[Case], direction: str, shape: Shape, tokens: int = TOKE
 def alone(mask: Mask, tokens: int = TOKENS) -> float:
     """`blocks` of one device that holds all."""
     whole = (Run(0, 1, tokens),)
-    return sum(in_blocks(tile) for tile in tiles(whole, whole, mask, SQUARE)) / visible(mask, tokens)
+    return sum(map(in_blocks, calls(tiles(whole, whole, mask, CUDA.square), CUDA))) / visible(mask, tokens)
 
 
 def span(found: Iterable[float], digits: int = 2) -> str:

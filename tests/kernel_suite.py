@@ -7,7 +7,7 @@ tested without one.
 import pytest
 import torch
 
-from ds_seqpar.runtime.kernels import BlockSpec
+from ds_seqpar.runtime.kernels import BlockSpec, Takes
 from ds_seqpar.runtime.kernels.reference import Reference
 from ds_seqpar.runtime.merge import merge_
 from tests.oracle import attention, dense, error
@@ -19,7 +19,7 @@ class LowerRight(Reference):
     """The reference with a causal mask that ends in the lower right corner: row i sees columns 0 .. i + Sk - Sq."""
 
     name = "lower_right"
-    square = True
+    takes = Takes(square=True)
 
     def forward(self, q, k, v, causal, scale):
         shift = k.shape[1] - q.shape[1] if causal else 0
@@ -110,7 +110,7 @@ class KernelSuite:
     @pytest.mark.parametrize(("q_len", "kv_len"), [(24, 56), (56, 24), (9, 2)])
     def test_causal_block_of_unequal_lengths_is_aligned_top_left(self, kernel, dtype, q_len, kv_len):
         inputs = self.inputs(kernel, dtype, q_len, kv_len)
-        if kernel.square:
+        if kernel.takes.square:
             pytest.skip(f"{kernel.name} takes square causal blocks only")
         self.check(kernel, dtype, *inputs, True)
 

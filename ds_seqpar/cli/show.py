@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import limits
 from ..compiler.compile import Compiler, pattern_of, weight
+from ..compiler.cuts import PLAIN
 from ..compiler.draw import draw
 from ..compiler.exchange import ALL_KEPT, Heads, Members, exchanged, kept_of
 from ..compiler.heads import busiest, most
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         if args.program is not None:
             place = Members(members, busiest(*first.counts, members))
             kept = kept_of(members, stages, False, False) if members > 1 else ALL_KEPT
-            call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, False, stages, kept)
+            call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, kept)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png, members, stages)

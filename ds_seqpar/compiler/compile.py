@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from . import exchange, overlap
 from .actions import Key, Steps
+from .cuts import PLAIN, Takes, calls
 from .exchange import ALL_KEPT, Heads, Kept, Members, Traffic
 from .layout import NAMED
 from .lower import lower
@@ -102,13 +103,14 @@ class Bound:
     inner tensors of every stage. heads: who has which; None for an inner program alone."""
 
     def __init__(
-        self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, square: bool,
+        self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, takes: Takes,
         growing: _Growing | None = None, heads: Heads | None = None,
     ) -> None:  # fmt: skip
-        self.program, self.shapes, self.shards, self.mask, self.square = program, shapes, shards, mask, square
+        self.program, self.shapes, self.shards, self.mask, self.takes = program, shapes, shards, mask, takes
         self.shape, self.heads = shapes[0], heads
         self._growing, self._run = growing, run_length(shards) if growing else 0
         self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
+        self._calls: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
         self._fields = tuple(self._fields_of(slot) for slot in program.slots)
         self._bytes: dict[tuple[int, str, Key], int] = {}
@@ -116,20 +118,27 @@ class Bound:
         self._traffic: dict[Trade, Traffic] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """The kernel calls of a product."""
+        """What is visible of a product."""
         found = self._tiles.get((q, kv))
         if found is None:
             found = self._tiles[q, kv] = self._made(q, kv)
         return found
 
-    def all_tiles(self) -> int:
+    def calls(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+        """The same as calls that the kernel takes."""
+        found = self._calls.get((q, kv))
+        if found is None:
+            found = self._calls[q, kv] = calls(self.tiles(q, kv), self.takes)
+        return found
+
+    def all_calls(self) -> int:
         """How many kernel calls the whole program has."""
-        return sum(len(self.tiles(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
+        return sum(len(self.calls(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
 
     def _made(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         if self._growing:
             return self._growing.tiles(q, kv, self._run)
-        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.square)
+        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.takes.square)
 
     def tokens(self, kind: str, key: Key) -> int:
         """Of some blocks of q (or its results), or of k/v."""
@@ -196,31 +205,31 @@ class Compiler:
         self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
         self._growing: OrderedDict[Hashable, _Growing] = OrderedDict()
 
-    def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, square: bool) -> Bound:
+    def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, takes: Takes = PLAIN) -> Bound:
         """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
-        key = direction, mask, shards, shape, square
+        key = direction, mask, shards, shape, takes
         found = self._bound.get(key)
         if found is None:
             program = self.program(direction, mask, shards, shape)
-            growing = self.growing(mask, shards, square)
-            found = _kept(self._bound, key, lambda: Bound(program, (shape,), shards, mask, square, growing))
+            growing = self.growing(mask, shards, takes.square)
+            found = _kept(self._bound, key, lambda: Bound(program, (shape,), shards, mask, takes, growing))
         return found
 
     def call(
-        self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, square: bool,
+        self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, takes: Takes,
         stages: int = 1, kept: Kept = ALL_KEPT, lse: bool = False,
     ) -> Bound:  # fmt: skip
         """Of a whole call. own: the shape of a rank's own tensors, of all heads; members: of Ulysses. Raises as `bound`
         does."""
-        key = direction, mask, shards, own, members, square, stages, kept, lse
+        key = direction, mask, shards, own, members, takes, stages, kept, lse
         found = self._bound.get(key)
         if found is None:
             heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
-            found = _kept(self._bound, key, lambda: self._call(direction, mask, shards, own, heads, square, kept, lse))
+            found = _kept(self._bound, key, lambda: self._call(direction, mask, shards, own, heads, takes, kept, lse))
         return found
 
     def _call(
-        self, direction: str, mask: Mask, shards: Shards, own: Shape, heads: Heads, square: bool, kept: Kept, lse: bool
+        self, direction: str, mask: Mask, shards: Shards, own: Shape, heads: Heads, takes: Takes, kept: Kept, lse: bool
     ) -> Bound:
         shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(len(heads.stages)))
         inner = tuple(self.program(direction, mask, shards, shape) for shape in shapes)
@@ -229,7 +238,7 @@ class Compiler:
         key = "call", tuple(map(id, inner)), count, together, kept, lse
         # the inner programs are kept with it: a number of `id` is good for as long as they are
         _, program = _kept(self._calls, key, lambda: (inner, exchange.whole(inner, count, together, kept, lse)))
-        return Bound(program, shapes, shards, mask, square, self.growing(mask, shards, square), heads)
+        return Bound(program, shapes, shards, mask, takes, self.growing(mask, shards, takes.square), heads)
 
     def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
         pattern = self.pattern(mask, shards)
@@ -308,8 +317,8 @@ class _Growing:
             lines = self.known[q, kv] = self.lines(q, kv)
         more = run - PROBE
         return tuple(
-            Tile(q0 + more * a, q1 + more * b, k0 + more * c, k1 + more * d, kind, width)
-            for (q0, q1, k0, k1, kind, width), (a, b, c, d) in lines
+            Tile(low.q0 + more * a, low.q1 + more * b, low.k0 + more * c, low.k1 + more * d, low.kind, low.width)
+            for low, (a, b, c, d) in lines
         )
 
     def lines(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import heads as dealing
 from .actions import ACCUMULATORS, Unit
@@ -40,6 +40,7 @@ from .shape import ITEMSIZE, Shape, shape_of
 from .shards import Shards, members_tokens, tokens_of
 from .tiles import PIECE, Tile
 
+INF = float("inf")
 NOTHING = Kept(operands=False, out=False)
 
 
@@ -72,16 +73,33 @@ def peak(bound: Bound) -> int:
 @dataclasses.dataclass
 class _Result:
     """A running result. loose: bytes outside of slots; whole: of all rows; wide: in the dtype of sums; placed: in the
-    slot that it is sent from."""
+    slot that it is sent from; end: the rows from that one on are blank."""
 
     loose: int = 0
     whole: bool = False
     wide: bool = False
     placed: bool = False
+    end: float = 0
 
     @property
     def settled(self) -> bool:
         return self.whole and self.wide
+
+
+class _Part(NamedTuple):
+    """Rows that a call gives results for: groups of so many, each `step` after the one before."""
+
+    first: int
+    size: int
+    step: int
+    groups: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.step * (self.groups - 1) + self.size
+
+    def is_all(self, tokens: int) -> bool:
+        return self.size * self.groups == tokens == self.end - self.first
 
 
 class _Follower:
@@ -171,8 +189,8 @@ class _Follower:
         if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
             self.see()
-        for tile in self.bound.tiles(one.q, one.kv):
-            self.tile(one, tile)
+        for call in self.bound.calls(one.q, one.kv):
+            self.call(one, call)
 
     def rows(self, kind: str, tokens: int) -> int:
         """Bytes of so many tokens' result in the inputs' dtype."""
@@ -180,33 +198,62 @@ class _Follower:
         named = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * sum(f.elements * f.itemsize for f in named)
 
-    def tile(self, one: Product, tile: Tile) -> None:
-        q, kv = tile.q1 - tile.q0, tile.k1 - tile.k0
-        found = [self.rows(unit[0], kv if unit[0] == "dkv" else q) for unit, _ in one.results]
-        self.see(sum(found) + (self.turned(q, kv, found) if tile.kind in ("upper", "band") else 0))
-        for index, (unit, slot) in enumerate(one.results):
-            result, rest = self.results.setdefault(unit, _Result()), sum(found[index:])
-            tokens, held = self.bound.tokens(*unit), kv if unit[0] == "dkv" else q
-            if not result.loose and not result.placed:
-                wide = self.shape.dtype == self.shape.wide
-                result.loose, result.whole, result.wide = found[index], held == tokens, wide
+    def call(self, one: Product, call: Tile) -> None:
+        """Its operands, where they are copies, or its results; which go to the running ones, one after the other."""
+        rows, columns = call.q1 - call.q0, call.k1 - call.k0
+        sides = [
+            (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
+            for unit, _ in one.results
+        ]
+        found = [self.rows(unit[0], call.groups * side[1]) for (unit, _), side in zip(one.results, sides, strict=True)]
+        self.see(sum(found) + self.copied(one, call, found))
+        for index, ((unit, slot), (first, size, step)) in enumerate(zip(one.results, sides, strict=True)):
+            if self.add(unit, slot, _Part(first, size, step, call.groups), sum(found)):
                 found[index] = 0
-            else:
-                self.settle(result, slot, more=rest)
-                self.see(rest + self.merging(held, narrow=self.shape.dtype != self.shape.wide))
 
-    def turned(self, q: int, kv: int, found: list[int]) -> int:
-        """Copies of operands in reverse order, or of the results."""
-        queries = 1 if self.forward else 3  # with the output and its gradient
-        return max(queries * self.rows("q", q) + self.rows("kv", kv), max(found))
+    def add(self, unit: Unit, slot: int, part: _Part, new: int) -> bool:
+        """Follows `Running.add`; returns whether the new tensors are kept as they are. new: bytes of the call's."""
+        result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
+        whole, narrow = part.is_all(tokens), self.shape.dtype != self.shape.wide
+        kept = not result.loose and not result.placed and (whole or part.groups == 1)
+        if kept:
+            result.loose, result.whole, result.wide = self.rows(unit[0], part.size * part.groups), whole, not narrow
+        elif part.first < result.end:
+            self.settle(result, slot, more=new)
+            self.see(new + self.merging(part.groups * min(part.size, part.step or part.size), narrow))
+        elif not result.whole:
+            all_rows = self.rows(unit[0], tokens)
+            self.see(new + all_rows)
+            result.loose, result.whole, result.wide = all_rows, True, not narrow
+        if not kept and part.groups > 1 and part.step < part.size:  # what groups share is added
+            self.settle(result, slot, more=new)
+            self.see(new + self.merging(part.groups * part.step, narrow))
+        result.end = max(result.end, part.end)
+        return kept
+
+    def copied(self, one: Product, call: Tile, found: list[int]) -> int:
+        """Copies of operands, in reverse order or with the groups of several sequences side by side, or of results in
+        reverse order; and the mask of a block of a band."""
+        turned = call.kind == "upper"
+        sides = ((call.q0, call.q1, call.q_step, "q", one.q), (call.k0, call.k1, call.k_step, "kv", one.kv))
+        copies = 0
+        for first, last, step, kind, key in sides:
+            apart = self.shape.batch > 1 and call.groups > 1 and call.groups * step != self.bound.tokens(kind, key)
+            if turned or apart:
+                tensors = 1 if self.forward or kind == "kv" else 3  # with the output and its gradient
+                copies += tensors * self.rows(kind, call.groups * (last - first))
+        masked = call.kind == "band" and self.bound.takes.rows
+        mask = (call.q1 - call.q0) * (call.k1 - call.k0) * ITEMSIZE[self.shape.dtype] if masked else 0
+        return max(copies, max(found)) if turned else copies + mask
 
     def merge(self, one: Merge) -> None:
         result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
         if one.into == one.arrived:
             self.see(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
-            self.results[one.unit] = _Result(whole=True, wide=True, placed=True)
+            self.results[one.unit] = _Result(whole=True, wide=True, placed=True, end=INF)
         else:
             self.settle(result, one.into)
+            result.end = INF
             self.see(self.merging(tokens, narrow=True))
 
     def scatter(self, one: ScatterStart) -> None:
@@ -335,7 +382,7 @@ def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: M
     for count in free:
         heads = (*dealing.most(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
         shape = shape_of(travel, own.dtype, own.batch, heads)
-        taken = max(peak(compiler.bound(way, mask, shards, shape, False)) for way in ("forward", "backward"))
+        taken = max(peak(compiler.bound(way, mask, shards, shape)) for way in ("forward", "backward"))
         whole = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
         if taken <= whole * tokens_of(shards, "q", 0):
             return count

@@ -1,4 +1,4 @@
-"""The visible part of (query tokens x key tokens) as kernel calls. No dense mask is built.
+"""The visible part of (query tokens x key tokens) as tiles. No dense mask is built.
 
 Keys that stand in position order are a chain. A query row sees an interval [a, b) of a chain's columns. Along the rows
 of one query run both ends are piecewise linear: they stand still, or move on by one column a row (where the steps of
@@ -19,10 +19,12 @@ PIECE = 1 << 18  # elements of results that are merged at a time, or a 16th of t
 
 
 class Tile(NamedTuple):
-    """One kernel call: query rows [q0, q1) against key columns [k0, k1). Row q0 + i sees column k0 + j
+    """Query rows [q0, q1) against key columns [k0, k1). Row q0 + i sees column k0 + j
 
     where always (full); where j <= i, and all of them from i = k1 - k0 - 1 on (causal, aligned top-left);
-    where j >= i (upper, always square); where i <= j < i + width (band, with rows + width - 1 columns).
+    where j >= i (upper, always square); where i <= j < i + width (band, with rows + width - 1 columns, or fewer).
+
+    groups: how many there are of it, each q_step rows and k_step columns after the one before.
     """
 
     q0: int
@@ -31,17 +33,21 @@ class Tile(NamedTuple):
     k1: int
     kind: Literal["full", "causal", "upper", "band"]
     width: int = 0
+    groups: int = 1
+    q_step: int = 0
+    k_step: int = 0
 
     @property
     def products(self) -> int:
         """Visible (query, key) pairs."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
         if self.kind == "band":
-            return rows * self.width
+            lacking = rows + self.width - 1 - columns
+            return self.groups * (rows * self.width - lacking * (lacking + 1) // 2)
         if self.kind == "full":
-            return rows * columns
+            return self.groups * rows * columns
         square = min(rows, columns)
-        return square * (square + 1) // 2 + max(0, rows - columns) * columns
+        return self.groups * (square * (square + 1) // 2 + max(0, rows - columns) * columns)
 
 
 class _Piece(NamedTuple):
@@ -56,8 +62,8 @@ class _Piece(NamedTuple):
 
 
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
-    """The kernel calls that cover exactly the visible part of (q rows x kv columns): a visible pair lies in one tile,
-    any other pair in none. Rows and columns are numbered in the order of the runs.
+    """What covers exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, any other pair in
+    none. Rows and columns are numbered in the order of the runs.
 
     square: give only square causal tiles (for kernels that align a causal mask to the lower right corner).
     """

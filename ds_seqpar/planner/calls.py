@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..compiler import heads as dealing
 from ..compiler.compile import Bound, Compiler
+from ..compiler.cuts import PLAIN, Takes
 from ..compiler.exchange import Kept, Members, kept_of
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
@@ -24,14 +25,14 @@ def call_figures(
     batch: int = 1,
     rank: int = 0,
     member: int | None = None,
-    square: bool = False,
+    takes: Takes = PLAIN,
     early: int = 0,
     kept: bool | None = None,
 ) -> Figures:
     """What a resolved configuration's attention over `tokens` of a rank takes.
 
     heads: (query heads, key/value heads, head_dim) of the model; rank: the inner one; member: of Ulysses, None for one
-    with the most heads; square: whether the kernel takes square causal tiles only; early: as `Comm.early`, which is 0
+    with the most heads; takes: of the kernel; early: as `Comm.early`, which is 0
     but over gloo; kept: whether the checkpoint around it keeps what backward needs, None where there is no checkpoint.
     """
     recipe = config.recipe(config.topology(world))
@@ -48,6 +49,6 @@ def call_figures(
 
     def bound(direction: str) -> Bound:
         more = count, leaves if config.ulysses > 1 else Kept()
-        return compiler.call(direction, mask, shards, own, members, square, *more)
+        return compiler.call(direction, mask, shards, own, members, takes, *more)
 
     return figures(bound("forward"), bound("backward"), leaves)

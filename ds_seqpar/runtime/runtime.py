@@ -71,7 +71,7 @@ class Runtime:
         kernel = select(
             self.config.kernel, BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
         )
-        return self.compiler.call(direction, mask, shards, own, self.members, kernel.square, *more), kernel
+        return self.compiler.call(direction, mask, shards, own, self.members, kernel.takes, *more), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """Of a rank's own tensors."""

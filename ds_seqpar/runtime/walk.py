@@ -163,9 +163,9 @@ class Walk:
                 _put(target, tensor, self.rows(gather.kind, gather.whole, key))
 
     def product(self, one: Product) -> None:
-        tiles = self.bound.tiles(one.q, one.kv)
+        calls = self.bound.calls(one.q, one.kv)
         q, kv = self.operand(("q", one.q), one.q_slot), self.operand(("kv", one.kv), one.kv_slot)
-        self.work.product(q, kv, one.q_slot, tiles, [self.running(unit, slot) for unit, slot in one.results])
+        self.work.product(q, kv, one.q_slot, calls, [self.running(unit, slot) for unit, slot in one.results])
 
     def running(self, unit: Unit, slot: int) -> Running:
         """The running result of a unit, which goes into the slot once it must be wide."""

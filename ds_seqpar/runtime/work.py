@@ -32,7 +32,7 @@ class Work(Protocol):
         """An empty running result. make: gives the tensors that it has once it must be wide."""
         ...
 
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None: ...
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None: ...
 
     def forget(self, slot: int) -> None:
         """What was made of the unit in a slot, which now gets another."""
@@ -58,8 +58,8 @@ class Forward:
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
         return Softmax(make)
 
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
-        forward(self.kernel, q[0], kv[0], kv[1], tiles, self.scale, results[0])
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
+        forward(self.kernel, q[0], kv[0], kv[1], calls, self.scale, results[0])
 
     def forget(self, slot: int) -> None: ...
 
@@ -95,11 +95,11 @@ class Backward:
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
         return Sum(make)
 
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, tiles: Sequence[Tile], results: list[Running]) -> None:
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
         if q_slot not in self.outs:
             self.outs[q_slot] = q[3] if q[3].dim() == q[1].dim() else project(q[1], q[3])
         dq, dkv = results
-        backward(self.kernel, q[1], q[0], kv[0], kv[1], self.outs[q_slot], q[2], tiles, self.scale, dq, dkv)
+        backward(self.kernel, q[1], q[0], kv[0], kv[1], self.outs[q_slot], q[2], calls, self.scale, dq, dkv)
 
     def forget(self, slot: int) -> None:
         self.outs.pop(slot, None)

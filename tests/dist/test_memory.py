@@ -8,6 +8,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planner.calls import call_figures
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.runtime.keeping import keeping
+from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import live
 from tests.dist.ranks import make
 from tests.launch import on_warm_ranks as on_ranks
@@ -26,6 +27,13 @@ OTHERS = {
     "q travels": ({"size": 4, "schedule": "ring", "forward": "q", "backward": "q"}, Mask(), 8),
     "bf16 travels": ({"size": 4, "schedule": "ring", "travel_dtype": "bf16"}, Mask(), 8),
     "grouped heads": ({"size": 4, "schedule": "distflash"}, Mask(), 2),
+    "window in bands": ({"size": 1}, Mask(window=100), 8),
+    "window in bands, grouped heads": ({"size": 2, "schedule": "ring", "layout": "contiguous"}, Mask(window=200), 2),
+    "documents of one length": ({"size": 1}, Mask(documents=tuple(range(0, TOKENS, 64))), 8),
+    "documents of one length on each rank": (
+        {"size": 2, "schedule": "ring"}, Mask(documents=tuple(range(0, 2 * TOKENS, 128))), 8
+    ),
+    "documents with a window": ({"size": 1}, Mask(window=40, documents=tuple(range(0, TOKENS, 128))), 4),
     "window": ({"size": 4, "schedule": "double_ring", "layout": "contiguous"}, Mask(window=600), 8),
     "overlap": ({"size": 4, "schedule": "wallfacer", "overlap": True}, Mask(), 8),
     "ulysses around": ({"size": 4, "ulysses": 2, "schedule": "ring"}, Mask(), 4),
@@ -77,7 +85,8 @@ def _measured(setting, mask, kv_heads, kept=None):
             return sp.attention(*tensors, mask=mask)
 
         seen = live.least(lambda: live.measure(attend, q, k, v, do))
-        place = {"rank": sp.runtime.rank, "member": sp.runtime.members.member, "early": sp.comm.early}
+        takes = select(sp.config.kernel, BlockSpec("cpu", torch.bfloat16, HEADS, kv_heads, DIM)).takes
+        place = {"rank": sp.runtime.rank, "member": sp.runtime.members.member, "early": sp.comm.early, "takes": takes}
         its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None}
         said = call_figures(sp.config, world=sp.size, tokens=TOKENS, mask=mask, **its, **place)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.kept, said.backward), seen.left

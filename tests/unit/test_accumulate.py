@@ -4,6 +4,7 @@ they must be."""
 import pytest
 import torch
 
+from ds_seqpar.compiler.cuts import Takes, calls
 from ds_seqpar.compiler.layout import LAYOUTS, Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.tiles import Tile, tiles
@@ -70,6 +71,7 @@ def _makers(q, k):
 def _run(kernel, q, k, v, do, found):
     """(out, lse, dq, dk, dv)."""
     into, dq, dkv = _makers(q, k)
+    found = calls(found, kernel.takes)
     forward(kernel, q, k, v, found, SCALE, into)
     out, lse = into.finish(q.dtype, None)
     backward(kernel, do, q, k, v, out, lse, found, SCALE, dq, dkv)
@@ -187,7 +189,7 @@ def test_a_sequence_in_blocks_is_the_whole(cases):
         inputs = _inputs(seq, seq)
         whole = _dense(*inputs, _seen(tiles((Run(0, 1, seq),), (Run(0, 1, seq),), mask), seq, seq))
         mixed = tuple(x[:, order] for x in inputs)
-        got = _run(kernel, *mixed, tiles(runs, runs, mask, kernel.square))
+        got = _run(kernel, *mixed, tiles(runs, runs, mask, kernel.takes.square))
         for a, b in zip(got, whole, strict=True):
             torch.testing.assert_close(
                 a, b[:, order], rtol=0, atol=1e-12, msg=lambda said, case=case: f"{case}: {said}"
@@ -214,20 +216,23 @@ def test_a_band_is_few_calls_however_long_it_is():
             self.calls += 1
             return super().forward(*arguments)
 
-    for rows, width, calls in ((64, 8, 2), (64, 1, 1), (66, 8, 5), (8, 64, 3), (8, 8, 2)):
+    for rows, width, count in ((64, 8, 2), (64, 1, 1), (66, 8, 5), (8, 64, 3), (8, 8, 2)):
         kernel, (q, k, v, _) = Counting(), _inputs(rows, rows + width - 1)
-        forward(kernel, q, k, v, [Tile(0, rows, 0, rows + width - 1, "band", width)], SCALE, _makers(q, k)[0])
-        assert kernel.calls == calls, (rows, width)
+        cut = calls([Tile(0, rows, 0, rows + width - 1, "band", width)], kernel.takes)
+        forward(kernel, q, k, v, cut, SCALE, _makers(q, k)[0])
+        assert kernel.calls == count, (rows, width)
 
 
 def test_a_kernel_that_accumulates_by_itself_is_given_all_tiles_at_once():
     class Native(Reference):
+        takes = Takes(tiles=True)
+
         def forward_tiles(self, q, k, v, tiles, scale, into):
-            forward(Reference(), q, k, v, tiles, scale, into)
+            forward(Reference(), q, k, v, calls(tiles, Reference.takes), scale, into)
             self.given = [*tiles]
 
         def backward_tiles(self, do, q, k, v, out, lse, tiles, scale, dq, dkv):
-            backward(Reference(), do, q, k, v, out, lse, tiles, scale, dq, dkv)
+            backward(Reference(), do, q, k, v, out, lse, calls(tiles, Reference.takes), scale, dq, dkv)
             self.given += tiles
 
     kernel, (rows, columns, found) = Native(), TILES["two bands"]

@@ -74,7 +74,7 @@ def test_products_sleep_for_the_pairs_that_are_visible(schedule, monkeypatch):
     work.pair = 1 / (shards.tokens("q", (0,)) * shards.tokens("kv", (0,)))
     total = []
     for rank in range(6):
-        bound = Compiler(recipe, rank).bound("forward", CAUSAL, shards, SHAPE, False)
+        bound = Compiler(recipe, rank).bound("forward", CAUSAL, shards, SHAPE)
         for one in bound.program.code:
             if isinstance(one, Product):
                 work.product((), (), 0, bound.tiles(one.q, one.kv), [Placed()])

@@ -6,6 +6,7 @@ import pytest
 
 from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.compile import PROBE, Bound, Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.cuts import PLAIN
 from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask, visibility
 from ds_seqpar.compiler.plan import Pattern
@@ -30,7 +31,7 @@ def test_programs_of_n_and_2n_tokens_are_one_object(schedule, overlap):
     for layout, direction in itertools.product(SCHEDULES[schedule].layouts, DIRECTIONS):
         compiler = Compiler(_recipe(schedule, topology, overlap=overlap), 2)
         for mask in ORDER if schedule != "distflash" else (CAUSAL,):
-            bounds = [compiler.bound(direction, mask, EvenShards(layout, n, 4), SHAPE, False) for n in (48, 96, 8000)]
+            bounds = [compiler.bound(direction, mask, EvenShards(layout, n, 4), SHAPE) for n in (48, 96, 8000)]
             assert len({id(bound.program) for bound in bounds}) == 1
             assert [bound.tokens("q", (1,)) for bound in bounds] == [12, 24, 2000]
         # a window of all tokens leaves the blocks that meet as they are, and one of few does not
@@ -72,7 +73,7 @@ def test_tiles_grow_without_looking_at_tokens():
     """Those of a million tokens are found by arithmetic, and a bound keeps them."""
     shards = EvenShards("zigzag", 1 << 20, 8)
     bound = Bound(Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).program(
-        "forward", CAUSAL, shards, SHAPE), SHAPE, shards, CAUSAL, False)  # fmt: skip
+        "forward", CAUSAL, shards, SHAPE), SHAPE, shards, CAUSAL, PLAIN)  # fmt: skip
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
     tokens = (1 << 20) // 8

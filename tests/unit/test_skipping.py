@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import skipping
+from ds_seqpar.compiler.cuts import calls
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.shape import Shape
 from ds_seqpar.compiler.shards import EvenShards, UnevenShards
@@ -58,7 +59,7 @@ def test_what_arrives_has_the_tokens_of_its_sender():
     ],
 )
 def test_a_kernel_computes_the_blocks_that_a_tile_touches(tile, blocks):
-    assert skipping.in_blocks(tile) == blocks * BLOCK
+    assert sum(map(skipping.in_blocks, calls([tile], skipping.CUDA))) == blocks * BLOCK
 
 
 def test_ranks_read_what_is_theirs_to_see_and_held_by_others():

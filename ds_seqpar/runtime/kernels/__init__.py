@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from ...compiler.cuts import Takes
 from ...errors import KernelError
 from .base import BlockSpec, Kernel, Scores, caps
 from .chunked import Chunked
@@ -48,4 +49,4 @@ def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
     return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not caps(kernel))
 
 
-__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "select"]
+__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "Takes", "select"]

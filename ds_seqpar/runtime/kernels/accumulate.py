@@ -1,4 +1,4 @@
-"""Kernels that know one block, made to run tiles of all kinds into running results.
+"""Calls of a kernel, added into running results.
 
 A running result is empty; or narrow: the kernel's own tensors, adopted as they came; or wide (fp32, fp64 for fp64) once
 a second result is added to it. Every tensor has its tokens on dim 1.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compiler.tiles import Tile
 from ..merge import in_pieces, merge_
-from .base import Kernel
+from .base import Banding, Kernel
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
@@ -37,8 +37,19 @@ class Rows(NamedTuple):
         held = x.narrow(1, self.start, self.step * (self.groups - 1) + self.size)
         return held.unfold(1, self.size, self.step).movedim(-1, 2)
 
+    @property
+    def end(self) -> int:
+        return self.start + self.step * (self.groups - 1) + self.size
+
     def all_of(self, tokens: int) -> bool:
-        return self.size * self.groups == tokens
+        return self.size * self.groups == tokens and self.end - self.start == tokens
+
+    def apart(self) -> Iterator[tuple[slice, Rows]]:
+        """Parts of each group, such that those of one part share no token."""
+        step = self.step if self.groups > 1 else self.size
+        for first in range(0, self.size, step):
+            last = min(self.size, first + step)
+            yield slice(first, last), Rows(self.start + first, last - first, self.groups, self.step)
 
 
 class Running:
@@ -54,6 +65,7 @@ class Running:
         self._make = make
         self._held: Tensors | None = None
         self._rows: Rows | None = None  # what is held is of those rows only
+        self._end = 0  # rows from that one on are blank: what is held has not been written there
         self._placed = False  # whether what is held is in a place that `make` or a peer's message gave
 
     @property
@@ -62,25 +74,44 @@ class Running:
         return self._held
 
     def add(self, new: Tensors, rows: Rows, of: int) -> None:
-        """A kernel's tensors for those rows of `of`, (B, size, ...), or (B, groups, size, ...) for several groups. Kept
-        as they are where they are the first; they may be changed."""
+        """A kernel's tensors for those rows of `of`, (B, size, ...); or for several groups, which may share rows, (B,
+        groups, size, ...). Kept as they are where they are the first; they may be changed."""
         if self._held is None and rows.groups == 1:
-            self._held, self._rows = new, None if rows.all_of(of) else rows
+            self._held, self._rows, self._end = new, None if rows.all_of(of) else rows, rows.end
         elif self._held is None and rows.all_of(of):
-            self._held = tuple(x.flatten(1, 2) for x in new)
+            self._held, self._end = tuple(x.flatten(1, 2) for x in new), of
         else:
-            self._combine(tuple(map(rows.of, self._settled())), new)
+            for part, where in rows.apart():
+                self._join(tuple(x[:, :, part] if rows.groups > 1 else x for x in new), where, of)
+
+    def _join(self, new: Tensors, rows: Rows, of: int) -> None:
+        """Adds to rows of which none is there twice; blank ones take it as it is."""
+        blank = rows.start >= self._end
+        if not blank:
+            self._widen()
+        elif self._held is None or self._rows is not None:
+            tokens = 2 if rows.groups > 1 else 1  # the last dimension of tokens
+            self._move(tuple(x.new_empty(x.shape[0], of, *x.shape[tokens + 1 :]) for x in new))
+        self._write_blank(rows.start if blank and rows.step <= rows.size else rows.end)
+        into = tuple(map(rows.of, self._held or ()))
+        if blank:
+            for x, part in zip(into, new, strict=True):
+                x.copy_(part)
+        else:
+            self._combine(into, new)
+        self._end = max(self._end, rows.end)
 
     def absorb(self, *arrived: Tensor) -> None:
         """Another rank's part for all rows, given away: where it is wide, what is held here is added to it there."""
         if self._held is None:
             self._held, self._placed = arrived, True
         elif self._is_wide(arrived):
-            into = arrived if self._rows is None else tuple(map(self._rows.of, arrived))
-            self._combine(into, self._held)
+            rows = self._rows or Rows(0, self._end)
+            self._combine(tuple(map(rows.of, arrived)), self._held if self._rows else tuple(map(rows.of, self._held)))
             self._held, self._rows, self._placed = arrived, None, True
         else:
             self._combine(self._settled(), arrived)
+        self._end = arrived[0].shape[1]
 
     def merge(self, *arrived: Tensor) -> None:
         """The same, but added to what is held here: what arrived is needed for something else."""
@@ -90,7 +121,7 @@ class Running:
         """The wide tensors, in the place that they are sent from."""
         held = self._settled()
         if not self._placed:
-            self._move(None)
+            self._move(self._make(), placed=True)
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
@@ -101,30 +132,43 @@ class Running:
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
         """The tensors in those dtypes (None: as they are), contiguous, in memory of their own; blank where nothing was
         added. Nothing is cast or copied that is a kernel's own result and in that dtype."""
-        held = list(self._held if self._held is not None and self._rows is None else self._settled())
+        if self._held is None or self._rows is not None:
+            self._widen()
+        self._write_blank()
+        held = list(self._held or ())
         self._held = None
         return tuple(_own(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
         """All rows, wide."""
-        if self._held is None or self._rows is not None or not self._is_wide(self._held):
-            self._move(self._rows)
+        self._widen()
+        self._write_blank()
         return self._held or ()
 
-    def _move(self, rows: Rows | None) -> None:
-        """What is held goes where `make` says."""
-        made, held = self._make(), self._held
-        for index, x in enumerate(made):
-            if held is None:
-                x.fill_(self.blank[index])
-            elif rows is None:
-                x.copy_(held[index])
-            else:
-                end = rows.start + rows.size
-                x.narrow(1, 0, rows.start).fill_(self.blank[index])
-                x.narrow(1, end, x.shape[1] - end).fill_(self.blank[index])
-                rows.of(x).copy_(held[index])
-        self._held, self._rows, self._placed = made, None, True
+    def _widen(self) -> None:
+        """What is held becomes wide tensors for all rows."""
+        if self._held is None or self._rows is not None or not self._is_wide(self._held):
+            self._move(self._make(), placed=True)
+
+    def _move(self, into: Tensors, placed: bool = False) -> None:
+        """What is held goes there."""
+        rows, held = self._rows or Rows(0, self._end), self._held
+        self._held, self._rows, self._placed = into, None, placed
+        if held is None:
+            return
+        self._end = 0
+        self._write_blank(rows.start)
+        for x, old in zip(into, held, strict=True):
+            rows.of(x).copy_(rows.of(old) if old.shape[1] > rows.size else old)
+        self._end = rows.end
+
+    def _write_blank(self, end: int | None = None) -> None:
+        """Up to that row, or the last one."""
+        for x, value in zip(self._held or (), self.blank, strict=False):
+            last = x.shape[1] if end is None else end
+            if last > self._end:
+                x[:, self._end : last].fill_(value)
+        self._end = max(self._end, (self._held or ())[0].shape[1] if end is None else end)
 
     def _is_wide(self, tensors: Tensors) -> bool:
         return tensors[0].dtype in (torch.float32, torch.float64)
@@ -157,46 +201,13 @@ def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
     return x.contiguous()
 
 
-# ---- tiles as calls of a kernel that knows full and causal blocks
+# ---- calls of a kernel
 
 
-class _Call(NamedTuple):
-    """kind: full, causal, or upper: causal with rows and columns in reverse order."""
-
-    rows: Rows
-    columns: Rows
-    kind: str
-
-
-def _calls(tile: Tile, square: bool) -> Iterator[_Call]:
-    """square: a causal call must be; rows that see all of its columns are then a call of their own."""
-    q0, q1, k0, k1, kind, width = tile
-    if kind != "band":
-        end = min(q1, q0 + k1 - k0) if square and kind == "causal" else q1
-        yield _Call(Rows(q0, end - q0), Rows(k0, k1 - k0), kind)
-        if end < q1:
-            yield _Call(Rows(end, q1 - end), Rows(k0, k1 - k0), "full")
-        return
-    count, rest = divmod(q1 - q0, width)
-    if count:
-        yield from _squares(q0, k0, width, width, count)
-        q0, k0 = q0 + count * width, k0 + count * width
-    if rest:
-        yield from _squares(q0, k0, rest, width, 1)
-
-
-def _squares(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[_Call]:
-    """`count` bands of so many rows (at most their width), one after the other: each row sees the end of its square
-    from the diagonal on, what is between, and the beginning of the square after that up to before the diagonal."""
-
-    def part(start: int, size: int) -> Rows:
-        return Rows(start, size, count, rows if count > 1 else 0)
-
-    yield _Call(part(q0, rows), part(k0, rows), "upper" if rows > 1 else "full")
-    if width > rows:
-        yield _Call(part(q0, rows), part(k0 + rows, width - rows), "full")
-    if rows > 1:
-        yield _Call(part(q0 + 1, rows - 1), part(k0 + width, rows - 1), "causal")
+def _sides(call: Tile) -> tuple[Rows, Rows]:
+    """Its rows and columns."""
+    q0, q1, k0, k1, _, _, groups, q_step, k_step = call
+    return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
 
 
 def _take(x: Tensor, rows: Rows, upper: bool) -> Tensor:
@@ -215,8 +226,8 @@ def _give(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 class Accumulating(Kernel, Protocol):
-    """A kernel that runs tiles of every kind itself and adds to running results where they lie. One that lacks these
-    is run a tile at a time, by `forward` and `backward`, which have the meaning of the arguments."""
+    """A kernel that takes all tiles of a product and adds to running results where they lie: `Takes.tiles`. Its methods
+    stand in place of `forward` and `backward` below, which have the meaning of the arguments."""
 
     def forward_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
@@ -229,52 +240,60 @@ class Accumulating(Kernel, Protocol):
 
 
 def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
-    return hasattr(kernel, "forward_tiles")
+    return kernel.takes.tiles
+
+
+def _bands(kernel: Kernel) -> TypeGuard[Banding]:
+    return kernel.takes.band > 0
 
 
 def forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile], scale: float, into: Running
 ) -> None:
-    """Adds what the tiles make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
-    they like but for a last dimension without gaps. A kernel that is `Accumulating` is given all tiles at once."""
+    """Adds what the calls make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
+    they like but for a last dimension without gaps. calls: those of `compiler.cuts.calls` for what this kernel takes.
+    """
     if _accumulates(kernel):
-        kernel.forward_tiles(q, k, v, tiles, scale, into)
+        kernel.forward_tiles(q, k, v, calls, scale, into)
         return
-    for tile in tiles:
-        for call in _calls(tile, kernel.square):
-            into.add(_attend(kernel, q, k, v, call, scale), call.rows, q.shape[1])
+    for call in calls:
+        into.add(_attend(kernel, q, k, v, call, scale), _sides(call)[0], q.shape[1])
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _Call, scale: float) -> Tensors:
-    rows, columns, kind = call
-    upper = kind == "upper"
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Tile, scale: float) -> Tensors:
+    (rows, columns), upper = _sides(call), call.kind == "upper"
     operands = (_take(q, rows, upper), _take(k, columns, upper), _take(v, columns, upper))
-    found = kernel.forward(*operands, kind != "full", scale)
+    if call.kind == "band":
+        assert _bands(kernel)
+        found = kernel.forward(*operands, False, scale, call.width)
+    else:
+        found = kernel.forward(*operands, call.kind != "full", scale)
     del operands  # copies, where they are in reverse order
     return tuple(_give(x, rows, upper) for x in found)
 
 
 def backward(
     kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    tiles: Sequence[Tile], scale: float, dq: Running, dkv: Running,
+    calls: Sequence[Tile], scale: float, dq: Running, dkv: Running,
 ) -> None:  # fmt: skip
-    """Adds the tiles' part of the gradients to the `Sum`s dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq)
-    wide: out and lse are those of the whole rows, not of these tiles. A kernel that is `Accumulating` is given all at
-    once."""
+    """Adds the calls' part of the gradients to the `Sum`s dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq)
+    wide: out and lse are those of the whole rows, not of these calls."""
     if _accumulates(kernel):
-        kernel.backward_tiles(do, q, k, v, out, lse, tiles, scale, dq, dkv)
+        kernel.backward_tiles(do, q, k, v, out, lse, calls, scale, dq, dkv)
         return
-    for tile in tiles:
-        for call in _calls(tile, kernel.square):
-            _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
+    for call in calls:
+        _add_gradients(kernel, (do, q, k, v, out, lse), call, scale, dq, dkv)
 
 
-def _add_gradients(kernel: Kernel, operands: Tensors, call: _Call, scale: float, dq: Running, dkv: Running) -> None:
-    rows, columns, kind = call
-    upper = kind == "upper"
+def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, dq: Running, dkv: Running) -> None:
+    (rows, columns), upper = _sides(call), call.kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
     do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
-    grads = kernel.backward(do, q, k, v, out, lse, kind != "full", scale)
+    if call.kind == "band":
+        assert _bands(kernel)
+        grads = kernel.backward(do, q, k, v, out, lse, False, scale, call.width)
+    else:
+        grads = kernel.backward(do, q, k, v, out, lse, call.kind != "full", scale)
     del do, q, k, v, out, lse
     dq.add((_give(grads[0], rows, upper),), rows, operands[1].shape[1])
     dkv.add(tuple(_give(x, columns, upper) for x in grads[1:]), columns, operands[2].shape[1])

@@ -1,4 +1,4 @@
-"""What a block kernel is: attention of one (q, k, v) block, with the log-sum-exp that merging needs."""
+"""What a kernel is: attention of a (q, k, v) block, with the log-sum-exp that merging needs, and what else it takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+
+from ...compiler.cuts import Takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +42,15 @@ class Scores(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One block of attention and its gradient.
+    """Attention of one block, full or causal, and its gradient.
 
-    name: as in the configuration. square: a causal mask must be square, because the kernel aligns it to the lower right
-    corner; False means top-left alignment for any shape. tolerance: greatest max|a-b|/max|b| against fp64 that its
-    conformance tests allow, a dtype. ran_on: where the conformance suite has passed.
+    name: as in the configuration. takes: what else it can be called for; one that takes bands is `Banding`, one that
+    takes all tiles of a product `Accumulating`. tolerance: greatest max|a-b|/max|b| against fp64 that its conformance
+    tests allow, a dtype. ran_on: where the conformance suite has passed.
     """
 
     name: str
-    square: bool
+    takes: Takes
     tolerance: dict[torch.dtype, float]
     ran_on: str
 
@@ -68,6 +70,19 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
         ...
+
+
+class Banding(Kernel, Protocol):
+    """A kernel that takes bands. width: where it is not 0, row i sees columns i .. i + width - 1 that there are."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, width: int = 0
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        width: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 class Capping(Kernel, Protocol):

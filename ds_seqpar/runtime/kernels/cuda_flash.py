@@ -9,6 +9,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from ...compiler.cuts import Takes
 from .base import BlockSpec
 
 
@@ -27,7 +28,7 @@ def _cuda_reasons(spec: BlockSpec) -> list[str]:
 
 class CudaFlash:
     name = "cuda_flash"
-    square = True
+    takes = Takes(square=True)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
 
@@ -53,7 +54,7 @@ class CudaFlash:
 
 class FlashAttn:
     name = "flash_attn"
-    square = True
+    takes = Takes(square=True)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "nowhere yet (no GPU was at hand): tests/gpu waits for one"
 

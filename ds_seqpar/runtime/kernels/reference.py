@@ -6,12 +6,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ...compiler.cuts import PLAIN
 from .base import BlockSpec
 
 
 class Reference:
     name = "reference"
-    square = False
+    takes = PLAIN
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
 
