@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from ds_seqpar import choosing
+from ds_seqpar import resolve
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner import runner_up
-from ds_seqpar.planner.job import Job, asks, line_of, planned, question_of
+from ds_seqpar.planner.job import Job, line_of, planned, question_of
 from ds_seqpar.planner.machine import DEFAULT, Machine
 from ds_seqpar.planner.needs import Model
 from ds_seqpar.planner.planner import plan
@@ -57,7 +57,7 @@ def test_what_leaves_no_choice_is_not_planned(given):
 
 @pytest.mark.parametrize("settings", [{}, {"size": "auto", "ulysses": "auto", "schedule": "auto"}, {"size": 4}])
 def test_nothing_is_planned_that_nobody_asked_for(settings):
-    assert not asks(Config(**settings))
+    assert not Config(**settings).asks_for_plan
     assert planned(Config(**settings), JOB, (32, 8), 16, None) == (Config(**settings).resolve(16, (32, 8)), None)
 
 
@@ -219,16 +219,16 @@ def test_ranks_a_node_are_those_that_share_a_host():
 
 def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as accelerate sets it on CPUs
-    assert choosing.seen("float32", [own_host()] * 4).per_node == 4
+    assert resolve.seen("float32", [own_host()] * 4).per_node == 4
 
 
 def test_processors_are_taken_as_they_are():
-    two = choosing.seen("float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
+    two = resolve.seen("float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
     assert (two.per_node, two.memory, two.host_memory) == (2, 2**32, 2**33)
-    alone = choosing.seen("float32", [_host("a", cores=tuple(range(8)))])
+    alone = resolve.seen("float32", [_host("a", cores=tuple(range(8)))])
     for way in ("forward", "backward"):
         assert alone.best_rate("float32", way) == 8 * two.best_rate("float32", way)
-    apart = choosing.seen("float32", [_host("a", cores=(n,)) for n in range(4)])  # each bound to a core of its own
+    apart = resolve.seen("float32", [_host("a", cores=(n,)) for n in range(4)])  # each bound to a core of its own
     assert apart.gemm == two.gemm
     assert "H100" not in two.about + two.name
-    assert choosing.seen("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"
+    assert resolve.seen("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"
