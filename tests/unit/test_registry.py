@@ -193,7 +193,7 @@ def _spelled(path, names):
 
 def test_no_file_but_its_own_spells_a_schedules_name():
     root = Path(ds_seqpar.__file__).parent
-    own = root / "planning" / "schedules"
+    own = root / "compiler" / "schedules"
     names = set(SCHEDULES)
     found = {
         path.relative_to(root): set(_spelled(path, names)) for path in root.rglob("*.py") if own not in path.parents
