@@ -32,7 +32,7 @@ def real_ranks(settings):
 # deepspeed#8291, verl#850, prime-rl#3042
 @pytest.mark.parametrize("settings", [
     {"ulysses": 4},
-    {"ulysses": 2, "layout": "striped"},
+    pytest.param({"ulysses": 2, "layout": "striped"}, marks=pytest.mark.whole),
     {"ulysses": 2, "schedule": "mesh", "mesh": [2, 1, 1], "overlap": True},
     {"size": 2, "ulysses": 2},
 ], ids=["four", "around a ring", "around a mesh", "two sequences"])  # fmt: skip

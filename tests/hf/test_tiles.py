@@ -405,11 +405,14 @@ def test_trls_trainer_takes_tiled_mlps_and_has_its_own_loss(tmp_path):
     assert is_one_sentence(refused[1])
 
 
+TWO = {"mlp_tiles": 2, "loss_tiles": 2}  # each is traced
+
+
 def compiled():
     """(difference of gradients from those of one that is neither compiled nor tiled, whether there are no logits, tiles
     of an MLP, graphs)."""
     found, count = [], []
-    for tiles in ({}, TILES):
+    for tiles in ({}, TWO):
         sp, model = make(size=1, **tiles), small()
         model.patch_attention(sp)
         model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: count.append(1))
@@ -424,7 +427,7 @@ def test_a_compiled_model_has_tiles():
     ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, timeout=300)
     assert difference < 1e-5
     assert no_logits
-    assert tiles == 1 + 2 * TILES["mlp_tiles"]
+    assert tiles == 1 + 2 * TWO["mlp_tiles"]
     assert graphs > 1
 
 

@@ -1,6 +1,7 @@
 """Imports run one way and in no circle, communication has one door, and importing the library does nothing."""
 
 import ast
+import functools
 import graphlib
 import json
 import subprocess
@@ -77,27 +78,36 @@ def nodes_of(tree, anywhere):
 
 def imported(name, anywhere=True):
     """What a module imports in its text; not anywhere: what it loads when it is imported itself."""
-    path = MODULES[name]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = {x for node in nodes_of(tree, anywhere) for x in targets(node, name, path.name == "__init__.py")}
-    return found - {name}
+    is_package = MODULES[name].name == "__init__.py"
+    return {x for node in nodes_of(tree_of(name), anywhere) for x in targets(node, name, is_package)} - {name}
 
 
-GRAPH = {name: imported(name) for name in MODULES}
-LOADED = {name: imported(name, anywhere=False) for name in MODULES}
+@functools.cache
+def tree_of(name):
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@functools.cache  # by the first test, and not by every worker that makes a list of tests
+def graph():
+    return {name: imported(name) for name in MODULES}
+
+
+@functools.cache
+def loaded():
+    return {name: imported(name, anywhere=False) for name in MODULES}
 
 
 def test_the_reading_of_imports_finds_some():
-    assert "ds_seqpar.runtime.groups" in GRAPH["ds_seqpar.runtime.comm"]  # from .groups import Groups
-    assert "ds_seqpar.errors" in GRAPH["ds_seqpar.runtime.comm"]  # from ..errors import
-    assert "ds_seqpar.runtime.groups" in GRAPH["ds_seqpar.parallel"]  # from .runtime import groups
-    assert "ds_seqpar.engine" in GRAPH["ds_seqpar"]  # in __init__
-    assert "ds_seqpar" in GRAPH["hf_integration.patch"]
-    assert "deepspeed" in GRAPH["ds_seqpar.engine"]  # in a function
-    assert "argparse" in GRAPH["ds_seqpar.engine"]  # for type checkers
-    assert "deepspeed" not in LOADED["ds_seqpar.engine"]
-    assert "argparse" not in LOADED["ds_seqpar.engine"]
-    assert "torch" in LOADED["ds_seqpar.engine"]
+    assert "ds_seqpar.runtime.groups" in graph()["ds_seqpar.runtime.comm"]  # from .groups import Groups
+    assert "ds_seqpar.errors" in graph()["ds_seqpar.runtime.comm"]  # from ..errors import
+    assert "ds_seqpar.runtime.groups" in graph()["ds_seqpar.parallel"]  # from .runtime import groups
+    assert "ds_seqpar.engine" in graph()["ds_seqpar"]  # in __init__
+    assert "ds_seqpar" in graph()["hf_integration.patch"]
+    assert "deepspeed" in graph()["ds_seqpar.engine"]  # in a function
+    assert "argparse" in graph()["ds_seqpar.engine"]  # for type checkers
+    assert "deepspeed" not in loaded()["ds_seqpar.engine"]
+    assert "argparse" not in loaded()["ds_seqpar.engine"]
+    assert "torch" in loaded()["ds_seqpar.engine"]
     assert {room_of(name) for name in MODULES} == set(WALLS)
 
 
@@ -105,8 +115,8 @@ def test_the_reading_of_imports_finds_some():
 def test_a_module_imports_what_the_walls_let_it(name):
     room = room_of(name)
     known = {room, *WALLS[room]}
-    assert [x for x in LOADED[name] if x in MODULES and room_of(x) not in known] == []
-    later = GRAPH[name] - LOADED[name]
+    assert [x for x in loaded()[name] if x in MODULES and room_of(x) not in known] == []
+    later = graph()[name] - loaded()[name]
     assert [x for x in later if x in MODULES and room_of(x) not in {*known, LAZY}] == []
     assert [x for x in later if x in MODULES and room_of(x) != LAZY] == [], "in a function or for type checkers"
 
@@ -144,7 +154,7 @@ def test_who_attends_or_trains_loads_no_planner_and_no_command(seen):
 def test_no_imports_go_round_in_a_circle():
     """Functions and type checkers included. A package's own __init__, which gathers its modules, is not what they are
     imported for: `from ds_seqpar import X` counts, `import ds_seqpar.x` does not reach it."""
-    inside = {name: {target for target in found if target in MODULES} for name, found in GRAPH.items()}
+    inside = {name: {target for target in found if target in MODULES} for name, found in graph().items()}
     graphlib.TopologicalSorter(inside).prepare()  # raises CycleError, which names them
 
 
@@ -152,13 +162,13 @@ def test_plans_are_made_without_a_tensor_a_group_or_the_environment():
     torchless = [name for name in MODULES if room_of(name) in ("compiler", "planner", "config")]
     assert "ds_seqpar.compiler.schedules.ring" in torchless
     for name in torchless:
-        heads = {target.split(".")[0] for target in GRAPH[name]}
+        heads = {target.split(".")[0] for target in graph()[name]}
         assert not heads & {"torch", "numpy", "deepspeed", "transformers", "accelerate", "os"}, name
 
 
 def test_transport_and_kernels_know_nothing_of_schedules():
     values = {"topology", "layout", "masks", "shards", "tiles"}
-    for name, found in GRAPH.items():
+    for name, found in graph().items():
         if name.startswith("ds_seqpar.runtime.") and name.split(".")[2] in TRANSPORT:
             compiled = {target.split(".")[2] for target in found if target.startswith("ds_seqpar.compiler.")}
             assert compiled <= values, name
@@ -178,8 +188,8 @@ def test_ds_seqpar_names_hf_integration_in_one_place():
 )
 def test_communication_has_one_door(words, home):
     callers = set()
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for name in MODULES:
+        for node in ast.walk(tree_of(name)):
             names = {getattr(node, "attr", None), getattr(node, "id", None)}
             names |= {alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)}
             if names & words:

@@ -18,6 +18,7 @@ from ds_seqpar.compiler.shape import Shape
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.compiler.validate import last_uses, validate
 from ds_seqpar.errors import ConfigError
+from tests import grids
 from tests.grids import examples
 from tests.unit.plans import (
     DIRECTIONS,
@@ -48,7 +49,7 @@ _forms = pytest.mark.parametrize(("schedule", "direction", "travels"), FORMS)
 @examples(20)
 @given(data=st.data())
 def test_every_schedule_builds_plans_that_validate(schedule, direction, travels, data):
-    topology, pairs = data.draw(problems(schedule, 64))
+    topology, pairs = data.draw(problems(schedule, 16 if grids.quick else 64))
     validate(build(schedule, topology, direction, travels, pairs), pairs)
 
 

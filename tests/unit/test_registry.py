@@ -20,6 +20,7 @@ from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS, count
 from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
+from tests.grids import few_then_rest
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, everything, joint, pattern, topology
 from tests.unit.test_schedule_bytes import UNITS
@@ -29,11 +30,14 @@ RANKS = range(1, 17)
 ALL = pytest.mark.parametrize("schedule", [*SCHEDULES.values(), toy_schedule.SCHEDULE], ids=lambda its: its.name)
 
 
-def _forms(schedule):
-    """(the schedule as it is with it, topology, direction, what travels) of every shape up to 16 ranks."""
+NUMBERS = pytest.mark.parametrize("numbers", few_then_rest((2, 3, 4, 8, 12), RANKS))
+
+
+def _forms(schedule, numbers):
+    """(the schedule as it is with it, topology, direction, what travels) of every shape of these numbers of ranks."""
     shapes = [
         (schedule.at(ranks, own), topology(*schedule.axes(ranks, own)))
-        for ranks in RANKS
+        for ranks in numbers
         for own in schedule.shapes(ranks)
     ]
     return [
@@ -89,8 +93,9 @@ def test_shapes_are_those_that_resolve_to_themselves_and_hold_all_ranks(schedule
 
 
 @ALL
-def test_the_closed_form_is_what_a_plan_receives(schedule):
-    for its, shape, direction, travels in _forms(schedule):
+@NUMBERS
+def test_the_closed_form_is_what_a_plan_receives(schedule, numbers):
+    for its, shape, direction, travels in _forms(schedule, numbers):
         axes = tuple((name, shape.size(name)) for name in shape.inner_axes)
         plan = _plan(its, shape, direction, travels)
         units = UNITS[direction]
@@ -98,9 +103,10 @@ def test_the_closed_form_is_what_a_plan_receives(schedule):
 
 
 @ALL
-def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedule):
+@NUMBERS
+def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedule, numbers):
     met = set()
-    for its, shape, direction, travels in _forms(schedule):
+    for its, shape, direction, travels in _forms(schedule, numbers):
         ranks = shape.size(*shape.inner_axes)
         plan = _plan(its, shape, direction, travels)
         validate(plan, _taken(its, ranks))
@@ -111,8 +117,9 @@ def test_its_plans_are_right_and_have_collectives_along_the_axes_it_says(schedul
 
 
 @ALL
-def test_what_it_cannot_compute_is_refused(schedule):
-    for its, shape, direction, travels in _forms(schedule):
+@NUMBERS
+def test_what_it_cannot_compute_is_refused(schedule, numbers):
+    for its, shape, direction, travels in _forms(schedule, numbers):
         ranks = shape.size(*shape.inner_axes)
         every = everything(ranks * its.parts)
         if not all(itertools.starmap(its.takes, every)):

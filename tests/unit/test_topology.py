@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds_seqpar.compiler.topology import Topology
 from ds_seqpar.config import SequenceParallelConfig
+from tests.grids import examples
 
 NAMES = ("ulysses", "x", "y", "z", "data")
 
@@ -15,13 +16,14 @@ NAMES = ("ulysses", "x", "y", "z", "data")
 @st.composite
 def _topologies(draw):
     names = draw(st.permutations(NAMES))
-    sizes = draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=len(names), max_size=len(names)))
     return Topology(axes=tuple(zip(names, sizes, strict=True)))
 
 
 _axes = st.sets(st.sampled_from(NAMES))
 
 
+@examples(100)
 @given(_topologies())
 def test_ranks_and_coordinates_are_a_bijection(topology):
     assert topology.world_size == math.prod(size for _, size in topology.axes)
@@ -34,6 +36,7 @@ def test_ranks_and_coordinates_are_a_bijection(topology):
     assert len(seen) == topology.world_size
 
 
+@examples(100)
 @given(_topologies())
 def test_neighbours_on_the_first_axis_are_neighbouring_ranks(topology):
     (first, size), *_ = topology.axes
@@ -45,6 +48,7 @@ def test_neighbours_on_the_first_axis_are_neighbouring_ranks(topology):
             }
 
 
+@examples(100)
 @given(_topologies(), _axes)
 def test_groups_partition_the_world_and_are_the_same_from_every_member(topology, names):
     groups = topology.groups(*names)
@@ -56,6 +60,7 @@ def test_groups_partition_the_world_and_are_the_same_from_every_member(topology,
             assert topology.group(rank, *names) == group
 
 
+@examples(100)
 @given(_topologies(), _axes)
 def test_members_of_a_group_stand_in_the_order_of_their_index(topology, names):
     for group in topology.groups(*names):
@@ -64,6 +69,7 @@ def test_members_of_a_group_stand_in_the_order_of_their_index(topology, names):
         assert len({tuple(topology.coordinates(rank)[name] for name in sorted(fixed)) for rank in group}) == 1
 
 
+@examples(100)
 @given(_topologies())
 def test_inner_axes_are_all_but_ulysses_and_data_in_their_order(topology):
     assert set(topology.inner_axes) == {"x", "y", "z"}
