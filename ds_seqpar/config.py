@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from .compiler import heads as dealing
 from .compiler import schedules
 from .compiler.compile import Recipe
+from .compiler.cuts import KERNELS
 from .compiler.layout import LAYOUTS as RUNS
 from .compiler.layout import NAMED
 from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
@@ -24,7 +25,6 @@ TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
 PLANNED = ("size", "ulysses", "schedule")  # with none of them "auto" there is nothing to plan
-KERNELS = ("auto", "cpu_flash", "cuda_flash", "flash_attn", "chunked", "reference")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)

@@ -146,6 +146,18 @@ class KernelSuite:
         wanted = dense(*(x.cpu() for x in (q, k, v, do)), False, SCALE)
         self.close(kernel, dtype, (out, dq, dk, dv), wanted)
 
+    @pytest.mark.parametrize(("rows", "columns", "width"), [(192, 703, 512), (192, 447, 256), (64, 64, 1), (9, 9, 9)])
+    def test_a_band(self, kernel, dtype, rows, columns, width):
+        if not width <= kernel.takes.band:
+            pytest.skip(f"{kernel.name} takes no band of {width}")
+        q, k, v, do = self.inputs(kernel, dtype, rows, columns)
+        i, j = torch.arange(rows)[:, None], torch.arange(columns)
+        out, lse = kernel.forward(q, k, v, False, SCALE, width)
+        grads = kernel.backward(do, q, k, v, out, lse, False, SCALE, width)
+        wanted = dense(*(x.cpu() for x in (q, k, v, do)), (i <= j) & (j < i + width), SCALE)
+        for got, want in zip((out, *grads), wanted, strict=True):  # a lone key's dq is 0
+            assert (got.cpu().double() - want).abs().max() <= kernel.tolerance[dtype] * max(1.0, want.abs().max())
+
     # OpenRLHF#564, ring-flash-attention#42: what comes out must not depend on which block a row was computed in
     def test_causal_and_full_blocks_merge_to_the_whole(self, kernel, dtype):
         q, k, v, _ = self.inputs(kernel, dtype, 32, 32)

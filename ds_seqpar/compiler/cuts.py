@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from .tiles import Tile
 
+# what a configuration can name; `runtime.kernels.register` adds to it
+KERNELS = ["auto", "cpu_flash", "cuda_flash", "flash_attn", "chunked", "reference"]
 FEWEST = 64  # rows of a block of a band, however narrow that is: smaller blocks cost more than what they leave out
 
 

@@ -73,7 +73,7 @@ def test_tiles_grow_without_looking_at_tokens():
     """Those of a million tokens are found by arithmetic, and a bound keeps them."""
     shards = EvenShards("zigzag", 1 << 20, 8)
     bound = Bound(Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).program(
-        "forward", CAUSAL, shards, SHAPE), SHAPE, shards, CAUSAL, PLAIN)  # fmt: skip
+        "forward", CAUSAL, shards, SHAPE), (SHAPE,), shards, CAUSAL, PLAIN)  # fmt: skip
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
     tokens = (1 << 20) // 8

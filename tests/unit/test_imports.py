@@ -167,7 +167,7 @@ def test_plans_are_made_without_a_tensor_a_group_or_the_environment():
 
 
 def test_transport_and_kernels_know_nothing_of_schedules():
-    values = {"topology", "layout", "masks", "shards", "tiles"}
+    values = {"topology", "layout", "masks", "shards", "tiles", "cuts"}
     for name, found in graph().items():
         if name.startswith("ds_seqpar.runtime.") and name.split(".")[2] in TRANSPORT:
             compiled = {target.split(".")[2] for target in found if target.startswith("ds_seqpar.compiler.")}

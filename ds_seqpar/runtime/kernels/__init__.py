@@ -6,8 +6,9 @@ import functools
 
 import torch
 
+from ...compiler import cuts
 from ...compiler.cuts import Takes
-from ...errors import KernelError
+from ...errors import ConfigError, KernelError, choose
 from .base import BlockSpec, Kernel, Scores, caps
 from .chunked import Chunked
 from .cpu_flash import CpuFlash
@@ -15,6 +16,24 @@ from .cuda_flash import CudaFlash, FlashAttn
 from .reference import Reference
 
 KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), CudaFlash(), CpuFlash(), Chunked(), Reference())}
+
+
+def register(kernel: Kernel) -> None:
+    """From now on the kernel can be chosen by its name, on this rank: do it on every one, before any configuration is
+    made. Raises ConfigError where the name is taken."""
+    if kernel.name in cuts.KERNELS:
+        raise ConfigError(f"a kernel needs a name of its own; got {kernel.name}, rename it")
+    KERNELS[kernel.name] = kernel
+    cuts.KERNELS.append(kernel.name)
+    select.cache_clear()
+
+
+def remove(name: str) -> None:
+    """Takes a kernel off again. Raises ConfigError where there is none of this name."""
+    choose("a kernel that is removed", name, KERNELS)
+    del KERNELS[name]
+    cuts.KERNELS.remove(name)
+    select.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)
@@ -49,4 +68,4 @@ def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
     return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not caps(kernel))
 
 
-__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "Takes", "select"]
+__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "Takes", "register", "remove", "select"]

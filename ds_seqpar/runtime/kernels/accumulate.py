@@ -291,9 +291,11 @@ def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, 
     do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
     if call.kind == "band":
         assert _bands(kernel)
-        grads = kernel.backward(do, q, k, v, out, lse, False, scale, call.width)
+        grads = [*kernel.backward(do, q, k, v, out, lse, False, scale, call.width)]
     else:
-        grads = kernel.backward(do, q, k, v, out, lse, call.kind != "full", scale)
+        grads = [*kernel.backward(do, q, k, v, out, lse, call.kind != "full", scale)]
     del do, q, k, v, out, lse
-    dq.add((_give(grads[0], rows, upper),), rows, operands[1].shape[1])
-    dkv.add(tuple(_give(x, columns, upper) for x in grads[1:]), columns, operands[2].shape[1])
+    for index, side in enumerate((rows, columns, columns)):
+        grads[index] = _give(grads[index], side, upper)
+    dq.add((grads[0],), rows, operands[1].shape[1])
+    dkv.add(tuple(grads[1:]), columns, operands[2].shape[1])
