@@ -155,11 +155,14 @@ def train_with_mistakes(case):
     return [train([case], None, mistake)[0] for mistake in (None, *MISTAKES)]
 
 
-@pytest.fixture(scope="module")
-def spoilt():
+PAIR = {"stage": "2", "mode": "r2", "steps": 3, "ranks": 2}
+
+
+@pytest.fixture(scope="module", params=each_then_rest([PAIR], [{**PAIR, "mode": "u2r2", "ranks": WORLD}]))
+def spoilt(request):
     """(what one process has, what rank 0 finds without a mistake and with each)."""
-    case = {"stage": "2", "mode": "r2", "steps": 3, "ranks": 2}
-    found = on_ranks(2, train_with_mistakes, case)[0]
+    case = request.param
+    found = on_ranks(case["ranks"], train_with_mistakes, case)[0]
     return one_process(small(), global_window(case)), dict(zip((None, *MISTAKES), found, strict=True))
 
 
@@ -177,11 +180,12 @@ def train_clipped(case):
     return [train([case], {"gradient_clipping": 1e-3}, mistake)[0] for mistake in (None, times_sp)]
 
 
-def test_clipping_hides_what_sgd_shows():
+@pytest.mark.parametrize("size", each_then_rest([2], [4]))
+def test_clipping_hides_what_sgd_shows(size):
     """Why the JSON of these tests says gradient_clipping 0: clipped, a factor of sp is gone from the gradients."""
-    right, wrong = on_ranks(2, train_clipped, {"stage": "2", "mode": "r2", "steps": 1, "ranks": 2})[0]
+    right, wrong = on_ranks(size, train_clipped, {"stage": "2", "mode": f"r{size}", "steps": 1, "ranks": size})[0]
     assert gap(wrong["gradients"], right["gradients"]) < 1e-3
-    assert wrong["norm"] == pytest.approx(right["norm"] / 2, rel=1e-5)
+    assert wrong["norm"] == pytest.approx(right["norm"] / size, rel=1e-5)
 
 
 def train_without_labels(cases):
@@ -196,10 +200,11 @@ def train_without_labels(cases):
     return results
 
 
-def test_a_window_without_any_label_is_zero_and_not_nan():
+@pytest.mark.parametrize("ranks", each_then_rest([2], [WORLD]))
+def test_a_window_without_any_label_is_zero_and_not_nan(ranks):
     """Megatron#1764, axolotl#3026: a mean over nothing."""
-    cases = [{"stage": stage, "mode": "r2", "steps": 1, "ranks": 2} for stage in ("0", "2", "3")]
-    for results in on_ranks(2, train_without_labels, cases):
+    cases = [{"stage": stage, "mode": "r2", "steps": 1, "ranks": ranks} for stage in ("0", "2", "3")]
+    for results in on_ranks(ranks, train_without_labels, cases):
         for result in results:
             assert result["loss"] == 0
             assert not any(g.any() for g in result["gradients"].values())

@@ -20,6 +20,7 @@ from ds_seqpar.planner.machine import PRESETS
 from hf_integration import PackingCollator, Packs, job_of
 from hf_integration.job import longest
 from tests.dist.ranks import is_one_sentence, refusal
+from tests.grids import each_then_rest
 from tests.hf.families import model_of
 from tests.hf.llama import gap, llama, one_process, ragged, settings, small, step
 from tests.hf.trainers import collate, documents, make, trained
@@ -28,7 +29,6 @@ from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LINE = 'sequence_parallel: "auto" for '
-MODE = {"size": 2}  # for `ragged`, which only asks who holds which tokens
 
 
 def said(function, *args, **given):
@@ -38,17 +38,22 @@ def said(function, *args, **given):
     return found, [line for line in told.getvalue().splitlines() if line.startswith("sequence_parallel")]
 
 
+def window(size):
+    return ragged({"size": size}, 1, 2)
+
+
 def a_step(section, stage, **changes):
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as accelerate sets it on CPUs, for all ranks of a machine
     returned, lines = said(ds_seqpar.initialize, model=llama(), config=settings(section, stage, 2, 4, **changes))
     sp = returned[0].sequence_parallel
-    shards = sp.shard_batches(ragged(MODE, 1, 2)) if dist.get_world_size() == sp.size else []
+    shards = sp.shard_batches(window(sp.size)) if dist.get_world_size() == sp.size else []
     return step(returned[0], shards) if shards else None, lines, sp.config.settings()
 
 
-def test_a_length_in_the_json_is_planned_for():
-    gradients, loss = one_process(llama(), ragged(MODE, 1, 2))
-    by_rank = on_ranks(2, a_step, {"seq_len": 48}, "3")
+@pytest.mark.parametrize("ranks", each_then_rest([2], [4]))
+def test_a_length_in_the_json_is_planned_for(ranks):
+    gradients, loss = one_process(llama(), window(ranks))
+    by_rank = on_ranks(ranks, a_step, {"seq_len": 48}, "3")
     for rank, (found, lines, config) in enumerate(by_rank):
         assert gap(found["gradients"], gradients) < 1e-5
         assert found["loss"] == pytest.approx(loss, rel=1e-6)
@@ -57,7 +62,7 @@ def test_a_length_in_the_json_is_planned_for():
         assert config["seq_len"] == 48
     (line,) = by_rank[0][1]
     assert line.startswith(LINE)
-    assert missing(line, "48 tokens", "2 ranks of these hosts, 2 a node") == []
+    assert missing(line, "48 tokens", f"{ranks} ranks of these hosts, {ranks} a node") == []
 
 
 def sizes(cases):
@@ -134,10 +139,11 @@ def runs(folder, cases):
     return found
 
 
-def test_a_trainer_plans_for_the_longest_of_its_data_where_it_is_asked(tmp_path):
+@pytest.mark.parametrize("ranks", each_then_rest([2], [4]))
+def test_a_trainer_plans_for_the_longest_of_its_data_where_it_is_asked(ranks, tmp_path):
     plain = on_ranks(1, runs, tmp_path / "plain", [("plain", None)])[0]["plain"][0]
-    cases = [("asked", {"size": 2, "machine": "cpu"}), ("not asked", {"size": 2})]
-    by_rank = on_ranks(2, runs, tmp_path, cases, timeout=300)
+    cases = [("asked", {"size": ranks, "machine": "cpu"}), ("not asked", {"size": ranks})]
+    by_rank = on_ranks(ranks, runs, tmp_path, cases, timeout=300)
     for rank, found in enumerate(by_rank):
         run, lines, config = found["asked"]
         assert [line.startswith(LINE) for line in lines] == [True] * (rank == 0)
@@ -145,7 +151,7 @@ def test_a_trainer_plans_for_the_longest_of_its_data_where_it_is_asked(tmp_path)
         assert run["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
         run, lines, config = found["not asked"]
         assert lines == []
-        assert (config["size"], config["ulysses"], config["schedule"]) == (2, 2, "ring")
+        assert (config["size"], config["ulysses"], config["schedule"]) == (ranks, ranks, "ring")
         assert run["loss"] == pytest.approx(plain["loss"], rel=1e-5)
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import ds_seqpar
 from hf_integration import tiling, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.grids import each_then_rest
 from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, update
@@ -408,11 +409,11 @@ def test_trls_trainer_takes_tiled_mlps_and_has_its_own_loss(tmp_path):
 TWO = {"mlp_tiles": 2, "loss_tiles": 2}  # each is traced
 
 
-def compiled():
+def compiled(asked):
     """(difference of gradients from those of one that is neither compiled nor tiled, whether there are no logits, tiles
     of an MLP, graphs)."""
     found, count = [], []
-    for tiles in ({}, TWO):
+    for tiles in ({}, asked):
         sp, model = make(size=1, **tiles), small()
         model.patch_attention(sp)
         model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: count.append(1))
@@ -423,11 +424,12 @@ def compiled():
     return gap(*found), output.logits is None, len(count), counters["stats"]["unique_graphs"]
 
 
-def test_a_compiled_model_has_tiles():
-    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, timeout=300)
+@pytest.mark.parametrize("asked", each_then_rest([TWO], [TILES]))
+def test_a_compiled_model_has_tiles(asked):
+    ((difference, no_logits, tiles, graphs),) = on_ranks(1, compiled, asked, timeout=300)
     assert difference < 1e-5
     assert no_logits
-    assert tiles == 1 + 2 * TWO["mlp_tiles"]
+    assert tiles == 1 + 2 * asked["mlp_tiles"]
     assert graphs > 1
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds_seqpar.compiler.topology import Topology
 from ds_seqpar.config import SequenceParallelConfig
+from tests import grids
 from tests.grids import examples
 
 NAMES = ("ulysses", "x", "y", "z", "data")
@@ -16,7 +17,7 @@ NAMES = ("ulysses", "x", "y", "z", "data")
 @st.composite
 def _topologies(draw):
     names = draw(st.permutations(NAMES))
-    sizes = draw(st.lists(st.integers(1, 3), min_size=len(names), max_size=len(names)))
+    sizes = draw(st.lists(st.integers(1, 3 if grids.quick else 4), min_size=len(names), max_size=len(names)))
     return Topology(axes=tuple(zip(names, sizes, strict=True)))
 
 
