@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -284,10 +285,14 @@ class MachinePrices:
             for at, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
                 yield ranks[at - 1], dst, whole - own
             return
-        for src in ranks:
-            for dst in ranks:
-                if src != dst and (rank is None or rank in (src, dst)):
-                    yield src, dst, self.traded_bytes(kind, src, dst, collective.part(dst))
+        others = [other for other in ranks if other != rank]
+        ends = (
+            itertools.permutations(ranks, 2)
+            if rank is None
+            else [*((rank, x) for x in others), *((x, rank) for x in others)]
+        )
+        for src, dst in ends:
+            yield src, dst, self.traded_bytes(kind, src, dst, collective.part(dst))
 
     def traded_bytes(self, kind: str, src: int, dst: int, part: Key) -> float:
         (one, inner), (other, _) = self.place(src), self.place(dst)
