@@ -69,7 +69,10 @@ def calls(schedule: str, ranks: int, ulysses: int, args: argparse.Namespace) -> 
             seen.add(key)
             config = candidate.config((heads, heads), travel_dtype="bf16")
             shards = EvenShards(config.layout, args.tokens * config.size, ranks)
-            yield candidate, Call(config=config, world=config.size, mask=CAUSAL, shards=shards, heads=(heads, heads, 128))
+            yield (
+                candidate,
+                Call(config=config, world=config.size, mask=CAUSAL, shards=shards, heads=(heads, heads, 128)),
+            )
 
 
 if __name__ == "__main__":
