@@ -195,7 +195,7 @@ def scaling(seq: int, sizes: Sequence[int]) -> None:
                 "simulated" if best.simulated else "closed form",
                 f"{perfect / own:.0%}",
                 *(f"{1e3 * x:.1f}" for x in (best.time.seconds, best.time.parts["ZeRO"], best.time.parts["copies"])),
-                str(best.frame),
+                str(best.candidate),
             ]
         )
     print(f"{seq} tokens, LLaMA-3-8B, h100-ib; a layer's attention, both directions")

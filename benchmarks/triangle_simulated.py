@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.planner.candidates import Frame, frames
+from ds_seqpar.planner.candidates import Candidate, candidates
 from ds_seqpar.planner.closed import closed
 from ds_seqpar.planner.everyone import call_seconds, followed_ranks
 from ds_seqpar.planner.machine import Machine
@@ -52,24 +52,27 @@ def best(machine: Machine, schedule: str, ranks: int, ulysses: int, args: argpar
         return "-"
     found.sort(key=lambda one: sum(closed(machine, one[1], way).seconds for way in WAYS))
     timed = []
-    for frame, call in found[: args.simulated]:
+    for candidate, call in found[: args.simulated]:
         took = [call_seconds(machine, call, way) for way in WAYS]
-        timed.append((sum(took), " / ".join(f"{1e3 * seconds:.2f}" for seconds in took), frame))
-    _, cell, frame = min(timed, key=lambda one: one[0])
-    own = [str(value) for value in frame.own.values()]
+        timed.append((sum(took), " / ".join(f"{1e3 * seconds:.2f}" for seconds in took), candidate))
+    _, cell, candidate = min(timed, key=lambda one: one[0])
+    own = [str(value) for value in candidate.own.values()]
     return " ".join([cell, *own])
 
 
-def calls(schedule: str, ranks: int, ulysses: int, args: argparse.Namespace) -> Iterator[tuple[Frame, Call]]:
+def calls(schedule: str, ranks: int, ulysses: int, args: argparse.Namespace) -> Iterator[tuple[Candidate, Call]]:
     """Of every shape and placement of a schedule, with the layout that it has by itself; of equal plans one."""
     heads, seen = args.heads * ulysses, set()
     given = {"size": ranks * ulysses, "ulysses": ulysses, "schedule": schedule}
-    for frame in frames(ranks * ulysses, (heads, heads), given):
-        if frame.plain and (key := frame.same(False)) not in seen:
+    for candidate in candidates(ranks * ulysses, (heads, heads), given):
+        if candidate.plain and (key := candidate.same(False)) not in seen:
             seen.add(key)
-            config = frame.config((heads, heads), travel_dtype="bf16")
+            config = candidate.config((heads, heads), travel_dtype="bf16")
             shards = EvenShards(config.layout, args.tokens * config.size, ranks)
-            yield frame, Call(config=config, world=config.size, mask=CAUSAL, shards=shards, heads=(heads, heads, 128))
+            yield (
+                candidate,
+                Call(config=config, world=config.size, mask=CAUSAL, shards=shards, heads=(heads, heads, 128)),
+            )
 
 
 if __name__ == "__main__":

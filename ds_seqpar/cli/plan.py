@@ -21,7 +21,7 @@ from ..planner.needs import PARTS
 from ..planner.planner import SIMULATED, Choice, over_floor, plan
 from ..planner.planner import section_of as section
 from ..planner.question import Question
-from ..planner.search import Candidate, timelines
+from ..planner.search import Prediction, timelines
 from ..planner.steptime import TIMES
 from .memory import DIGITS, content_of, count, fill_in, told
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             line = _timeline(choice)
             ranks = line.ranks[:DRAWN]
             if name == "png":
-                draw_timelines({str(choice.best.frame): line}, file, ranks)
+                draw_timelines({str(choice.best.candidate): line}, file, ranks)
             else:
                 line.save(file)
             if not args.json:
@@ -128,8 +128,8 @@ def _documents(file: str) -> tuple[int, ...]:
 
 
 def _timeline(choice: Choice) -> Timeline:
-    ranks, frame = choice.best.config.size, choice.best.frame
-    if 12 * ranks * frame.inner > SIMULATED:
+    ranks, inner = choice.best.candidate.size, choice.best.candidate.inner
+    if 12 * ranks * inner > SIMULATED:
         raise ConfigError(
             f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
             "or draw a schedule by python -m ds_seqpar show"
@@ -168,10 +168,10 @@ def table(choice: Choice) -> str:
     )
 
 
-def _row(choice: Choice, one: Candidate) -> list[str]:
+def _row(choice: Choice, one: Prediction) -> list[str]:
     layers = choice.question.model.layers
     over = over_floor(choice, one)
-    words = f"{one.frame}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
+    words = f"{one.candidate}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
         f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
@@ -179,14 +179,14 @@ def _row(choice: Choice, one: Candidate) -> list[str]:
     ]  # fmt: skip
 
 
-def _extras(one: Candidate) -> str:
+def _extras(one: Prediction) -> str:
     words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
     words += ["overlap"] * one.config.overlap
-    words += [name if value is True else f"{name} {value}" for name, value in one.sparing.items()]
+    words += [name if value is True else f"{name} {value}" for name, value in one.spared.items()]
     return f" ({', '.join(words).replace('keep_attention False', 'attention runs twice')})" if words else ""
 
 
-def _links(best: Candidate, layers: int) -> list[str]:
+def _links(best: Prediction, layers: int) -> list[str]:
     stages = best.config.head_stages
     lines = [
         "of the busiest rank, a layer: received from its node, from others; messages; products, of attention's time"
@@ -201,7 +201,7 @@ def _links(best: Candidate, layers: int) -> list[str]:
     return lines
 
 
-def _parts(best: Candidate) -> list[str]:
+def _parts(best: Prediction) -> list[str]:
     took, peak = best.time, best.memory.peak
     lines = [f"a step of {took.sequences} sequences: {took.seconds:.3f} s"]
     lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
@@ -224,7 +224,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _numbers(choice: Choice, one: Candidate) -> dict[str, Any]:
+def _numbers(choice: Choice, one: Prediction) -> dict[str, Any]:
     ways = {"forward": one.forward, "backward": one.backward}
     return {
         "section": section(one),

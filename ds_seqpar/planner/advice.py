@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..compiler import schedules
 from ..compiler.masks import Mask
 from ..config import even_ulysses
-from .candidates import frames, refusal
+from .candidates import candidates, refusal
 from .footprint import footprint
 from .question import Question
 from .search import configured
@@ -49,11 +49,11 @@ def _fits(question: Question, size: int) -> bool:
         return False
     for ulysses in {1, max(even_ulysses(size, *question.heads))}:
         plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
-        frame = next(frames(question.world, question.heads, plain))
-        if refusal(frame, question.seq, bool(question.documents)):
+        candidate = next(candidates(question.world, question.heads, plain))
+        if refusal(candidate, question.seq, bool(question.documents)):
             continue
         for sparing in ladder(question, ulysses)[-3:]:
-            config = configured(question, frame, sparing)
+            config = configured(question, candidate, **sparing)
             found = footprint(question.step(config, Mask()))
             if found.peak.total <= question.limit and question.hosted(found.host):
                 return True

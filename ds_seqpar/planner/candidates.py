@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,8 +16,9 @@ from ..errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Frame:
-    """A configuration but for what travels and the overlap. own: the schedule's own settings; topology: of the job."""
+class Candidate:
+    """A configuration but for what travels and what spares memory. own: the schedule's own settings; topology: of the
+    job. A search makes thousands of these, and of few of them a `SequenceParallelConfig`."""
 
     size: int
     ulysses: int
@@ -27,10 +27,15 @@ class Frame:
     layout: str
     placement: str
     topology: Topology
+    overlap: bool = False
 
     @property
     def inner(self) -> int:
         return self.size // self.ulysses
+
+    @property
+    def degree(self) -> tuple[int, int]:
+        return self.size, self.ulysses
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -39,7 +44,8 @@ class Frame:
 
     def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
         """Resolved. settings: those that it leaves open. Raises ConfigError where they do not fit."""
-        return SequenceParallelConfig(**{**self.settings, **settings}).resolve(self.topology.world_size, heads)
+        own = {**self.settings, "overlap": self.overlap, **settings}
+        return SequenceParallelConfig(**own).resolve(self.topology.world_size, heads)
 
     def same(self, documents: bool) -> tuple:
         """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and
@@ -89,23 +95,30 @@ Shape = tuple[int, int, Schedule, Own]  # size, ulysses, and a schedule with its
 def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Shape]:
     """All of them, of sizes whose programs can be followed, in one order. given: settings that are no choice any more:
     a size, a schedule, a shape ..."""
-    sizes = [given["size"]] if _fixed(given, "size") else [n for n in divisors(world) if n <= limits.FOLLOWED]
-    for size in sizes:
-        degrees = [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0])
-        degrees = [ulysses for ulysses in degrees if size % ulysses == 0]
-        for ulysses, schedule in itertools.product(degrees, _schedules(given)):
+    for size, ulysses in degrees(world, heads, given):
+        for schedule in _schedules(given):
             for own in schedule.shapes(size // ulysses):
                 if all(own.get(name) == _listed(given[name]) for name in own if _fixed(given, name)):
                     yield size, ulysses, schedule, own
 
 
-def frames(world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False) -> Iterator[Frame]:
+def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """(size, ulysses), of as many inner ranks as programs can be followed of."""
+    for size in [given["size"]] if _fixed(given, "size") else divisors(world):
+        for ulysses in [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0]):
+            if size % ulysses == 0 and size // ulysses <= limits.FOLLOWED and size <= limits.PLANNED:
+                yield size, ulysses
+
+
+def candidates(
+    world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False
+) -> Iterator[Candidate]:
     """All shapes in all placements and layouts; plain: in the first of each, where none is given."""
     for shape in shapes(world, heads, given):
         yield from _placed(world, shape, given, 1 if plain else None)
 
 
-def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Frame]:
+def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Candidate]:
     size, ulysses, schedule, own = shape
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
     placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)[:most]
@@ -121,9 +134,9 @@ def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None
         )
         for layout in dict.fromkeys(layouts):
             if layout in schedule.layouts:
-                yield Frame(
+                yield Candidate(
                     size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, placement=placement,
-                    topology=topology,
+                    topology=topology, overlap=bool(given.get("overlap")),
                 )  # fmt: skip
 
 
@@ -141,18 +154,18 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def travels(frame: Frame, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Direction -> what may go round, of that which makes a difference."""
     found = {}
     for way in ("forward", "backward"):
-        sides = frame.schedule.travellers if frame.inner > 1 else frame.schedule.travellers[:1]
+        sides = candidate.schedule.travellers if candidate.inner > 1 else candidate.schedule.travellers[:1]
         found[way] = (given[way],) if _fixed(given, way) else sides
     return found
 
 
-def refusal(frame: Frame, seq: int, documents: bool) -> str:
+def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
     """Why the runtime would refuse a sequence of this length; "" where it would not. Packs may have any length."""
-    share = multiple(frame.layout, frame.size, frame.ulysses)
+    share = multiple(candidate.layout, candidate.size, candidate.ulysses)
     if documents or seq % share == 0:
         return ""
     return f"a length that is a multiple of {share} is needed"

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 
 from ..compiler.layout import multiple
+from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE
@@ -68,6 +69,24 @@ def _moment(name: str, parts: Mapping[str, int]) -> Moment:
     return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
 
 
+@functools.lru_cache(maxsize=1024)
+def _attention(
+    config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
+    checkpointing: bool,
+) -> Figures:  # fmt: skip
+    """Of the rank with the most of the first, the last and one between. tokens: of a rank. Kept, since the planner asks
+    for the same on other links and in other placements."""
+    inner = config.size // config.ulysses
+    found = [
+        call_figures(
+            config, world=config.size, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
+            kept=config.keep_attention if checkpointing else None,
+        )
+        for rank in sorted({0, inner // 2, inner - 1})
+    ]  # fmt: skip
+    return max(found, key=lambda one: (one.backward, one.forward))
+
+
 class _Step:
     def __init__(self, step: Step) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
@@ -90,16 +109,9 @@ class _Step:
     def attention(self) -> Figures:
         m, step = self.model, self.step
         config = shortened(self.config) if step.mask.scale_free else self.config
-        inner = config.size // config.ulysses
-        found = [
-            call_figures(
-                config, world=config.size, tokens=self.tokens, mask=step.mask, dtype=step.dtype,
-                heads=(m.heads, m.kv_heads, m.head_dim), batch=step.batch, rank=rank,
-                kept=config.keep_attention if step.checkpointing else None,
-            )
-            for rank in sorted({0, inner // 2, inner - 1})
-        ]  # fmt: skip
-        return max(found, key=lambda one: (one.backward, one.forward))
+        bare = dataclasses.replace(config, placement="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
+        heads = m.heads, m.kv_heads, m.head_dim
+        return _attention(bare, self.tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing)
 
     # ---- states
 

@@ -131,13 +131,13 @@ def line_of(choice: Choice) -> str:
     what = f"{question.seq} tokens" + (f" in {len(question.documents)} documents" if question.documents else "")
     line = (
         f'{SECTION}: "auto" for {what} on {question.world} ranks of {machine.name}, {machine.per_node} a node, is '
-        f"{best.frame}, predicted {best.seconds:.3g} s a sequence"
+        f"{best.candidate}, predicted {best.seconds:.3g} s a sequence"
     )
     if needed > machine.usable:
         line += f" and {needed / GIB:.1f} GiB a rank where the machine has {machine.usable / GIB:.1f}"
     for other in choice.ranked[1:2]:
         times = other.seconds / best.seconds
         change = to_win(question, best, other)
-        line += f"; next is {other.frame}, {times:.2f} times as long"
+        line += f"; next is {other.candidate}, {times:.2f} times as long"
         line += f", which would win with {change}" if change else ", whatever links and lengths are, within 8 times"
     return line

@@ -12,18 +12,18 @@ from typing import Any
 from .. import limits
 from ..errors import ConfigError
 from .advice import shortage
-from .candidates import Frame, checked, frames, refusal, shapes
+from .candidates import Candidate, candidates, checked, degrees, refusal, shapes
 from .needs import Footprint
 from .question import Question
-from .search import DIRECTIONS, Candidate, Guess, Guesser, floor, instructions, looked_at, overlapped, simulated
+from .search import DIRECTIONS, Estimate, Estimator, Prediction, floor, instructions, overlapped, predict, simulated
 from .sparing import least_memory
 
 FINALISTS = 6
 FAR = 1.25  # times the best: what is guessed to take longer is not looked at
 ORDERED = 3  # of which overlap is tried, too
 ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
-EACH = 2  # frames of every size, Ulysses degree and schedule that get as far as the closed form
-STEPS = 4000  # of ranks, that the closed form looks at: seconds of the planner's own time
+EACH = 2  # candidates of every size, Ulysses degree and schedule that get as far as the closed form
+STEPS, STEPS_EACH = 4000, 80  # of ranks, that the closed form looks at; at least, and of each size and Ulysses degree
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found, which takes the time of 100 steps
 SIMULATED = 15_000  # instructions, of all finalists together
 SAME = "in all that counts the same as"
@@ -37,14 +37,14 @@ class Choice:
     legal: how many configurations there are; considered: of different plans."""
 
     question: Question
-    ranked: tuple[Candidate, ...]
+    ranked: tuple[Prediction, ...]
     rejected: tuple[tuple[str, str], ...]
     simulated: bool
     legal: int
     considered: int
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> Prediction:
         return self.ranked[0]
 
     @property
@@ -53,16 +53,16 @@ class Choice:
         return section_of(self.best)
 
 
-def section_of(candidate: Candidate) -> dict[str, Any]:
+def section_of(one: Prediction) -> dict[str, Any]:
     """What a JSON has to say for it: size, ulysses and schedule always, others where they are not the default."""
-    settings, plain = candidate.config.settings(), type(candidate.config)().settings()
+    settings, plain = one.config.settings(), type(one.config)().settings()
     found = {name: settings[name] for name in ("size", "ulysses", "schedule")}
     for name, value in settings.items():
         if name in found or value == plain[name]:
             continue
-        if name == "layout" and value == candidate.frame.schedule.default_layout:
+        if name == "layout" and value == one.candidate.schedule.default_layout:
             continue
-        if candidate.frame.inner == 1 and name in candidate.frame.own:
+        if one.candidate.inner == 1 and name in one.candidate.own:
             continue
         found[name] = list(value) if isinstance(value, tuple) else value
     return found
@@ -96,111 +96,122 @@ class _Search:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.refused: Counter[tuple[str, str]] = Counter()  # (who, why) -> how many
-        self.lost: list[Candidate] = []
-        self.bounds: list[Candidate] = []  # finalists by their closed form
+        self.found: list[Prediction] = []
+        self.numbers: dict[tuple, Prediction] = {}  # by what they come out with
+        self.steps = 0  # that the closed form has looked at
+        every = degrees(question.world, question.heads, question.given)
+        self.most = max(STEPS, STEPS_EACH * sum(1 for _ in every))
+        self.lost: list[Prediction] = []
+        self.bounds: list[Prediction] = []  # finalists by their closed form
         self.legal = self.considered = 0
-        self.dropped: Counter[int] = Counter()  # size -> frames of which others of its kind receive less
+        self.dropped: Counter[int] = Counter()  # size -> candidates of which others of its kind receive less
 
-    # ---- by bounds
+    # ---- by estimates
 
-    def distinct(self) -> Iterator[Frame]:
-        """One frame of each plan that is legal."""
+    def distinct(self) -> Iterator[Candidate]:
+        """One candidate of each plan that is legal."""
         seen: set[tuple] = set()
-        question = self.question
+        question, documents = self.question, bool(self.question.documents)
         asked = question.world, question.heads, question.given
         many = sum(1 for _ in shapes(*asked)) > limits.SHAPES
         if many:
-            self.refused[
-                "other layouts and placements", f"there are more than {limits.SHAPES:,} shapes without them"
-            ] += 1
-        for frame in frames(*asked, plain=many):
-            if question.sizes and frame.size not in question.sizes:
-                self.refused[f"{frame.size} ranks", "a step's sequences cannot be shared among such groups"] += 1
-                continue
-            if question.given.get("overlap") and frame.inner > OVERLAPPED:
-                self.refused[
-                    f"{frame.size} ranks", f"the order of overlap is found on {OVERLAPPED} inner ranks at most"
-                ] += 1
-                continue
-            if reason := refusal(frame, question.seq, bool(question.documents)):
-                self.refused[f"{frame.size} ranks", reason] += 1
+            why = f"there are more than {limits.SHAPES:,} shapes without them"
+            self.refused["other layouts and placements", why] += 1
+        for candidate in candidates(*asked, plain=many):
+            if reason := self.illegal(candidate):
+                self.refuse(candidate, reason)
                 continue
             self.legal += 1
-            key = frame.same(bool(question.documents))
+            key = candidate.same(documents)
             if key not in seen:
                 seen.add(key)
                 self.considered += 1
-                yield frame
+                yield candidate
 
-    def sized(self) -> Iterator[Frame]:
+    def illegal(self, candidate: Candidate) -> str:
+        """Why it is not looked at, or ""."""
+        question = self.question
+        if question.sizes and candidate.size not in question.sizes:
+            return "a step's sequences cannot be shared among such groups"
+        if candidate.overlap and candidate.inner > OVERLAPPED:
+            return f"the order of overlap is found on {OVERLAPPED} inner ranks at most"
+        return refusal(candidate, question.seq, bool(question.documents))
+
+    def sized(self) -> Iterator[Candidate]:
         """Those of sizes that memory leaves a chance."""
         fits: dict[int, Footprint] = {}
-        for frame in self.distinct():
-            if frame.size not in fits:
-                fits[frame.size] = least_memory(self.question, frame.size)
-            needed = fits[frame.size].peak.total
+        for candidate in self.distinct():
+            if candidate.size not in fits:
+                fits[candidate.size] = least_memory(self.question, candidate.size)
+            needed = fits[candidate.size].peak.total
             if needed > self.question.limit:
-                reason = f"{needed / GIB:.1f} GiB a rank are needed at least, there are {self.question.limit / GIB:.1f}"
-                self.refused[f"{frame.size} ranks", reason] += 1
+                self.refuse(
+                    candidate,
+                    f"{needed / GIB:.1f} GiB a rank are needed at least, there are {self.question.limit / GIB:.1f}",
+                )
             else:
-                yield frame
+                yield candidate
 
-    def guessed(self) -> list[Guess]:
+    def estimated(self) -> list[Estimate]:
         """The best of each size and Ulysses degree and then others, the most promising first, and few of a kind."""
-        guesser = Guesser(self.question)
-        found = [guesser(frame) for frame in self.sized()]
         kinds: Counter[tuple] = Counter()
-        first, then, last = list[Guess](), list[Guess](), list[Guess]()
-        for entry in sorted(found, key=_promise):
-            frame = entry.frame
-            kinds[frame.size, frame.ulysses] += 1
-            kinds[frame.size, frame.ulysses, frame.schedule.name, frame.plain] += 1
-            if kinds[frame.size, frame.ulysses] == 1:
+        first, then, last = list[Estimate](), list[Estimate](), list[Estimate]()
+        for entry in sorted(map(Estimator(self.question), self.sized()), key=_promise):
+            candidate = entry.candidate
+            kind = *candidate.degree, candidate.schedule.name, candidate.plain
+            kinds.update((candidate.degree, kind))
+            if kinds[candidate.degree] == 1:
                 first.append(entry)
-            elif kinds[frame.size, frame.ulysses, frame.schedule.name, frame.plain] <= (EACH if frame.plain else 1):
-                (then if frame.plain else last).append(entry)
+            elif kinds[kind] <= (EACH if candidate.plain else 1):
+                (then if candidate.plain else last).append(entry)
             else:
-                self.dropped[frame.size] += 1
+                self.dropped[candidate.size] += 1
         return first + then + last
 
     # ---- by the closed form
 
-    def closed(self) -> list[Candidate]:
+    def closed(self) -> list[Prediction]:
         """Those that fit, the fastest first."""
-        found: list[Candidate] = []
-        same: dict[tuple, Candidate] = {}
-        steps = 0
-        for guess in self.guessed():
-            frame = guess.frame
-            best = sorted(one.seconds for one in found)[:FINALISTS]
-            if len(best) == FINALISTS and guess.least > best[-1]:
-                self.refuse(frame, "its products alone take longer than the whole of others")
-                continue
-            if best and (steps + guess.work > STEPS or guess.seconds > FAR * best[0]):
-                self.refuse(frame, "by what it receives it is expected to be slower")
-                continue
-            steps += guess.work + (frame.inner**2 // 2 if self.question.given.get("overlap") else 0)
-            candidate = looked_at(self.question, frame, self.question.given.get("overlap", False))
-            if isinstance(candidate, str):
-                self.refused[str(frame), candidate] += 1
-            elif (key := _numbers(candidate)) in same:
-                self.refused[str(frame), f"{SAME} {same[key].frame}"] += 1
-            else:
-                same[key] = candidate
-                found.append(candidate)
-        return sorted(found, key=lambda one: one.seconds)
+        for estimate in self.estimated():
+            self.look(estimate)
+        return sorted(self.found, key=_seconds)
 
-    def refuse(self, frame: Frame, why: str) -> None:
-        self.refused[f"{frame.size} ranks", why] += 1
+    def look(self, estimate: Estimate) -> None:
+        """At its closed form, if that may be among the best."""
+        candidate = estimate.candidate
+        if why := self.hopeless(estimate):
+            self.refuse(candidate, why)
+            return
+        one = predict(self.question, candidate)
+        if isinstance(one, str):
+            self.refused[str(candidate), one] += 1
+            return
+        self.steps += estimate.work + (candidate.inner**2 // 2 if candidate.overlap else 0)
+        if (same := self.numbers.setdefault(_numbers(one), one)) is not one:
+            self.refused[str(candidate), f"{SAME} {same.candidate}"] += 1
+        else:
+            self.found.append(one)
+
+    def hopeless(self, estimate: Estimate) -> str:
+        """Why it need not be looked at beside what is found, or ""."""
+        best = sorted(map(_seconds, self.found))[:FINALISTS]
+        if len(best) == FINALISTS and estimate.least > best[-1]:
+            return "its products alone take longer than the whole of others"
+        if best and (self.steps + estimate.work > self.most or estimate.seconds > FAR * best[0]):
+            return "by what it receives it is expected to be slower"
+        return ""
+
+    def refuse(self, candidate: Candidate, why: str) -> None:
+        self.refused[f"{candidate.size} ranks", why] += 1
 
     # ---- by the simulator
 
-    def finals(self, found: list[Candidate]) -> list[Candidate]:
+    def finals(self, found: list[Prediction]) -> list[Prediction]:
         """The best, the fastest first. Those that are too many to simulate stay at their closed form; they are taken
         to be slower than it by as much as any of the others is."""
         finalists, room = found[:FINALISTS], SIMULATED
         self.lost, self.bounds = found[FINALISTS:], finalists
-        ranked: list[Candidate] = []
+        ranked: list[Prediction] = []
         slower = 1.0
         for one in finalists:
             if (cost := instructions(self.question, one)) <= room:
@@ -218,29 +229,29 @@ class _Search:
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
         return _plainest(self.different(ranked))
 
-    def different(self, ranked: list[Candidate]) -> list[Candidate]:
+    def different(self, ranked: list[Prediction]) -> list[Prediction]:
         """One of those that come out alike: plans that the overlap pass made the same, or ways round of one length."""
-        found: dict[tuple, Candidate] = {}
+        found: dict[tuple, Prediction] = {}
         for one in sorted(ranked, key=lambda one: len(section_of(one))):
             if (first := found.setdefault(_outcome(one), one)) is not one:
-                self.refused[str(one.frame), f"{SAME} {first.frame}"] += 1
+                self.refused[str(one.candidate), f"{SAME} {first.candidate}"] += 1
         return [one for one in ranked if one in found.values()]
 
-    def overlapping(self, found: list[Candidate]) -> list[Candidate]:
+    def overlapping(self, found: list[Prediction]) -> list[Prediction]:
         """Those with overlap that may be faster than the best without."""
-        least = [(overlapped(self.question, one), n) for n, one in enumerate(found) if _gathers(one.frame)]
+        least = [(overlapped(self.question, one), n) for n, one in enumerate(found) if _gathers(one.candidate)]
         chances = [found[n] for bound, n in sorted(least) if bound < found[0].seconds]
         for one in chances:
-            if one.frame.inner > OVERLAPPED:
+            if one.candidate.inner > OVERLAPPED:
                 self.refused["overlap", f"its order is looked for on {OVERLAPPED} inner ranks at most"] += 1
-        chances = [one for one in chances if one.frame.inner <= OVERLAPPED][:ORDERED]
-        tried = [looked_at(self.question, one.frame, True) for one in chances]
-        return [one for one in tried if isinstance(one, Candidate)]
+        chances = [one for one in chances if one.candidate.inner <= OVERLAPPED][:ORDERED]
+        tried = [predict(self.question, dataclasses.replace(one.candidate, overlap=True)) for one in chances]
+        return [one for one in tried if isinstance(one, Prediction)]
 
-    def reasons(self, ranked: list[Candidate]) -> Iterator[tuple[str, str]]:
+    def reasons(self, ranked: list[Prediction]) -> Iterator[tuple[str, str]]:
         fastest = min((one.seconds for one in self.bounds), default=1.0)
         for one in self.lost[:FINALISTS]:
-            yield str(one.frame), f"{one.seconds / fastest:.3f} times the least that the best takes, at least"
+            yield str(one.candidate), f"{one.seconds / fastest:.3f} times the least that the best takes, at least"
         if rest := len(self.lost[FINALISTS:]):
             yield f"{rest} more", "slower than these, by their bounds"
         doubles = [item for item in self.refused.items() if SAME in item[0][1]]
@@ -250,27 +261,37 @@ class _Search:
             yield f"{size} ranks ({count})", "others of their schedule and Ulysses degree receive less"
 
 
-def _promise(guess: Guess) -> tuple:
-    """In steps of 2 %, which a guess is not better than; then by what a sequence takes of links, and the plainest."""
-    links = guess.moved * guess.frame.size
-    return round(50 * math.log(guess.seconds)), links, len(guess.frame.own), guess.frame.placement != "auto"
+def _promise(estimate: Estimate) -> tuple:
+    """In steps of 2 %, which estimates are off by; then by what a sequence takes of links; then the plainest."""
+    candidate = estimate.candidate
+    links = estimate.moved * candidate.size
+    return (
+        round(50 * math.log(estimate.seconds)),
+        links,
+        len(candidate.own),
+        candidate.placement != "auto",
+    )
 
 
-def _numbers(one: Candidate) -> tuple:
+def _seconds(one: Prediction) -> float:
+    return one.seconds
+
+
+def _numbers(one: Prediction) -> tuple:
     return one.config.size, one.config.ulysses, one.forward, one.backward, one.memory.peak.total, one.config.overlap
 
 
-def _outcome(one: Candidate) -> tuple:
+def _outcome(one: Prediction) -> tuple:
     """What a row of the table shows."""
     seconds = [float(f"{one.time.parts[f'attention {way}']:.6g}") for way in DIRECTIONS]
     return one.config.size, one.config.ulysses, one.simulated, one.memory.peak.total, *seconds
 
 
-def _gathers(frame: Frame) -> bool:
-    return any(frame.topology.size(axis) > 1 for axis in frame.schedule.collective_axes)
+def _gathers(candidate: Candidate) -> bool:
+    return any(candidate.topology.size(axis) > 1 for axis in candidate.schedule.collective_axes)
 
 
-def _plainest(ranked: list[Candidate]) -> list[Candidate]:
+def _plainest(ranked: list[Prediction]) -> list[Prediction]:
     """With the plainest of those that are as fast as the first in front."""
     alike = [one for one in ranked if one.simulated == ranked[0].simulated]
     alike = [one for one in alike if one.seconds <= ranked[0].seconds * ALIKE]
@@ -278,8 +299,8 @@ def _plainest(ranked: list[Candidate]) -> list[Candidate]:
     return first + [one for one in ranked if one not in first]
 
 
-def over_floor(choice: Choice, candidate: Candidate) -> float | None:
+def over_floor(choice: Choice, one: Prediction) -> float | None:
     """Bytes that the busiest rank receives in forward over the least that there is; None where that is none."""
-    least = floor(choice.question, candidate)
-    stages = candidate.config.head_stages
-    return stages * candidate.forward.received / least if least else None
+    least = floor(choice.question, one)
+    stages = one.config.head_stages
+    return stages * one.forward.received / least if least else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -298,10 +299,14 @@ class MachinePrices:
             for at, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
                 yield ranks[at - 1], dst, whole - own
             return
-        for src in ranks:
-            for dst in ranks:
-                if src != dst and (rank is None or rank in (src, dst)):
-                    yield src, dst, self.traded_bytes(start, src, dst)
+        others = [other for other in ranks if other != rank]
+        ends = (
+            itertools.permutations(ranks, 2)
+            if rank is None
+            else [*((rank, x) for x in others), *((x, rank) for x in others)]
+        )
+        for src, dst in ends:
+            yield src, dst, self.traded_bytes(start, src, dst)
 
     def traded_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
         (one, inner), (other, _) = self.place(src), self.place(dst)

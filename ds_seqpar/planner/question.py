@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import limits
 from ..compiler.masks import Mask
-from ..config import SequenceParallelConfig
+from ..config import SequenceParallelConfig, legal_ulysses
 from ..deepspeed_json import Zero
 from ..errors import ConfigError
 from .machine import Machine
@@ -54,11 +54,15 @@ class Question:
         self.machine.needs(self.dtype)
 
     def _check_given(self) -> None:
-        """Ranks of a sequence are as many as programs can be followed of; of sizes that are open others are left out.
-        Raises ConfigError where none is left."""
+        """Of sizes that are open those are left out whose programs are too long to be followed. Raises ConfigError
+        where none is left."""
         sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
-        if sizes:
-            limits.check("the ranks of a sequence that is planned,", min(sizes), limits.FOLLOWED, "take a smaller size")
+        if not sizes:
+            return
+        limits.check("the ranks of a sequence that is planned,", min(sizes), limits.PLANNED, "take a smaller size")
+        said = self.given.get("ulysses", "auto")
+        least = min(size // (max(legal_ulysses(size, self.model.heads)) if said == "auto" else said) for size in sizes)
+        limits.check_followed(least, overlap=False)
 
     @property
     def heads(self) -> tuple[int, int]:

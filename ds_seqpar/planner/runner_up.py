@@ -7,23 +7,23 @@ from collections.abc import Iterator
 
 from .machine import Machine, Wire
 from .question import Question
-from .search import Candidate, looked_at
+from .search import Prediction, predict
 
 TIMES = (2, 4, 8)
 
 
-def to_win(question: Question, best: Candidate, other: Candidate) -> str:
+def to_win(question: Question, best: Prediction, other: Prediction) -> str:
     """The smallest of a few changes, of links and of the length, with which `other` is predicted to be faster than
     `best`; "" where none is enough. By closed forms, in proportion to what was found for both as things are."""
-    now = [looked_at(question, one.frame, one.config.overlap) for one in (best, other)]
+    now = [predict(question, one.candidate) for one in (best, other)]
     if any(isinstance(one, str) for one in now):
         return ""
     scales = [
-        it.seconds / one.seconds for it, one in zip((best, other), now, strict=True) if isinstance(one, Candidate)
+        it.seconds / one.seconds for it, one in zip((best, other), now, strict=True) if isinstance(one, Prediction)
     ]
     for words, changed in changes(question):
-        then = [looked_at(changed, one.frame, one.config.overlap) for one in (best, other)]
-        took = [one.seconds * scale for one, scale in zip(then, scales, strict=True) if isinstance(one, Candidate)]
+        then = [predict(changed, one.candidate) for one in (best, other)]
+        took = [one.seconds * scale for one, scale in zip(then, scales, strict=True) if isinstance(one, Prediction)]
         if len(took) == 2 and took[1] < took[0]:
             return words
     return ""

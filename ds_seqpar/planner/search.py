@@ -12,20 +12,20 @@ from ..compiler import heads as dealing
 from ..compiler.layout import NAMED, contiguous
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
-from ..compiler.shape import ITEMSIZE, shape_of
+from ..compiler.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.simulate import simulate
 from ..compiler.timeline import Timeline
-from ..compiler.topology import Axes
+from ..compiler.topology import Axes, Topology
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
-from .candidates import Frame, travels
+from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
 from .everyone import call_seconds, followed_ranks, programs
 from .footprint import attention_figures, footprint
 from .machine import PER_PRODUCT, Machine
 from .needs import Footprint
 from .question import Question
-from .sparing import common, ladder
+from .sparing import NOTHING, common, ladder
 from .steptime import StepTime, call_of, carried_seconds, step_time
 
 DIRECTIONS = ("forward", "backward")
@@ -33,15 +33,15 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """travels: forward and backward. sparing: settings of memory. figures: of attention's memory. forward, backward: of
-    one stage of heads of one layer. seconds: for each sequence. simulated: whether attention's time was simulated, else
-    it is the closed form's."""
+class Prediction:
+    """Of a candidate that was looked at. config: resolved. travels: forward and backward. spared: settings that spare
+    memory. figures: of attention's memory. forward, backward: of one stage of heads of one layer. seconds: for each
+    sequence. simulated: whether attention's time was simulated, else it is the closed form's."""
 
-    frame: Frame
+    candidate: Candidate
     config: SequenceParallelConfig
     travels: tuple[str, str]
-    sparing: Mapping[str, Any]
+    spared: Mapping[str, Any]
     figures: Figures
     forward: Closed
     backward: Closed
@@ -51,67 +51,72 @@ class Candidate:
     simulated: bool = False
 
 
-# ---- bounds without a plan
+# ---- estimates without a plan
 
 
-class Guess(NamedTuple):
-    """seconds: an estimate for each sequence, with what is received; least: a bound, of the products alone. moved:
-    seconds of what is received, of one layer. work: about how many steps the closed form looks at."""
+class Estimate(NamedTuple):
+    """seconds: for each sequence, with what is received; least: a bound, of the products alone. moved: seconds of what
+    is received, of one layer. work: about how many steps the closed form looks at."""
 
     seconds: float
     least: float
     moved: float
     work: int
-    frame: Frame
+    candidate: Candidate
 
 
-class Guesser:
-    """By what frames are ordered. Bytes count as ones between nodes where an axis that brings them leaves the node."""
+class Estimator:
+    """By what candidates are ordered. What layouts share is found once."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.products: dict[tuple[int, int], tuple[float, ...]] = {}
-        self.leasts: dict[tuple[int, int], float] = {}
+        self.products = functools.lru_cache(maxsize=None)(self._products)
+        self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
+        self.known: dict[tuple, tuple[float, list[float]]] = {}
 
-    def product(self, frame: Frame) -> tuple[float, ...]:
+    def __call__(self, candidate: Candidate) -> Estimate:
+        size, ulysses, inner = candidate.size, candidate.ulysses, candidate.inner
+        products, lopsided = self.products(size, ulysses), self.lopsided(candidate)
+        exchanged, carried = self.links(candidate)
+        slower = 2 if lopsided else 1
+        took = [max(product * slower, links) + exchanged for product, links in zip(products, carried, strict=True)]
+        steps = candidate.turns + inner // 8 + (inner**2 // 50 if lopsided else 0)  # blocks may go one by one
+        return Estimate(
+            seconds=self.seconds(size, *took),
+            least=self.seconds(size, *products),
+            moved=2 * exchanged + sum(carried),
+            work=len(sampled(self.question.machine, size)) * (steps + 2),
+            candidate=candidate,
+        )
+
+    def _products(self, size: int, ulysses: int) -> tuple[float, float]:
         """Seconds of a layer's products forward and backward, on the busiest member, if inner ranks share them."""
-        key, its = (frame.size, frame.ulysses), self.question
-        if key not in self.products:
-            wide, _ = dealing.most(*its.heads, frame.ulysses)
-            pairs = its.pairs * wide * its.model.head_dim * its.batch / frame.inner
-            self.products[key] = tuple(
-                PER_PRODUCT[way] * pairs / its.machine.best_rate(its.dtype, way) for way in DIRECTIONS
-            )
-            self.leasts[key] = self.seconds(frame, *self.products[key])
-        return self.products[key]
+        its = self.question
+        wide, _ = dealing.most(*its.heads, ulysses)
+        pairs = its.pairs * wide * its.model.head_dim * its.batch / (size // ulysses)
+        forward, backward = (PER_PRODUCT[way] * pairs / its.machine.best_rate(its.dtype, way) for way in DIRECTIONS)
+        return forward, backward
 
-    def seconds(self, frame: Frame, forward: float, backward: float) -> float:
-        step = self.question.step(_plain(frame.size))
+    def _seconds(self, size: int, forward: float, backward: float) -> float:
+        step = self.question.step(_plain(size))
         return self.question.objective(step_time(step, self.question.machine, forward, backward))
 
-    def __call__(self, frame: Frame) -> Guess:
-        its, products = self.question, self.product(frame)
-        wide, narrow = dealing.most(*its.heads, frame.ulysses)
-        lopsided = self.lopsided(frame)
-        exchanged = _exchanged(its, frame, wide, narrow)
-        heads = wide, narrow, its.model.head_dim
-        shape = shape_of(its.given.get("travel_dtype", "fp32"), its.dtype, its.batch, heads)
-        took, moved = [], 2 * exchanged
-        for way, product in zip(DIRECTIONS, products, strict=True):
-            block = its.seq / (frame.inner * frame.schedule.parts)
-            units = {kind: n * block for kind, n in shape.bytes_per_token(way).items()}
-            carried = min(_seconds(its.machine, frame, way, side, units) for side in travels(frame, its.given)[way])
-            took.append(max(product * (2 if lopsided else 1), carried) + exchanged)
-            moved += carried
-        steps = frame.turns + frame.inner // 8 + (frame.inner**2 // 50 if lopsided else 0)  # blocks may go one by one
-        work = len(sampled(its.machine, frame.size)) * (steps + 2)
-        return Guess(self.seconds(frame, *took), self.leasts[frame.size, frame.ulysses], moved, work, frame)
+    def links(self, candidate: Candidate) -> tuple[float, list[float]]:
+        """Seconds of Ulysses' exchanges of a direction, and of what the schedule brings forward and backward."""
+        key = candidate.schedule.name, *candidate.own.values(), candidate.topology
+        if key not in self.known:
+            its = self.question
+            heads = dealing.most(*its.heads, candidate.ulysses)
+            dtype = its.given.get("travel_dtype", "fp32")
+            shape = shape_of(dtype, its.dtype, its.batch, (*heads, its.model.head_dim))
+            self.known[key] = _exchanged(its, candidate, *heads), _carried(its, candidate, shape)
+        return self.known[key]
 
-    def lopsided(self, frame: Frame) -> bool:
+    def lopsided(self, candidate: Candidate) -> bool:
         """Whether the last rank has about twice its share: causal attention on blocks in the order of the text, unless
         the schedule is made for that, and so takes nothing else."""
-        plain = self.question.mask.scale_free and NAMED[frame.layout] is contiguous
-        return plain and frame.inner > 1 and frame.schedule.takes(0, 1)
+        plain = self.question.mask.scale_free and NAMED[candidate.layout] is contiguous
+        return plain and candidate.inner > 1 and candidate.schedule.takes(0, 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,11 +124,11 @@ def _plain(size: int) -> SequenceParallelConfig:
     return SequenceParallelConfig(size=size, ulysses=1).resolve(size)
 
 
-def _crossing(machine: Machine, frame: Frame, axis: str) -> float:
+def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
     """Of a rank's neighbours along an axis the share that is in other nodes, if ranks go round it; 0 where all its
     ranks are in one node."""
     stride = 1
-    for name, size in frame.topology.axes:
+    for name, size in topology.axes:
         if name == axis:
             near = size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
             return 0.0 if near else min(1.0, stride / machine.per_node)
@@ -131,21 +136,28 @@ def _crossing(machine: Machine, frame: Frame, axis: str) -> float:
     return 0.0
 
 
-def _seconds(machine: Machine, frame: Frame, way: str, side: str, units: Mapping[str, float]) -> float:
-    axes = [(name, frame.topology.size(name)) for name in frame.topology.inner_axes]
-    crossing = {name: _crossing(machine, frame, name) for name, _ in axes}
-    near = [(name, 1 if crossing[name] else size) for name, size in axes]
-    kinds = tuple(units.items())
-    total = _most_received(frame.schedule.received, tuple(axes), way, side, kinds)
-    inside = _most_received(frame.schedule.received, tuple(near), way, side, kinds)
-    return max(inside / machine.inside.rate, (total - inside) / _between(machine, max(crossing.values())))
+def _carried(question: Question, candidate: Candidate, shape: Shape) -> list[float]:
+    """Seconds, forward and backward, of what the busiest rank receives. Bytes count as ones between nodes where an axis
+    that brings them leaves the node."""
+    machine, schedule, top = question.machine, candidate.schedule, candidate.topology
+    axes = tuple((name, top.size(name)) for name in top.inner_axes)
+    crossing = {name: _crossing(machine, top, name) for name, _ in axes}
+    near = tuple((name, 1 if crossing[name] else size) for name, size in axes)
+    rate, block = _between(machine, max(crossing.values())), question.seq / (candidate.inner * schedule.parts)
+
+    def seconds(way: str, side: str) -> float:
+        units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(way).items())
+        total, inside = (_most_received(schedule.received, sizes, way, side, units) for sizes in (axes, near))
+        return max(inside / machine.inside.rate, (total - inside) / rate)
+
+    return [min(seconds(way, side) for side in sides) for way, sides in travels(candidate, question.given).items()]
 
 
 @functools.lru_cache(maxsize=2**14)
 def _most_received(
     received: Callable[..., list[float]], axes: Axes, way: str, side: str, units: tuple[tuple[str, float], ...]
 ) -> float:
-    """By the busiest rank; frames that differ in layout and placement alone have the same."""
+    """By the busiest rank; candidates that differ in layout and placement alone have the same."""
     return max(received(axes, way, side, dict(units)))
 
 
@@ -156,11 +168,11 @@ def _between(machine: Machine, crossing: float) -> float:
     return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
 
 
-def _exchanged(question: Question, frame: Frame, wide: int, narrow: int) -> float:
-    machine, members = question.machine, frame.ulysses
-    near = not _crossing(machine, frame, "ulysses")
+def _exchanged(question: Question, candidate: Candidate, wide: int, narrow: int) -> float:
+    machine, members = question.machine, candidate.ulysses
+    near = not _crossing(machine, candidate.topology, "ulysses")
     rate = machine.inside.rate if near else _between(machine, 1.0)  # straight to all of them
-    tokens = question.seq / frame.size * question.batch
+    tokens = question.seq / candidate.size * question.batch
     elements = tokens * (members - 1) * (2 * wide + 2 * narrow) * question.model.head_dim
     return elements * ITEMSIZE[question.dtype] / rate
 
@@ -168,48 +180,49 @@ def _exchanged(question: Question, frame: Frame, wide: int, narrow: int) -> floa
 # ---- closed form, memory, simulation
 
 
-def looked_at(question: Question, frame: Frame, overlap: bool = False) -> Candidate | str:
-    """A candidate by its closed form, with as few settings that spare memory as it needs; or why it is none."""
-    known: dict[tuple, Figures] = {}  # attention's memory, by the settings that it depends on
+def predict(question: Question, candidate: Candidate) -> Prediction | str:
+    """By its closed form, with as few settings that spare memory as it needs; or why it cannot be."""
     least = math.inf
     try:
-        for sparing in ladder(question, frame.ulysses):
-            config = configured(question, frame, sparing, overlap)
-            key = config.head_stages, config.keep_attention
-            if key not in known:
-                known[key] = attention_figures(question.step(config, Mask()))
-            memory = footprint(question.step(config, Mask()), known[key])
+        plain = configured(question, candidate)
+        for spared in ladder(question, candidate.ulysses):
+            config = dataclasses.replace(plain, **spared)
+            step = question.step(config, Mask())
+            without = footprint(step, NOTHING).peak.total
+            if without > question.limit:  # whatever attention takes, which is a hundred times the work to find
+                least = min(least, without)
+                continue
+            figures = attention_figures(step)
+            memory = footprint(step, figures)
             least = min(least, memory.peak.total)
             if memory.peak.total <= question.limit and question.hosted(memory.host):
-                return _candidate(question, frame, config, sparing, known[key], memory)
+                return _prediction(question, candidate, config, spared, figures, memory)
     except ConfigError as error:
         return str(error)
     return f"{least / GIB:.1f} GiB a rank are needed at least, there are {question.limit / GIB:.1f}"
 
 
-def configured(
-    question: Question, frame: Frame, sparing: Mapping[str, Any], overlap: bool = False
-) -> SequenceParallelConfig:
+def configured(question: Question, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
     """Resolved. What goes round is given, or what brings the busiest rank fewer bytes."""
     sides = {way: question.given.get(way, "auto") for way in DIRECTIONS}
-    return frame.config(question.heads, **{**common(question.given), **sparing, **sides, "overlap": overlap})
+    return candidate.config(question.heads, **{**common(question.given), **spared, **sides})
 
 
-def _candidate(
-    question: Question, frame: Frame, config: SequenceParallelConfig, sparing: Mapping[str, Any], figures: Figures,
-    memory: Footprint,
-) -> Candidate:  # fmt: skip
+def _prediction(
+    question: Question, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
+    figures: Figures, memory: Footprint,
+) -> Prediction:  # fmt: skip
     stages = config.head_stages
     call = call_of(question.step(config), stages)
     ways = [closed(question.machine, call, way) for way in DIRECTIONS]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
     carried = [stages * carried_seconds(question.machine, question.world, way) for way in ways]
     took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
-    return Candidate(
-        frame=frame,
+    return Prediction(
+        candidate=candidate,
         config=config,
         travels=(call.travels("forward"), call.travels("backward")),
-        sparing=dict(sparing),
+        spared=dict(spared),
         figures=figures,
         forward=ways[0],
         backward=ways[1],
@@ -219,47 +232,48 @@ def _candidate(
     )
 
 
-def instructions(question: Question, candidate: Candidate) -> int:
+def instructions(question: Question, one: Prediction) -> int:
     """About how many are simulated: each rank that is followed has some for every other inner one at most."""
-    call = call_of(question.step(candidate.config), candidate.config.head_stages)
-    return 12 * followed_ranks(question.machine, call) * (candidate.frame.inner + 1)
+    inner = one.candidate.inner
+    call = call_of(question.step(one.config), one.config.head_stages)
+    return 12 * followed_ranks(question.machine, call) * (inner + 1)
 
 
-def overlapped(question: Question, candidate: Candidate) -> float:
+def overlapped(question: Question, one: Prediction) -> float:
     """Seconds for each sequence that it takes at least with overlap."""
-    stages = candidate.config.head_stages
-    seconds = [stages * way.overlapped for way in (candidate.forward, candidate.backward)]
-    return question.objective(_timed(question, candidate, seconds))
+    stages = one.config.head_stages
+    seconds = [stages * way.overlapped for way in (one.forward, one.backward)]
+    return question.objective(_timed(question, one, seconds))
 
 
-def _timed(question: Question, candidate: Candidate, seconds: Sequence[float]) -> StepTime:
+def _timed(question: Question, one: Prediction, seconds: Sequence[float]) -> StepTime:
     """seconds: of attention of a layer, forward and backward."""
-    stages, machine = candidate.config.head_stages, question.machine
-    ways = candidate.forward, candidate.backward
+    stages, machine = one.config.head_stages, question.machine
+    ways = one.forward, one.backward
     carried = [stages * carried_seconds(machine, question.world, way) for way in ways]
-    step, figures = question.step(candidate.config), candidate.figures
+    step, figures = question.step(one.config), one.figures
     return step_time(step, machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
 
 
-def simulated(question: Question, candidate: Candidate) -> Candidate:
+def simulated(question: Question, one: Prediction) -> Prediction:
     """With the time of attention that the simulator finds."""
-    stages = candidate.config.head_stages
-    call = call_of(question.step(candidate.config), stages)
+    stages = one.config.head_stages
+    call = call_of(question.step(one.config), stages)
     seconds = [stages * call_seconds(question.machine, call, way) for way in DIRECTIONS]
-    took = _timed(question, candidate, seconds)
-    return dataclasses.replace(candidate, time=took, seconds=question.objective(took), simulated=True)
+    took = _timed(question, one, seconds)
+    return dataclasses.replace(one, time=took, seconds=question.objective(took), simulated=True)
 
 
-def timelines(question: Question, candidate: Candidate) -> dict[str, Timeline]:
+def timelines(question: Question, one: Prediction) -> dict[str, Timeline]:
     """Direction -> what all ranks do in attention of one layer, for one stage of heads."""
-    call = call_of(question.step(candidate.config), candidate.config.head_stages)
+    call = call_of(question.step(one.config), one.config.head_stages)
     return {way: simulate(*programs(question.machine, call, way)) for way in DIRECTIONS}
 
 
-def floor(question: Question, candidate: Candidate) -> float:
+def floor(question: Question, one: Prediction) -> float:
     """The least bytes that a rank can receive in forward, whatever the schedule, of full attention and for this degree
     of Ulysses: 4 S D sqrt(Hq Hkv / (U P)), less what it owns of them. Under a causal mask it is lower by sqrt(2)."""
-    (q_heads, kv_heads), frame = question.heads, candidate.frame
+    (q_heads, kv_heads), size = question.heads, one.config.size
     token = question.model.head_dim * ITEMSIZE[question.dtype] * question.batch * question.seq
-    whole = 4 * token * math.sqrt(q_heads * kv_heads / (frame.ulysses * frame.size))
-    return max(0.0, whole - token * 2 * (q_heads + kv_heads) / (frame.size * frame.ulysses))
+    whole = 4 * token * math.sqrt(q_heads * kv_heads / (one.config.ulysses * size))
+    return max(0.0, whole - token * 2 * (q_heads + kv_heads) / (size * one.config.ulysses))

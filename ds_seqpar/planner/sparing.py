@@ -20,6 +20,7 @@ LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"keep_attention": False},
     {"offload_checkpoints": True, "keep_attention": False},
 )
+NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
 COMMON = (
     "travel_dtype",
     "kernel",
@@ -28,11 +29,11 @@ COMMON = (
     "offload_checkpoints",
     "mlp_tiles",
     "loss_tiles",
-)  # that frames do not have
+)  # that candidates do not have
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of settings that frames do not have; stages that are "auto" are a choice still."""
+    """What is given of settings that candidates do not have; stages that are "auto" are a choice still."""
     return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
 
 
@@ -59,4 +60,4 @@ def least_memory(question: Question, size: int) -> Footprint:
     """Without attention, with everything that spares: no candidate of this size takes less."""
     sparing = {name: value for name, value in ladder(question, 1)[-1].items() if name != "head_stages"}
     config = SequenceParallelConfig(size=size, ulysses=1, **{**common(question.given), **sparing}).resolve(size)
-    return footprint(question.step(config, Mask()), Figures(forward=0, kept=0, backward=0, inputs=True))
+    return footprint(question.step(config, Mask()), NOTHING)

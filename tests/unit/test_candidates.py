@@ -13,7 +13,7 @@ from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import SeqParError
-from ds_seqpar.planner.candidates import checked, frames, refusal, travels
+from ds_seqpar.planner.candidates import candidates, checked, refusal, travels
 from ds_seqpar.runtime.inputs import check_length
 
 HEADS = (6, 2)
@@ -26,10 +26,10 @@ def _spelled(settings):
 
 def _proposed(world, heads, seq):
     return {
-        _spelled({**frame.settings, "forward": forward, "backward": backward})
-        for frame in frames(world, heads, {})
-        if not refusal(frame, seq, documents=False)
-        for forward, backward in itertools.product(*(frame.schedule.travellers,) * 2)
+        _spelled({**candidate.settings, "forward": forward, "backward": backward})
+        for candidate in candidates(world, heads, {})
+        if not refusal(candidate, seq, documents=False)
+        for forward, backward in itertools.product(*(candidate.schedule.travellers,) * 2)
     }
 
 
@@ -82,34 +82,34 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
 
 def test_what_is_given_is_no_choice_any_more():
     given = {"size": 8, "schedule": "mesh", "mesh": [2, 2, 2], "layout": "striped", "placement": "ring_intra"}
-    (frame,) = frames(16, (8, 8), given)
-    assert {name: frame.settings[name] for name in ("size", "ulysses", "layout")} == {
+    (candidate,) = candidates(16, (8, 8), given)
+    assert {name: candidate.settings[name] for name in ("size", "ulysses", "layout")} == {
         "size": 8, "ulysses": 1, "layout": "striped",
     }  # fmt: skip
-    assert {frame.ulysses for frame in frames(16, (8, 8), {"size": 16, "ulysses": 4})} == {4}
-    assert travels(frame, {"backward": "q"}) == {"forward": ("kv", "q"), "backward": ("q",)}
+    assert {candidate.ulysses for candidate in candidates(16, (8, 8), {"size": 16, "ulysses": 4})} == {4}
+    assert travels(candidate, {"backward": "q"}) == {"forward": ("kv", "q"), "backward": ("q",)}
     with pytest.raises(SeqParError, match="size 3 on 16"):
         checked({"size": 3}, 16, (8, 8))
     with pytest.raises(SeqParError, match="placements by name"):
         checked({"size": 4, "ulysses": 2, "placement": ["ring", "ulysses"]}, 4, (8, 8))
 
 
-def test_frames_that_are_called_the_same_have_the_same_plans():
+def test_candidates_that_are_called_the_same_have_the_same_plans():
     """Inner ranks do the same in every step, on the same ranks of the world."""
     groups = {}
-    for frame in frames(8, (8, 8), {"size": 8}):
-        groups.setdefault(frame.same(documents=False), []).append(frame)
-    assert any(len({frame.schedule.name for frame in group}) > 1 for group in groups.values())
+    for candidate in candidates(8, (8, 8), {"size": 8}):
+        groups.setdefault(candidate.same(documents=False), []).append(candidate)
+    assert any(len({candidate.schedule.name for candidate in group}) > 1 for group in groups.values())
     for group in (group for group in groups.values() if len(group) > 1):
         for way in ("forward", "backward"):
             for travel in group[0].schedule.travellers if group[0].inner > 1 else ("kv",):
-                assert len({_story(frame, way, travel) for frame in group}) == 1
+                assert len({_story(candidate, way, travel) for candidate in group}) == 1
 
 
-def _story(frame, way, travel):
-    top, shards = frame.topology, EvenShards(frame.layout, 16 * frame.inner, frame.inner)
-    steps = frame.schedule.build(top, pattern_of(CAUSAL, shards), way, travel)
+def _story(candidate, way, travel):
+    top, shards = candidate.topology, EvenShards(candidate.layout, 16 * candidate.inner, candidate.inner)
+    steps = candidate.schedule.build(top, pattern_of(CAUSAL, shards), way, travel)
     places = tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(8))
-    if frame.inner == 1:  # a rank alone has one block, or two that are the same tokens
+    if candidate.inner == 1:  # a rank alone has one block, or two that are the same tokens
         return places
-    return places, tuple(steps(rank) for rank in range(frame.inner)), shards.runs("q", (0,))
+    return places, tuple(steps(rank) for rank in range(candidate.inner)), shards.runs("q", (0,))

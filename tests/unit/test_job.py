@@ -157,8 +157,8 @@ def test_the_line_names_the_choice_and_the_runner_up():
     best, other = choice.ranked[:2]
     line = line_of(choice)
     assert missing(line, "sequence_parallel", "65536 tokens", "64 ranks of h100-ib", f"{best.seconds:.3g} s") == []
-    assert missing(line, f"{other.frame}, {other.seconds / best.seconds:.2f} times") == []
-    assert 0 < line.index(f"{best.frame}, ") < line.index(f"{other.frame}, ")
+    assert missing(line, f"{other.candidate}, {other.seconds / best.seconds:.2f} times") == []
+    assert 0 < line.index(f"{best.candidate}, ") < line.index(f"{other.candidate}, ")
     assert "\n" not in line
 
 
@@ -176,7 +176,7 @@ def test_what_would_let_the_runner_up_win_does():
 
 def _wins(question, changed, best, other):
     def seconds(its, one):
-        found = runner_up.looked_at(its, one.frame, one.config.overlap)
+        found = runner_up.predict(its, one.candidate)
         return float("inf") if isinstance(found, str) else found.seconds
 
     if seconds(changed, best) == float("inf"):

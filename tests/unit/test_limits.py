@@ -113,7 +113,9 @@ def test_memory_takes_any_number_of_ranks_that_there_are(capsys, place, words):
     [
         (limits.RANKS, ["--nodes", 2**20, "--gpus-per-node", 8]),
         (limits.RANKS, ["--nodes", 10**12]),
-        (limits.FOLLOWED, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096"]),
+        (limits.PLANNED, ["--nodes", 4096, "--gpus-per-node", 8, "--set", "size=32768"]),
+        (limits.FOLLOWED, ["--nodes", 2048, "--gpus-per-node", 8, "--set", "size=16384"]),
+        (limits.FOLLOWED, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096", "--set", "ulysses=2"]),
         (limits.TOKENS, ["--seq-len", 10**15]),
         (limits.TOKENS, ["--window", 10**15]),
         (limits.COUNT, ["--sequences", 10**12]),
@@ -165,7 +167,7 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
     first = chosen(_asked(8))
     assert first.legal < every.legal
     assert any("more than 10 shapes" in why for _, why in first.rejected)
-    assert all(one.frame.plain and one.frame.placement == "auto" for one in first.ranked)
+    assert all(one.candidate.plain and one.candidate.placement == "auto" for one in first.ranked)
 
 
 def test_the_order_of_overlap_is_planned_for_few_ranks():
@@ -193,6 +195,7 @@ def test_a_number_of_any_length_is_named():
         ["memory", "--ranks", 990, "--set", "ulysses=1", "--set", "schedule=triangle"],
         ["memory", "--ranks", limits.OVERLAPPED, "--set", "ulysses=1", "--set", "overlap=true"],
         ["plan", "--nodes", 12500, "--gpus-per-node", 8],
+        ["plan", "--nodes", 1024, "--gpus-per-node", 8, "--set", "size=8192"],
         ["plan", "--nodes", 128, "--gpus-per-node", 8, "--machine", "modest", "--window", 4096],
     ],
     ids=str,

@@ -8,12 +8,12 @@ import pytest
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner.candidates import frames
+from ds_seqpar.planner.candidates import candidates
 from ds_seqpar.planner.machine import Machine, Wire, ZeroCosts
 from ds_seqpar.planner.needs import Model
 from ds_seqpar.planner.planner import chosen, over_floor, plan
 from ds_seqpar.planner.question import Question
-from ds_seqpar.planner.search import Guesser, looked_at, simulated
+from ds_seqpar.planner.search import Estimator, predict, simulated
 from ds_seqpar.planner.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
 
 H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
@@ -50,8 +50,8 @@ def test_one_key_value_head_is_not_replicated(machine):
     head alone. (A short sequence, whose bytes are little beside the time of messages, may yet take Ulysses.)"""
     asked = _asked(model=_model(32, 1), machine=machine, memory=10**15, given={"size": 8})
     best = plan(asked).best
-    (whole, *_) = (f for f in frames(8, (32, 1), {**asked.given, "placement": "auto"}) if f.ulysses == 8)
-    replicated = simulated(asked, looked_at(asked, whole))
+    (whole, *_) = (f for f in candidates(8, (32, 1), {**asked.given, "placement": "auto"}) if f.ulysses == 8)
+    replicated = simulated(asked, predict(asked, whole))
     assert best.config.ulysses == 1
     assert best.seconds < replicated.seconds
     for way in ("forward", "backward"):
@@ -84,11 +84,11 @@ def test_slow_links_between_nodes_carry_the_fewest_bytes():
         ROOMY, between=dataclasses.replace(ROOMY.between, rate=3.6e9), uplink=3.6e9,
     )  # fmt: skip
     choice = plan(_asked(machine=slow, world=16, model=_model(32, 8), given={"size": 16}))
-    across = {str(one.frame): one.forward.between + one.backward.between for one in choice.ranked}
-    assert across[str(choice.best.frame)] <= 1.05 * min(across.values())
+    across = {str(one.candidate): one.forward.between + one.backward.between for one in choice.ranked}
+    assert across[str(choice.best.candidate)] <= 1.05 * min(across.values())
     assert choice.best.config.ulysses <= 8  # its exchange stays in the node
-    whole = looked_at(choice.question, next(
-        f for f in frames(16, (32, 8), {"size": 16, "ulysses": 16, "placement": "auto"})))  # fmt: skip
+    whole = predict(choice.question, next(
+        f for f in candidates(16, (32, 8), {"size": 16, "ulysses": 16, "placement": "auto"})))  # fmt: skip
     assert whole.seconds > choice.best.seconds
 
 
@@ -102,12 +102,12 @@ def test_a_limit_of_memory_rejects_what_gathers_much():
         "offload_checkpoints": False,
     }
     asked = _asked(world=16, seq=2**20, model=_model(32, 32, layers=2), given={"size": 16, "ulysses": 1, **spared})
-    found = {str(frame): frame for frame in frames(16, (32, 32), asked.given)}
-    ring, square = (looked_at(asked, found[name]) for name in ("16 ranks: ring", "16 ranks: attention2d rows 4 cols 4"))
+    found = {str(candidate): candidate for candidate in candidates(16, (32, 32), asked.given)}
+    ring, square = (predict(asked, found[name]) for name in ("16 ranks: ring", "16 ranks: attention2d rows 4 cols 4"))
     assert square.memory.peak.total > 1.05 * ring.memory.peak.total
     tight = dataclasses.replace(asked, memory=ring.memory.peak.total)
-    assert looked_at(tight, ring.frame).seconds == ring.seconds
-    assert "GiB a rank" in looked_at(tight, square.frame)
+    assert predict(tight, ring.candidate).seconds == ring.seconds
+    assert "GiB a rank" in predict(tight, square.candidate)
     choice = chosen(tight)
     assert choice.ranked
     assert all(one.memory.peak.total <= tight.limit for one in choice.ranked)
@@ -136,12 +136,12 @@ def test_with_a_few_sequences_a_step_ranks_share_them():
 def test_windows_are_no_mesh():
     for model in (_model(32, 32), _model(32, 8)):
         best = _best(model=model, world=16, seq=262144, window=4096, given={"size": 16})
-        assert best.frame.inner == 1 or not best.frame.schedule.collective_axes
+        assert best.candidate.inner == 1 or not best.candidate.schedule.collective_axes
 
 
 def test_a_pack_of_short_documents_does_not_travel():
     choice = plan(_asked(seq=64 * 2048, documents=(2048,) * 64, given={"size": 8}))
-    assert choice.best.frame.inner == 8
+    assert choice.best.candidate.inner == 8
     assert choice.best.forward.received == choice.best.backward.received == 0
 
 
@@ -159,22 +159,22 @@ def test_the_answer_is_the_same_each_time_and_is_legal():
 
 
 def test_nothing_that_was_left_out_is_faster_by_its_closed_form():
-    """Of all frames of a small job none beats what was chosen among few."""
+    """Of all candidates of a small job none beats what was chosen among few."""
     slow = dataclasses.replace(MODEST, per_node=2)
     asked = _asked(machine=slow, world=8, seq=32768, model=_model(16, 4), memory=10**15, given={"size": 8})
     best = chosen(asked).best
-    found = [looked_at(asked, frame) for frame in frames(8, asked.heads, asked.given) if frame.plain]
+    found = [predict(asked, candidate) for candidate in candidates(8, asked.heads, asked.given) if candidate.plain]
     fastest = sorted(found, key=lambda one: one.seconds)[:5]
     assert min(simulated(asked, one).seconds for one in fastest) >= 0.99 * best.seconds
 
 
-def test_guesses_have_the_bound_below_them():
+def test_estimates_have_the_bound_below_them():
     asked = _asked(machine=MODEST, world=8, memory=10**15, model=_model(16, 4))
-    guesser = Guesser(asked)
-    for frame in list(frames(8, asked.heads, {}))[::60]:
-        guess, found = guesser(frame), looked_at(asked, frame)
-        assert guess.least <= guess.seconds * (1 + 1e-9)
-        assert guess.least <= found.seconds * (1 + 1e-9)
+    estimator = Estimator(asked)
+    for candidate in list(candidates(8, asked.heads, {}))[::60]:
+        estimate, found = estimator(candidate), predict(asked, candidate)
+        assert estimate.least <= estimate.seconds * (1 + 1e-9)
+        assert estimate.least <= found.seconds * (1 + 1e-9)
 
 
 def test_bytes_stand_beside_the_floor():
@@ -267,8 +267,8 @@ def test_zero_copies_what_travels():
 
 
 def test_attention_has_those_links_busy_that_zero_waits_for():
-    attention = looked_at(asked := _asked(world=16, given={"size": 8, "ulysses": 1}), next(
-        f for f in frames(16, (32, 32), asked.given))).forward  # fmt: skip
+    attention = predict(asked := _asked(world=16, given={"size": 8, "ulysses": 1}), next(
+        f for f in candidates(16, (32, 32), asked.given))).forward  # fmt: skip
     assert attention.between == 0  # a sequence stays in its node
     assert carried_seconds(H100, 8, attention) == attention.links > 0
     assert carried_seconds(H100, 16, attention) == 0
@@ -324,6 +324,7 @@ def test_no_two_that_are_ranked_come_out_alike(given):
 
 def test_a_rank_alone_is_one_candidate():
     (one,) = {
-        frame.same(documents=False) for frame in frames(4, (8, 8), {"size": 4, "ulysses": 4, "placement": "auto"})
+        candidate.same(documents=False)
+        for candidate in candidates(4, (8, 8), {"size": 4, "ulysses": 4, "placement": "auto"})
     }
-    assert one == next(frames(4, (8, 8), {"size": 4, "ulysses": 4})).same(documents=False)
+    assert one == next(candidates(4, (8, 8), {"size": 4, "ulysses": 4})).same(documents=False)
