@@ -405,7 +405,7 @@ def test_a_saved_model_knows_nothing_of_us(how, tmp_path):
         assert "sequence_parallel" not in file.read_text()
     words = str(tmp_path / "model"), json.dumps(tokens(rows=1).tolist())
     if how == "forked":
-        (said,) = on_ranks(1, fresh, *words)
+        (said,) = on_ranks(1, fresh, *words, keep=None)
     else:
         command = [sys.executable, "-c", FRESH, *words]
         said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
