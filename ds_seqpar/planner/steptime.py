@@ -14,8 +14,8 @@ from ..compiler.shards import EvenShards, Shards
 from .calls import Figures
 from .closed import Closed
 from .machine import Machine
-from .needs import Step
 from .pricing import Call
+from .request import Step
 
 TIMES = {
     "attention forward": "all layers; with what it sends",
