@@ -72,7 +72,7 @@ def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     from benchmarks import memory_peers as peers
     from ds_seqpar.config import SequenceParallelConfig
     from ds_seqpar.deepspeed_json import Zero
-    from ds_seqpar.planner.needs import Model, Step
+    from ds_seqpar.planner.request import Model, Step
 
     own = peers.own_of(options)
     section = {name: value for name, value in options.items() if name not in peers.OWN}

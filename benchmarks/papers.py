@@ -16,9 +16,8 @@ from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.closed import closed
 from ds_seqpar.planner.everyone import call_seconds
 from ds_seqpar.planner.machine import Machine, Wire
-from ds_seqpar.planner.needs import Model, Step
-from ds_seqpar.planner.planner import plan
-from ds_seqpar.planner.question import Question
+from ds_seqpar.planner.plan import plan
+from ds_seqpar.planner.request import Model, Request, Step
 from ds_seqpar.planner.steptime import call_of, step_time
 
 A100, H100 = Machine.load("a100-ib"), Machine.load("h100-ib")
@@ -177,15 +176,15 @@ def scaling(seq: int, sizes: Sequence[int]) -> None:
     ]
     for ranks in sizes:
         given = {"size": ranks, "travel_dtype": "bf16"}
-        question = Question(
+        request = Request(
             model=LLAMA3_8B, machine=dataclasses.replace(H100, memory=1e15), world=ranks, seq=seq, given=given
         )
-        best = plan(question).best
+        best = plan(request).best
         took = best.time.parts["attention forward"] + best.time.parts["attention backward"]
         steps = [step_of(LLAMA3_8B, ranks, seq, ulysses=u) for u in (1, 8)]
         plain = [sum(closed(H100, call_of(step), way).seconds for way in ("forward", "backward")) for step in steps]
         rates = {4: H100.best_rate("bfloat16", "forward"), 10: H100.best_rate("bfloat16", "backward")}
-        perfect = sum(n * question.pairs * 32 * 128 / rate for n, rate in rates.items()) / ranks
+        perfect = sum(n * request.pairs * 32 * 128 / rate for n, rate in rates.items()) / ranks
         own = took / LLAMA3_8B.layers
         times = [f"{1e3 * x:.1f}" for x in (*plain, own)]
         rows.append(

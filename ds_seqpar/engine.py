@@ -33,7 +33,7 @@ from .runtime.telling import told_once
 if TYPE_CHECKING:
     import argparse
 
-    from .planner.job import Job
+    from .planner.auto import Job
 
 # arguments of deepspeed.initialize that leave groups, samples and gradients alone
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
@@ -102,7 +102,7 @@ def initialize(
 
 def _job_of(content: Mapping[str, Any]) -> Job:
     """What the JSON says of the run, where a plan is asked for."""
-    from .planner.job import Job
+    from .planner.auto import Job
 
     return Job.of(content)
 

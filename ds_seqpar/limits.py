@@ -18,6 +18,7 @@ HEADS = 2**12  # of a model: of no model are there a thousand
 LAYERS = 1000  # of a model: it is made without memory, which takes milliseconds a layer
 EXPERTS = 10_000  # of all layers together: some families have modules for each, made like a layer's
 WIDTH = 2**24  # hidden, intermediate, head_dim, vocabulary: so that no product of two overflows
+MEMBERS = 2**8  # of Ulysses' exchange, in `plan`: it asks which of them share a node, and that grows with their square
 PLANNED = 2**14  # ranks of a sequence that `plan` looks at: it counts through them for each of a hundred candidates
 # ranks of a sequence, without Ulysses', whose programs `memory` and `plan` follow: a rank's has a step for each other.
 # (`memory` follows more turns of a ring than a few as those few)

@@ -14,8 +14,8 @@ from .errors import ConfigError
 from .parallel import SequenceParallel
 
 if TYPE_CHECKING:
-    from .planner.job import Job
-    from .planner.needs import Model
+    from .planner.auto import Job
+    from .planner.request import Model
 
 # a class that all of a library's models have among their bases -> the package that registers it
 PACKAGES = {"PreTrainedModel": "hf_integration"}

@@ -28,7 +28,7 @@ from .sharding import Sharding
 from .tokens import Vocabulary
 
 if TYPE_CHECKING:
-    from .planner.job import Job
+    from .planner.auto import Job
 
 
 class SequenceParallel(Sharding):

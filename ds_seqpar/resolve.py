@@ -16,7 +16,7 @@ from .runtime.agreement import agree, gathered
 from .runtime.devices import Host, own_host, shared_by
 
 if TYPE_CHECKING:
-    from .planner.job import Job
+    from .planner.auto import Job
     from .planner.machine import Machine
 
 WHAT = "sequence parallel configuration"
@@ -47,7 +47,7 @@ def _planned(
     world: dist.ProcessGroup, config: SequenceParallelConfig, heads: tuple[int, int] | None, job: Job | None
 ) -> SequenceParallelConfig:
     """By the planner, on every rank for the same hosts."""
-    from .planner.job import line_of, planned  # most runs need none of the planner
+    from .planner.auto import line_of, planned  # most runs need none of the planner
 
     hosts: list[Host] = [host for _, host in gathered(world, ("SequenceParallel", own_host()))]
     error, found, choice = None, {}, None
@@ -55,7 +55,7 @@ def _planned(
         resolved, choice = planned(config, job, heads, len(hosts), functools.partial(seen, hosts=hosts))
         found = {f"planned {name}": value for name, value in resolved.settings().items()}
         if choice:  # by what each rank has read
-            found |= {"tokens": choice.question.seq}
+            found |= {"tokens": choice.request.seq}
     except Exception as reason:
         error = _unreadable(reason)
     agree(world, WHAT, found, error=error, call="SequenceParallel")

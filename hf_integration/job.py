@@ -17,7 +17,7 @@ from .families import windows
 from .numbers import counted
 
 if TYPE_CHECKING:
-    from ds_seqpar.planner.job import Job
+    from ds_seqpar.planner.auto import Job
 
 IDS = "input_ids"
 ROWS = 1000  # of a column, at once
@@ -41,7 +41,7 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
 def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
     """What a Trainer fills in where the JSON says "auto", and the longest sequence that its data says it has: a row of
     a batch, which is the whole batch where a collator lays documents end to end."""
-    from ds_seqpar.planner.job import Job
+    from ds_seqpar.planner.auto import Job
 
     together, documents = args.per_device_train_batch_size, _longest_pack(dataset)
     seq = longest(dataset, args.length_column_name)

@@ -22,7 +22,7 @@ from ds_seqpar.files import Given, ask, read_json
 from ds_seqpar.limits import check_model
 
 if TYPE_CHECKING:
-    from ds_seqpar.planner.needs import Model
+    from ds_seqpar.planner.request import Model
 
 WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "head_dim", "vocab_size", "num_experts_per_tok", "moe_intermediate_size")  # fmt: skip
@@ -69,7 +69,7 @@ def _unknown(config: PreTrainedConfig) -> ConfigError:
 
 def counted(model: PreTrainedModel) -> Model:
     """The same of a model as it is, on any device, or sharded by ZeRO-3."""
-    from ds_seqpar.planner.needs import Model
+    from ds_seqpar.planner.request import Model
 
     config, layers = model.config, getattr(model.base_model, "layers", None)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

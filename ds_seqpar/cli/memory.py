@@ -16,8 +16,8 @@ from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
 from ..errors import ConfigError, nearest
 from ..files import parse_json, shown
 from ..models import numbers_of
-from ..planner.footprint import bytes_a_token, footprint, shortened
-from ..planner.needs import PARTS, Footprint, Step
+from ..planner.footprint import PARTS, Footprint, bytes_a_token, footprint, shortened
+from ..planner.request import Step
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 GIB, KIB = 2**30, 2**10

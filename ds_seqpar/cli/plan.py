@@ -16,11 +16,11 @@ from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
 from ..errors import ConfigError
 from ..files import read_text
 from ..models import numbers_of
+from ..planner.footprint import PARTS
 from ..planner.machine import DEFAULT, Machine, presets
-from ..planner.needs import PARTS
-from ..planner.planner import SIMULATED, Choice, over_floor, plan
-from ..planner.planner import section_of as section
-from ..planner.question import Question
+from ..planner.plan import SIMULATED, Choice, over_floor, plan
+from ..planner.plan import section_of as section
+from ..planner.request import Request
 from ..planner.search import Prediction, timelines
 from ..planner.steptime import TIMES
 from .memory import DIGITS, content_of, count, fill_in, told
@@ -57,8 +57,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    question, filled = question_of(args)
-    choice = plan(question)
+    request, filled = request_of(args)
+    choice = plan(request)
     print(json.dumps({**as_json(choice), "auto": filled}) if args.json else "\n".join([table(choice), *told(filled)]))
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
         if file is not None:
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> None:
                 print(f"wrote {file}")
 
 
-def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
-    """The question, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
+def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
+    """The request, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
     said = DEFAULT if config.machine == "auto" else config.machine
@@ -87,7 +87,7 @@ def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
         raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
     model = numbers_of(args.model)
     filled = fill_in(content, model.hidden)
-    question = Question(
+    request = Request(
         model=model,
         machine=machine,
         world=count("--nodes", args.nodes) * machine.per_node,
@@ -102,7 +102,7 @@ def question_of(args: argparse.Namespace) -> tuple[Question, dict[str, Any]]:
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
         memory=None if args.memory is None else int(_number("--memory", args.memory) * GIB),
     )
-    return question, filled
+    return request, filled
 
 
 def _number(name: str, text: str) -> float:
@@ -134,12 +134,12 @@ def _timeline(choice: Choice) -> Timeline:
             f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
             "or draw a schedule by python -m ds_seqpar show"
         )
-    found = timelines(choice.question, choice.best)
+    found = timelines(choice.request, choice.best)
     return found["backward"].after(found["forward"])
 
 
 def table(choice: Choice) -> str:
-    its, best = choice.question, choice.best
+    its, best = choice.request, choice.best
     more = len(choice.rejected) - REASONS
     what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
     head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
@@ -169,7 +169,7 @@ def table(choice: Choice) -> str:
 
 
 def _row(choice: Choice, one: Prediction) -> list[str]:
-    layers = choice.question.model.layers
+    layers = choice.request.model.layers
     over = over_floor(choice, one)
     words = f"{one.candidate}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))

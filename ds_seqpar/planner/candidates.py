@@ -106,7 +106,8 @@ def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Ite
     """(size, ulysses), of as many inner ranks as programs can be followed of."""
     for size in [given["size"]] if _fixed(given, "size") else divisors(world):
         for ulysses in [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0]):
-            if size % ulysses == 0 and size // ulysses <= limits.FOLLOWED and size <= limits.PLANNED:
+            few = size <= limits.PLANNED and ulysses <= limits.MEMBERS
+            if few and size % ulysses == 0 and size // ulysses <= limits.FOLLOWED:
                 yield size, ulysses
 
 

@@ -20,9 +20,47 @@ from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE
 from ..config import SequenceParallelConfig, most_logits
 from .calls import call_figures
-from .needs import PARTS, Footprint, Moment, Step
+from .request import Step
 
 TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
+PARTS = {
+    "parameters": "the rank's share of parameters, with fp32 copies",
+    "gradients": "the rank's share of gradients, and those that are whole",
+    "optimiser": "its states, and what its step needs for a moment",
+    "buckets": "ZeRO's buffer for gradients on their way",
+    "gathered": "parameters that ZeRO-3 has gathered whole",
+    "checkpoints": "inputs of layers; or, without checkpoints, all that layers save",
+    "kept attention": "what checkpoints keep of attention",
+    "layer": "norms, projections, residuals and their gradients of the layer that is computed",
+    "attention": "what its attention takes, sends and receives",
+    "mlp": "what its MLP takes",
+    "loss": "logits, their softmax and gradient",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """parts: bytes by name, of `PARTS`."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """resting: between steps; host: bytes in host memory beside these."""
+
+    resting: Moment
+    moments: tuple[Moment, ...]
+    host: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
 
 
 def footprint(step: Step, attention: Figures | None = None) -> Footprint:

@@ -1,4 +1,5 @@
-"""What the planner looks at, and what it finds of each candidate: numbers. Torch-free."""
+"""What the planner looks at, and what it predicts of each candidate: estimates, memory, closed forms, simulations.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -21,11 +22,9 @@ from ..errors import ConfigError
 from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
 from .everyone import call_seconds, followed_ranks, programs
-from .footprint import attention_figures, footprint
+from .footprint import Footprint, attention_figures, footprint
 from .machine import PER_PRODUCT, Machine
-from .needs import Footprint
-from .question import Question
-from .sparing import NOTHING, common, ladder
+from .request import Request
 from .steptime import StepTime, call_of, carried_seconds, step_time
 
 DIRECTIONS = ("forward", "backward")
@@ -68,8 +67,8 @@ class Estimate(NamedTuple):
 class Estimator:
     """By what candidates are ordered. What layouts share is found once."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.products = functools.lru_cache(maxsize=None)(self._products)
         self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
         self.known: dict[tuple, tuple[float, list[float]]] = {}
@@ -85,27 +84,28 @@ class Estimator:
             seconds=self.seconds(size, *took),
             least=self.seconds(size, *products),
             moved=2 * exchanged + sum(carried),
-            work=len(sampled(self.question.machine, size)) * (steps + 2),
+            work=len(sampled(self.request.machine, size)) * (steps + 2),
             candidate=candidate,
         )
 
     def _products(self, size: int, ulysses: int) -> tuple[float, float]:
         """Seconds of a layer's products forward and backward, on the busiest member, if inner ranks share them."""
-        its = self.question
+        its = self.request
         wide, _ = dealing.most(*its.heads, ulysses)
         pairs = its.pairs * wide * its.model.head_dim * its.batch / (size // ulysses)
         forward, backward = (PER_PRODUCT[way] * pairs / its.machine.best_rate(its.dtype, way) for way in DIRECTIONS)
         return forward, backward
 
     def _seconds(self, size: int, forward: float, backward: float) -> float:
-        step = self.question.step(_plain(size))
-        return self.question.objective(step_time(step, self.question.machine, forward, backward))
+        step = self.request.step(_plain(size))
+        took = step_time(step, self.request.machine, forward, backward)
+        return self.request.seconds_each(took.seconds, took.sequences)
 
     def links(self, candidate: Candidate) -> tuple[float, list[float]]:
         """Seconds of Ulysses' exchanges of a direction, and of what the schedule brings forward and backward."""
         key = candidate.schedule.name, *candidate.own.values(), candidate.topology
         if key not in self.known:
-            its = self.question
+            its = self.request
             heads = dealing.most(*its.heads, candidate.ulysses)
             dtype = its.given.get("travel_dtype", "fp32")
             shape = shape_of(dtype, its.dtype, its.batch, (*heads, its.model.head_dim))
@@ -115,7 +115,7 @@ class Estimator:
     def lopsided(self, candidate: Candidate) -> bool:
         """Whether the last rank has about twice its share: causal attention on blocks in the order of the text, unless
         the schedule is made for that, and so takes nothing else."""
-        plain = self.question.mask.scale_free and NAMED[candidate.layout] is contiguous
+        plain = self.request.mask.scale_free and NAMED[candidate.layout] is contiguous
         return plain and candidate.inner > 1 and candidate.schedule.takes(0, 1)
 
 
@@ -136,21 +136,21 @@ def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
     return 0.0
 
 
-def _carried(question: Question, candidate: Candidate, shape: Shape) -> list[float]:
+def _carried(request: Request, candidate: Candidate, shape: Shape) -> list[float]:
     """Seconds, forward and backward, of what the busiest rank receives. Bytes count as ones between nodes where an axis
     that brings them leaves the node."""
-    machine, schedule, top = question.machine, candidate.schedule, candidate.topology
+    machine, schedule, top = request.machine, candidate.schedule, candidate.topology
     axes = tuple((name, top.size(name)) for name in top.inner_axes)
     crossing = {name: _crossing(machine, top, name) for name, _ in axes}
     near = tuple((name, 1 if crossing[name] else size) for name, size in axes)
-    rate, block = _between(machine, max(crossing.values())), question.seq / (candidate.inner * schedule.parts)
+    rate, block = _between(machine, max(crossing.values())), request.seq / (candidate.inner * schedule.parts)
 
     def seconds(way: str, side: str) -> float:
         units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(way).items())
         total, inside = (_most_received(schedule.received, sizes, way, side, units) for sizes in (axes, near))
         return max(inside / machine.inside.rate, (total - inside) / rate)
 
-    return [min(seconds(way, side) for side in sides) for way, sides in travels(candidate, question.given).items()]
+    return [min(seconds(way, side) for side in sides) for way, sides in travels(candidate, request.given).items()]
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -168,56 +168,58 @@ def _between(machine: Machine, crossing: float) -> float:
     return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
 
 
-def _exchanged(question: Question, candidate: Candidate, wide: int, narrow: int) -> float:
-    machine, members = question.machine, candidate.ulysses
+def _exchanged(request: Request, candidate: Candidate, wide: int, narrow: int) -> float:
+    machine, members = request.machine, candidate.ulysses
     near = not _crossing(machine, candidate.topology, "ulysses")
     rate = machine.inside.rate if near else _between(machine, 1.0)  # straight to all of them
-    tokens = question.seq / candidate.size * question.batch
-    elements = tokens * (members - 1) * (2 * wide + 2 * narrow) * question.model.head_dim
-    return elements * ITEMSIZE[question.dtype] / rate
+    tokens = request.seq / candidate.size * request.batch
+    elements = tokens * (members - 1) * (2 * wide + 2 * narrow) * request.model.head_dim
+    return elements * ITEMSIZE[request.dtype] / rate
 
 
 # ---- closed form, memory, simulation
 
 
-def predict(question: Question, candidate: Candidate) -> Prediction | str:
+def predict(request: Request, candidate: Candidate) -> Prediction | str:
     """By its closed form, with as few settings that spare memory as it needs; or why it cannot be."""
     least = math.inf
     try:
-        plain = configured(question, candidate)
-        for spared in ladder(question, candidate.ulysses):
+        plain = configured(request, candidate)
+        for spared in memory_settings(request, candidate.ulysses):
             config = dataclasses.replace(plain, **spared)
-            step = question.step(config, Mask())
+            step = request.step(config, Mask())
             without = footprint(step, NOTHING).peak.total
-            if without > question.limit:  # whatever attention takes, which is a hundred times the work to find
+            if without > request.limit:  # whatever attention takes, which is a hundred times the work to find
                 least = min(least, without)
                 continue
             figures = attention_figures(step)
             memory = footprint(step, figures)
             least = min(least, memory.peak.total)
-            if memory.peak.total <= question.limit and question.hosted(memory.host):
-                return _prediction(question, candidate, config, spared, figures, memory)
+            if memory.peak.total <= request.limit and request.hosted(memory.host):
+                return _prediction(request, candidate, config, spared, figures, memory)
     except ConfigError as error:
         return str(error)
-    return f"{least / GIB:.1f} GiB a rank are needed at least, there are {question.limit / GIB:.1f}"
+    if least <= request.limit:
+        return "what would have to leave the device does not fit the host"
+    return f"{least / GIB:.1f} GiB a rank are needed at least, there are {request.limit / GIB:.1f}"
 
 
-def configured(question: Question, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
+def configured(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
     """Resolved. What goes round is given, or what brings the busiest rank fewer bytes."""
-    sides = {way: question.given.get(way, "auto") for way in DIRECTIONS}
-    return candidate.config(question.heads, **{**common(question.given), **spared, **sides})
+    sides = {way: request.given.get(way, "auto") for way in DIRECTIONS}
+    return candidate.config(request.heads, **{**common(request.given), **spared, **sides})
 
 
 def _prediction(
-    question: Question, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
+    request: Request, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
     figures: Figures, memory: Footprint,
 ) -> Prediction:  # fmt: skip
     stages = config.head_stages
-    call = call_of(question.step(config), stages)
-    ways = [closed(question.machine, call, way) for way in DIRECTIONS]
+    call = call_of(request.step(config), stages)
+    ways = [closed(request.machine, call, way) for way in DIRECTIONS]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
-    carried = [stages * carried_seconds(question.machine, question.world, way) for way in ways]
-    took = step_time(question.step(config), question.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
+    carried = [stages * carried_seconds(request.machine, request.world, way) for way in ways]
+    took = step_time(request.step(config), request.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
     return Prediction(
         candidate=candidate,
         config=config,
@@ -227,53 +229,108 @@ def _prediction(
         forward=ways[0],
         backward=ways[1],
         time=took,
-        seconds=question.objective(took),
+        seconds=request.seconds_each(took.seconds, took.sequences),
         memory=memory,
     )
 
 
-def instructions(question: Question, one: Prediction) -> int:
+def instructions(request: Request, one: Prediction) -> int:
     """About how many are simulated: each rank that is followed has some for every other inner one at most."""
     inner = one.candidate.inner
-    call = call_of(question.step(one.config), one.config.head_stages)
-    return 12 * followed_ranks(question.machine, call) * (inner + 1)
+    call = call_of(request.step(one.config), one.config.head_stages)
+    return 12 * followed_ranks(request.machine, call) * (inner + 1)
 
 
-def overlapped(question: Question, one: Prediction) -> float:
+def overlapped(request: Request, one: Prediction) -> float:
     """Seconds for each sequence that it takes at least with overlap."""
     stages = one.config.head_stages
     seconds = [stages * way.overlapped for way in (one.forward, one.backward)]
-    return question.objective(_timed(question, one, seconds))
+    took = _timed(request, one, seconds)
+    return request.seconds_each(took.seconds, took.sequences)
 
 
-def _timed(question: Question, one: Prediction, seconds: Sequence[float]) -> StepTime:
+def _timed(request: Request, one: Prediction, seconds: Sequence[float]) -> StepTime:
     """seconds: of attention of a layer, forward and backward."""
-    stages, machine = one.config.head_stages, question.machine
+    stages, machine = one.config.head_stages, request.machine
     ways = one.forward, one.backward
-    carried = [stages * carried_seconds(machine, question.world, way) for way in ways]
-    step, figures = question.step(one.config), one.figures
+    carried = [stages * carried_seconds(machine, request.world, way) for way in ways]
+    step, figures = request.step(one.config), one.figures
     return step_time(step, machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
 
 
-def simulated(question: Question, one: Prediction) -> Prediction:
+def simulated(request: Request, one: Prediction) -> Prediction:
     """With the time of attention that the simulator finds."""
     stages = one.config.head_stages
-    call = call_of(question.step(one.config), stages)
-    seconds = [stages * call_seconds(question.machine, call, way) for way in DIRECTIONS]
-    took = _timed(question, one, seconds)
-    return dataclasses.replace(one, time=took, seconds=question.objective(took), simulated=True)
+    call = call_of(request.step(one.config), stages)
+    seconds = [stages * call_seconds(request.machine, call, way) for way in DIRECTIONS]
+    took = _timed(request, one, seconds)
+    return dataclasses.replace(
+        one, time=took, seconds=request.seconds_each(took.seconds, took.sequences), simulated=True
+    )
 
 
-def timelines(question: Question, one: Prediction) -> dict[str, Timeline]:
+def timelines(request: Request, one: Prediction) -> dict[str, Timeline]:
     """Direction -> what all ranks do in attention of one layer, for one stage of heads."""
-    call = call_of(question.step(one.config), one.config.head_stages)
-    return {way: simulate(*programs(question.machine, call, way)) for way in DIRECTIONS}
+    call = call_of(request.step(one.config), one.config.head_stages)
+    return {way: simulate(*programs(request.machine, call, way)) for way in DIRECTIONS}
 
 
-def floor(question: Question, one: Prediction) -> float:
+def floor(request: Request, one: Prediction) -> float:
     """The least bytes that a rank can receive in forward, whatever the schedule, of full attention and for this degree
     of Ulysses: 4 S D sqrt(Hq Hkv / (U P)), less what it owns of them. Under a causal mask it is lower by sqrt(2)."""
-    (q_heads, kv_heads), size = question.heads, one.config.size
-    token = question.model.head_dim * ITEMSIZE[question.dtype] * question.batch * question.seq
+    (q_heads, kv_heads), size = request.heads, one.config.size
+    token = request.model.head_dim * ITEMSIZE[request.dtype] * request.batch * request.seq
     whole = 4 * token * math.sqrt(q_heads * kv_heads / (one.config.ulysses * size))
     return max(0.0, whole - token * 2 * (q_heads + kv_heads) / (size * one.config.ulysses))
+
+
+# ---- settings that spare memory
+
+# in the order in which they are tried; each with those before it
+SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
+LAST_SPARING: tuple[dict[str, Any], ...] = (
+    {"offload_checkpoints": True},
+    {"keep_attention": False},
+    {"offload_checkpoints": True, "keep_attention": False},
+)
+NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
+COMMON = (
+    "travel_dtype",
+    "kernel",
+    "head_stages",
+    "keep_attention",
+    "offload_checkpoints",
+    "mlp_tiles",
+    "loss_tiles",
+)  # that candidates do not have
+
+
+def common(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of settings that candidates do not have; stages that are "auto" are a choice still."""
+    return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
+
+
+def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
+    """Settings that spare more and more memory; what is given is left as it is."""
+    given, (q_heads, kv_heads) = request.given, request.heads
+    stages = [{"head_stages": n} for n in dealing.free_stages(q_heads, kv_heads, ulysses) if n > 1]
+    rungs: list[dict[str, Any]] = [{}]
+    for settings in (*SPARING, *stages):
+        if more := {name: value for name, value in settings.items() if name not in common(given)}:
+            rungs.append({**rungs[-1], **more})
+    for settings in LAST_SPARING if request.checkpointing else ():
+        if not set(settings) & set(common(given)):
+            rungs.append({**rungs[_lean(rungs)], **settings})
+    return rungs
+
+
+def _lean(rungs: list[dict[str, Any]]) -> int:
+    """The last that keeps everything on the device, and attention runs once."""
+    return max(n for n, rung in enumerate(rungs) if not set(rung) & {"offload_checkpoints", "keep_attention"})
+
+
+def least_memory(request: Request, size: int) -> Footprint:
+    """Without attention, with everything that spares: no candidate of this size takes less."""
+    spared = {name: value for name, value in memory_settings(request, 1)[-1].items() if name != "head_stages"}
+    config = SequenceParallelConfig(size=size, ulysses=1, **{**common(request.given), **spared}).resolve(size)
+    return footprint(request.step(config, Mask()), NOTHING)

@@ -14,8 +14,8 @@ from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, Shards
 from .closed import Closed
 from .machine import Machine
-from .needs import Step
 from .pricing import Call
+from .request import Step
 
 TIMES = {
     "attention forward": "all layers; with what it sends",

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planner.job import Job
+from ds_seqpar.planner.auto import Job
 from ds_seqpar.planner.machine import PRESETS
 from hf_integration import PackingCollator, Packs, job_of
 from hf_integration.job import longest

@@ -8,7 +8,7 @@ import torch
 import ds_seqpar
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.footprint import footprint
-from ds_seqpar.planner.needs import Step
+from ds_seqpar.planner.request import Step
 from hf_integration.numbers import numbers
 from tests import live
 from tests.hf.llama import llama

@@ -8,7 +8,7 @@ from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.footprint import bytes_a_token, footprint
-from ds_seqpar.planner.needs import Model, Step
+from ds_seqpar.planner.request import Model, Step
 
 # hidden 8, 4 query heads of 2, 2 of k and v
 MODEL = Model(

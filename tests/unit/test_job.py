@@ -8,11 +8,11 @@ from ds_seqpar import resolve
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner import runner_up
-from ds_seqpar.planner.job import Job, line_of, planned, question_of
+from ds_seqpar.planner import auto
+from ds_seqpar.planner.auto import Job, line_of, planned, request_of
 from ds_seqpar.planner.machine import DEFAULT, Machine
-from ds_seqpar.planner.needs import Model
-from ds_seqpar.planner.planner import plan
+from ds_seqpar.planner.plan import plan
+from ds_seqpar.planner.request import Model
 from ds_seqpar.runtime.devices import Host, own_host, shared_by
 from tests.words import missing
 
@@ -37,7 +37,7 @@ def _planned(world=16, job=JOB, seen=_seen, **settings):
 
 def test_all_auto_is_what_the_planner_takes():
     found = _planned()
-    its = plan(question_of(Config(), JOB, 65536, 16, _seen())).best.config
+    its = plan(request_of(Config(), JOB, 65536, 16, _seen())).best.config
     assert found.config == dataclasses.replace(its, machine="h100-ib")
     assert found.config.size == 16
     assert "auto" not in (found.config.ulysses, found.config.schedule)
@@ -79,8 +79,8 @@ def test_what_is_given_stays():
 
 
 def test_a_length_said_goes_before_that_of_the_data():
-    assert _planned(seq_len=5000).choice.question.seq == 5024  # of which 2 x 16 ranks have equal parts
-    assert _planned().choice.question.seq == 65536
+    assert _planned(seq_len=5000).choice.request.seq == 5024  # of which 2 x 16 ranks have equal parts
+    assert _planned().choice.request.seq == 65536
 
 
 def test_a_length_without_a_model_is_refused():
@@ -92,9 +92,9 @@ def test_a_length_without_a_model_is_refused():
 def test_a_pack_is_planned_as_its_documents():
     pack = (1024,) * 64
     choice = _planned(job=dataclasses.replace(JOB, documents=pack)).choice
-    assert choice.question.documents == pack
+    assert choice.request.documents == pack
     said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072).choice
-    assert said.question.documents == ()
+    assert said.request.documents == ()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_machine_is_supposed_by_the_name_of_the_device():
 
 
 def test_a_machine_that_is_named_has_the_ranks_that_launch():
-    asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).choice.question
+    asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).choice.request
     assert (asked.machine.name, asked.machine.per_node) == ("a100-ib", 4)
     with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
         _planned(machine="a100")
@@ -165,29 +165,29 @@ def test_the_line_names_the_choice_and_the_runner_up():
 def test_what_would_let_the_runner_up_win_does():
     """The change that is named is the first of those tried with which it is faster, by closed forms of both."""
     slow = dataclasses.replace(_seen(per_node=2), duplex=True)
-    question = question_of(Config(), dataclasses.replace(JOB, seq=32768), 32768, 8, slow)
-    for other in plan(question).ranked[1:]:
-        best = plan(question).best
-        words = runner_up.to_win(question, best, other)
-        tried = list(runner_up.changes(question))
-        enough = [said for said, changed in tried if _wins(question, changed, best, other)]
+    request = request_of(Config(), dataclasses.replace(JOB, seq=32768), 32768, 8, slow)
+    for other in plan(request).ranked[1:]:
+        best = plan(request).best
+        words = auto.to_win(request, best, other)
+        tried = list(auto.changes(request))
+        enough = [said for said, changed in tried if _wins(request, changed, best, other)]
         assert words == (enough[0] if enough else "")
 
 
-def _wins(question, changed, best, other):
+def _wins(request, changed, best, other):
     def seconds(its, one):
-        found = runner_up.predict(its, one.candidate)
+        found = auto.predict(its, one.candidate)
         return float("inf") if isinstance(found, str) else found.seconds
 
     if seconds(changed, best) == float("inf"):
         return False
-    scale = {one: one.seconds / seconds(question, one) for one in (best, other)}
+    scale = {one: one.seconds / seconds(request, one) for one in (best, other)}
     return seconds(changed, other) * scale[other] < seconds(changed, best) * scale[best]
 
 
 def test_changes_are_small_ones_first_and_real():
-    question = question_of(Config(), JOB, 65536, 16, _seen())
-    found = list(runner_up.changes(question))
+    request = request_of(Config(), JOB, 65536, 16, _seen())
+    found = list(auto.changes(request))
     (first, _), (second, _) = found[:2]
     assert missing(first, "between", "2 times slower") == missing(second, "inside", "2 times slower") == []
 
@@ -195,12 +195,12 @@ def test_changes_are_small_ones_first_and_real():
         (one,) = [it for said, it in found if not missing(said, *words)]
         return one
 
-    machine = question.machine
+    machine = request.machine
     assert changed("between", "4 times slower").machine.between.rate == machine.between.rate / 4
     assert changed("inside", "8 times faster").machine.inside.rate == machine.inside.rate * 8
     assert changed("sequences", " 2 times").seq == 131072
     assert changed("sequences", "1/4").seq == 16384
-    one_node = dict(runner_up.changes(question_of(Config(), JOB, 65536, 8, _seen())))
+    one_node = dict(auto.changes(request_of(Config(), JOB, 65536, 8, _seen())))
     assert not any("between" in words for words in one_node)
 
 

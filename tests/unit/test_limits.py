@@ -20,9 +20,8 @@ from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner import footprint
 from ds_seqpar.planner.machine import PRESETS, Machine
-from ds_seqpar.planner.needs import Model, Step
-from ds_seqpar.planner.planner import chosen
-from ds_seqpar.planner.question import Question
+from ds_seqpar.planner.plan import chosen
+from ds_seqpar.planner.request import Model, Request, Step
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
          "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}  # fmt: skip
@@ -158,7 +157,7 @@ def test_a_models_numbers(capsys, tmp_path, most, change):
 
 def _asked(world, **given):
     machine = dataclasses.replace(Machine.load("h100-ib"), memory=1e15)
-    return Question(model=MODEL, machine=machine, world=world, seq=2**16, **given)
+    return Request(model=MODEL, machine=machine, world=world, seq=2**16, **given)
 
 
 def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
@@ -168,6 +167,20 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
     assert first.legal < every.legal
     assert any("more than 10 shapes" in why for _, why in first.rejected)
     assert all(one.candidate.plain and one.candidate.placement == "auto" for one in first.ranked)
+
+
+def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(limits, "FOLLOWED", 2)
+    found = chosen(_asked(64))
+    assert {one.candidate.inner for one in found.ranked} <= {1, 2}
+    assert max(one.candidate.size for one in found.ranked) <= 16  # of 8 heads
+    assert ("more than 16 ranks", "at most 16,384 ranks share a sequence, and 2 run its schedule") in found.rejected
+    monkeypatch.setattr(limits, "PLANNED", 4)
+    assert max(one.candidate.size for one in chosen(_asked(64)).ranked) <= 4
+    with pytest.raises(ConfigError, match="ulysses of a plan must be at most 256; got 512"):
+        _asked(1024, given={"ulysses": 512})
+    with pytest.raises(ConfigError, match="planned, must be at most 4; got 8"):
+        _asked(64, sizes=(8,))
 
 
 def test_the_order_of_overlap_is_planned_for_few_ranks():

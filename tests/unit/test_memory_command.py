@@ -8,7 +8,7 @@ import pytest
 from ds_seqpar.__main__ import main
 from ds_seqpar.cli.memory import SHADES
 from ds_seqpar.models import numbers_of
-from ds_seqpar.planner.needs import PARTS
+from ds_seqpar.planner.footprint import PARTS
 from tests.words import missing
 
 SMALL = {

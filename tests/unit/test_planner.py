@@ -10,9 +10,8 @@ from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.candidates import candidates
 from ds_seqpar.planner.machine import Machine, Wire, ZeroCosts
-from ds_seqpar.planner.needs import Model
-from ds_seqpar.planner.planner import chosen, over_floor, plan
-from ds_seqpar.planner.question import Question
+from ds_seqpar.planner.plan import chosen, over_floor, plan
+from ds_seqpar.planner.request import Model, Request
 from ds_seqpar.planner.search import Estimator, predict, simulated
 from ds_seqpar.planner.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
 
@@ -31,7 +30,7 @@ def _model(heads=32, kv_heads=32, head_dim=128, layers=4):
 
 
 def _asked(machine=ROOMY, world=8, seq=65536, model=None, **given):
-    return Question(model=model or _model(), machine=machine, world=world, seq=seq, **given)
+    return Request(model=model or _model(), machine=machine, world=world, seq=seq, **given)
 
 
 def _best(**given):
@@ -87,7 +86,7 @@ def test_slow_links_between_nodes_carry_the_fewest_bytes():
     across = {str(one.candidate): one.forward.between + one.backward.between for one in choice.ranked}
     assert across[str(choice.best.candidate)] <= 1.05 * min(across.values())
     assert choice.best.config.ulysses <= 8  # its exchange stays in the node
-    whole = predict(choice.question, next(
+    whole = predict(choice.request, next(
         f for f in candidates(16, (32, 8), {"size": 16, "ulysses": 16, "placement": "auto"})))  # fmt: skip
     assert whole.seconds > choice.best.seconds
 

@@ -1,4 +1,4 @@
-"""What the planner is asked. Torch-free."""
+"""What is asked of the planner: a model, a machine, and what is to be trained on it. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,17 +9,51 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import limits
-from ..compiler.masks import Mask
+from ..compiler.masks import CAUSAL, Mask
 from ..config import SequenceParallelConfig, legal_ulysses
 from ..deepspeed_json import Zero
 from ..errors import ConfigError
 from .machine import Machine
-from .needs import Model, Step
-from .steptime import StepTime
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The numbers of a model. intermediate: of the experts that a token goes to together, where there are any;
+    parameters: all, tied ones once; layer_parameters: of one layer."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    parameters: int
+    layer_parameters: int
+    tied: bool = False
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is made of. config: resolved; seq: tokens of the whole sequence; batch: sequences at once."""
+
+    model: Model
+    config: SequenceParallelConfig
+    world: int
+    seq: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    zero: Zero = dataclasses.field(default_factory=Zero)
+    checkpointing: bool = True
+    mask: Mask = CAUSAL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
+class Request:
     """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
     () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
     settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
@@ -56,13 +90,18 @@ class Question:
     def _check_given(self) -> None:
         """Of sizes that are open those are left out whose programs are too long to be followed. Raises ConfigError
         where none is left."""
+        ulysses = self.given.get("ulysses", "auto")
+        if ulysses != "auto":
+            limits.check("ulysses of a plan", ulysses, limits.MEMBERS)
         sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
-        if not sizes:
-            return
-        limits.check("the ranks of a sequence that is planned,", min(sizes), limits.PLANNED, "take a smaller size")
-        said = self.given.get("ulysses", "auto")
-        least = min(size // (max(legal_ulysses(size, self.model.heads)) if said == "auto" else said) for size in sizes)
-        limits.check_followed(least, overlap=False)
+        if sizes:
+            limits.check("the ranks of a sequence that is planned,", min(sizes), limits.PLANNED, "take a smaller size")
+            limits.check_followed(min(size // self._most_ulysses(size) for size in sizes), overlap=False)
+
+    def _most_ulysses(self, size: int) -> int:
+        if (said := self.given.get("ulysses", "auto")) != "auto":
+            return said
+        return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MEMBERS)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -93,8 +132,8 @@ class Question:
             zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
         )  # fmt: skip
 
-    def objective(self, took: StepTime) -> float:
-        """Seconds for each sequence."""
+    def seconds_each(self, seconds: float, together: int) -> float:
+        """For each sequence, where a step takes so many seconds and trains so many sequences together."""
         if self.sequences is None:
-            return took.seconds / took.sequences
-        return math.ceil(self.sequences / took.sequences) * took.seconds / self.sequences
+            return seconds / together
+        return math.ceil(self.sequences / together) * seconds / self.sequences

@@ -1,4 +1,4 @@
-"""Which configuration is the fastest that fits: bounds for all that is legal, the closed form for those that they
+"""Which configuration is the fastest that fits: estimates for all that is legal, the closed form for those that they
 leave, the simulator for the best of these. Pure, and without a clock: the same on all ranks. Torch-free."""
 
 from __future__ import annotations
@@ -6,17 +6,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import limits
+from ..compiler import schedules
+from ..compiler.masks import Mask
+from ..config import even_ulysses
 from ..errors import ConfigError
-from .advice import shortage
 from .candidates import Candidate, candidates, checked, degrees, refusal, shapes
-from .needs import Footprint
-from .question import Question
-from .search import DIRECTIONS, Estimate, Estimator, Prediction, floor, instructions, overlapped, predict, simulated
-from .sparing import least_memory
+from .footprint import Footprint, footprint
+from .request import Request
+from .search import (
+    DIRECTIONS,
+    Estimate,
+    Estimator,
+    Prediction,
+    configured,
+    floor,
+    instructions,
+    least_memory,
+    memory_settings,
+    overlapped,
+    predict,
+    simulated,
+)
 
 FINALISTS = 6
 FAR = 1.25  # times the best: what is guessed to take longer is not looked at
@@ -36,7 +50,7 @@ class Choice:
     as sentences with how many they are about. simulated: whether the best is; else its time is its closed form's.
     legal: how many configurations there are; considered: of different plans."""
 
-    question: Question
+    request: Request
     ranked: tuple[Prediction, ...]
     rejected: tuple[tuple[str, str], ...]
     simulated: bool
@@ -68,22 +82,22 @@ def section_of(one: Prediction) -> dict[str, Any]:
     return found
 
 
-def plan(question: Question) -> Choice:
+def plan(request: Request) -> Choice:
     """Raises ConfigError where nothing fits, with the nearest that would."""
-    choice = chosen(question)
+    choice = chosen(request)
     if not choice.ranked:
-        raise ConfigError(shortage(question, choice.rejected))
+        raise ConfigError(shortage(request, choice.rejected))
     return choice
 
 
-def chosen(question: Question) -> Choice:
+def chosen(request: Request) -> Choice:
     """The same; where nothing fits nothing is ranked."""
-    checked(question.given, question.world, question.heads)
-    search = _Search(question)
+    checked(request.given, request.world, request.heads)
+    search = _Search(request)
     finalists = search.closed()
     ranked = search.finals(finalists)
     return Choice(
-        question=question,
+        request=request,
         ranked=tuple(ranked),
         rejected=tuple(search.reasons(ranked)),
         simulated=bool(ranked) and ranked[0].simulated,
@@ -93,26 +107,34 @@ def chosen(question: Question) -> Choice:
 
 
 class _Search:
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.refused: Counter[tuple[str, str]] = Counter()  # (who, why) -> how many
         self.found: list[Prediction] = []
         self.numbers: dict[tuple, Prediction] = {}  # by what they come out with
         self.steps = 0  # that the closed form has looked at
-        every = degrees(question.world, question.heads, question.given)
-        self.most = max(STEPS, STEPS_EACH * sum(1 for _ in every))
+        self.most = self.room()
         self.lost: list[Prediction] = []
         self.bounds: list[Prediction] = []  # finalists by their closed form
         self.legal = self.considered = 0
         self.dropped: Counter[int] = Counter()  # size -> candidates of which others of its kind receive less
+
+    def room(self) -> int:
+        """How many steps the closed form may look at. Notes sizes that are too large."""
+        every = list(degrees(self.request.world, self.request.heads, self.request.given))
+        largest = max((size for size, _ in every), default=0)
+        if largest < self.request.world and not (self.request.sizes or "size" in self.request.given):
+            why = f"at most {limits.PLANNED:,} ranks share a sequence, and {limits.FOLLOWED:,} run its schedule"
+            self.refused[f"more than {largest} ranks", why] += 1
+        return max(STEPS, STEPS_EACH * len(every))
 
     # ---- by estimates
 
     def distinct(self) -> Iterator[Candidate]:
         """One candidate of each plan that is legal."""
         seen: set[tuple] = set()
-        question, documents = self.question, bool(self.question.documents)
-        asked = question.world, question.heads, question.given
+        request, documents = self.request, bool(self.request.documents)
+        asked = request.world, request.heads, request.given
         many = sum(1 for _ in shapes(*asked)) > limits.SHAPES
         if many:
             why = f"there are more than {limits.SHAPES:,} shapes without them"
@@ -130,24 +152,24 @@ class _Search:
 
     def illegal(self, candidate: Candidate) -> str:
         """Why it is not looked at, or ""."""
-        question = self.question
-        if question.sizes and candidate.size not in question.sizes:
+        request = self.request
+        if request.sizes and candidate.size not in request.sizes:
             return "a step's sequences cannot be shared among such groups"
         if candidate.overlap and candidate.inner > OVERLAPPED:
             return f"the order of overlap is found on {OVERLAPPED} inner ranks at most"
-        return refusal(candidate, question.seq, bool(question.documents))
+        return refusal(candidate, request.seq, bool(request.documents))
 
     def sized(self) -> Iterator[Candidate]:
         """Those of sizes that memory leaves a chance."""
         fits: dict[int, Footprint] = {}
         for candidate in self.distinct():
             if candidate.size not in fits:
-                fits[candidate.size] = least_memory(self.question, candidate.size)
+                fits[candidate.size] = least_memory(self.request, candidate.size)
             needed = fits[candidate.size].peak.total
-            if needed > self.question.limit:
+            if needed > self.request.limit:
                 self.refuse(
                     candidate,
-                    f"{needed / GIB:.1f} GiB a rank are needed at least, there are {self.question.limit / GIB:.1f}",
+                    f"{needed / GIB:.1f} GiB a rank are needed at least, there are {self.request.limit / GIB:.1f}",
                 )
             else:
                 yield candidate
@@ -156,7 +178,7 @@ class _Search:
         """The best of each size and Ulysses degree and then others, the most promising first, and few of a kind."""
         kinds: Counter[tuple] = Counter()
         first, then, last = list[Estimate](), list[Estimate](), list[Estimate]()
-        for entry in sorted(map(Estimator(self.question), self.sized()), key=_promise):
+        for entry in sorted(map(Estimator(self.request), self.sized()), key=_promise):
             candidate = entry.candidate
             kind = *candidate.degree, candidate.schedule.name, candidate.plain
             kinds.update((candidate.degree, kind))
@@ -182,7 +204,7 @@ class _Search:
         if why := self.hopeless(estimate):
             self.refuse(candidate, why)
             return
-        one = predict(self.question, candidate)
+        one = predict(self.request, candidate)
         if isinstance(one, str):
             self.refused[str(candidate), one] += 1
             return
@@ -214,16 +236,16 @@ class _Search:
         ranked: list[Prediction] = []
         slower = 1.0
         for one in finalists:
-            if (cost := instructions(self.question, one)) <= room:
+            if (cost := instructions(self.request, one)) <= room:
                 room -= cost
-                ranked.append(simulated(self.question, one))
+                ranked.append(simulated(self.request, one))
                 slower = max(slower, ranked[-1].seconds / one.seconds)
             else:
                 ranked.append(one)
-        for one in [] if "overlap" in self.question.given else self.overlapping(found):
-            if (cost := instructions(self.question, one)) <= room:
+        for one in [] if "overlap" in self.request.given else self.overlapping(found):
+            if (cost := instructions(self.request, one)) <= room:
                 room -= cost
-                ranked.append(simulated(self.question, one))
+                ranked.append(simulated(self.request, one))
             else:
                 self.refused["overlap", "it would take too long to find its order"] += 1
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
@@ -239,13 +261,13 @@ class _Search:
 
     def overlapping(self, found: list[Prediction]) -> list[Prediction]:
         """Those with overlap that may be faster than the best without."""
-        least = [(overlapped(self.question, one), n) for n, one in enumerate(found) if _gathers(one.candidate)]
+        least = [(overlapped(self.request, one), n) for n, one in enumerate(found) if _gathers(one.candidate)]
         chances = [found[n] for bound, n in sorted(least) if bound < found[0].seconds]
         for one in chances:
             if one.candidate.inner > OVERLAPPED:
                 self.refused["overlap", f"its order is looked for on {OVERLAPPED} inner ranks at most"] += 1
         chances = [one for one in chances if one.candidate.inner <= OVERLAPPED][:ORDERED]
-        tried = [predict(self.question, dataclasses.replace(one.candidate, overlap=True)) for one in chances]
+        tried = [predict(self.request, dataclasses.replace(one.candidate, overlap=True)) for one in chances]
         return [one for one in tried if isinstance(one, Prediction)]
 
     def reasons(self, ranked: list[Prediction]) -> Iterator[tuple[str, str]]:
@@ -301,6 +323,51 @@ def _plainest(ranked: list[Prediction]) -> list[Prediction]:
 
 def over_floor(choice: Choice, one: Prediction) -> float | None:
     """Bytes that the busiest rank receives in forward over the least that there is; None where that is none."""
-    least = floor(choice.question, one)
+    least = floor(choice.request, one)
     stages = one.config.head_stages
     return stages * one.forward.received / least if least else None
+
+
+def shortage(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
+    """What would fit, where nothing does, in one sentence. rejected: who, and why."""
+    sizes = [f"{who}: {why}" for who, why in rejected if "GiB" in why]
+    said = sizes[-1] if sizes else ": ".join(rejected[0]) if rejected else "there is no candidate"
+    near = nearest_fits(request)
+    advice = f"take {' or '.join(near)}" if near else "take a smaller model"
+    tokens = f"{request.seq} tokens on {request.world} ranks"
+    return f"a configuration must fit the memory and the length; got none for {tokens} ({said}), {advice}"
+
+
+def nearest_fits(request: Request) -> list[str]:
+    """What to change so that something fits, one thing at a time, with numbers."""
+    found = []
+    for times in (2, 4, 8, 16, 32):
+        more = dataclasses.replace(request, world=request.world * times, given={**request.given, "size": "auto"})
+        if _fits(more, more.world):
+            found.append(f"{more.world} ranks")
+            break
+    if not request.documents:
+        shorter = request.seq
+        while shorter > 1024:
+            shorter //= 2
+            if _fits(dataclasses.replace(request, seq=shorter), request.world):
+                found.append(f"{shorter} tokens")
+                break
+    return found
+
+
+def _fits(request: Request, size: int) -> bool:
+    """Whether the leanest of this size fit: a ring, alone and inside Ulysses as far as it divides heads equally."""
+    if least_memory(request, size).peak.total > request.limit:
+        return False
+    for ulysses in {1, max(even_ulysses(size, *request.heads))}:
+        plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
+        candidate = next(candidates(request.world, request.heads, plain))
+        if refusal(candidate, request.seq, bool(request.documents)):
+            continue
+        for spared in memory_settings(request, ulysses)[-3:]:
+            config = configured(request, candidate, **spared)
+            found = footprint(request.step(config, Mask()))
+            if found.peak.total <= request.limit and request.hosted(found.host):
+                return True
+    return False

@@ -1,9 +1,10 @@
-"""What is to be trained, as ranks know it when they start, and what "auto" then is. Torch-free."""
+"""What "auto" is: what is to be trained, as ranks know it when they start, what is planned for it, and the line that
+says so. Torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .. import limits
@@ -11,11 +12,10 @@ from ..compiler.topology import divisors
 from ..config import PLANNED_FOR, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
-from .machine import Machine
-from .needs import Model
-from .planner import Choice, chosen, plan
-from .question import Question
-from .runner_up import to_win
+from .machine import Machine, Wire
+from .plan import Choice, chosen, plan
+from .request import Model, Request
+from .search import Prediction, predict
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ class Job:
     """model: its numbers. seq: tokens of the longest sequence, None where nobody knows them; documents: the lengths of
     those that it is a pack of. window: of attention of all layers, in tokens. batch: sequences that a group of ranks
     trains at once; steps: how often, of an optimiser step; sequences: of the step, None where that many are trained as
-    there are groups for, and then all ranks share one. dtype, zero, checkpointing: as in `planner.question`."""
+    there are groups for, and then all ranks share one. dtype, zero, checkpointing: as in `planner.request`."""
 
     model: Model | None = None
     seq: int | None = None
@@ -91,20 +91,20 @@ def planned(
             f"{SECTION}.machine plans for a length that is known; got {config.machine!r} and data that does not say "
             "how long its sequences are, say seq_len too, or leave machine out"
         )
-    choice = choose(question_of(config, job, seq, world, seen(job.dtype)))
+    choice = choose(request_of(config, job, seq, world, seen(job.dtype)))
     best = choice.best.config
     kept = {name: getattr(config, name) for name in ("head_stages", *PLANNED_FOR)}
     return Planned(dataclasses.replace(best, **kept), choice)
 
 
-def question_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, seen: Machine) -> Question:
+def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, seen: Machine) -> Request:
     assert job.model is not None
     machine = seen
     if config.machine != "auto":
         machine = dataclasses.replace(Machine.load(config.machine), per_node=seen.per_node)
     documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.DOCUMENTS else ()
     share = 2 * world  # of zigzag's chunks; what is missing is padded
-    return Question(
+    return Request(
         model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,
         documents=documents, window=job.window, batch=job.batch or 1, dtype=job.dtype, zero=job.zero,
         checkpointing=job.checkpointing, given=given_of(config), sequences=job.sequences,
@@ -117,27 +117,80 @@ def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
     return {name: value for name, value in config.settings().items() if name not in PLANNED_FOR}
 
 
-def choose(question: Question) -> Choice:
+def choose(request: Request) -> Choice:
     """Where nothing fits by what is predicted, the fastest without regard to memory: that is for who reads the line to
     judge, since a machine may only be supposed."""
-    choice = chosen(question)
-    return choice if choice.ranked else plan(dataclasses.replace(question, memory=2**62))
+    choice = chosen(request)
+    return choice if choice.ranked else plan(dataclasses.replace(request, memory=2**62))
 
 
 def line_of(choice: Choice) -> str:
     """The choice, the runner-up, and what would have to change for it to win."""
-    question, best = choice.question, choice.best
-    machine, needed = question.machine, best.memory.peak.total
-    what = f"{question.seq} tokens" + (f" in {len(question.documents)} documents" if question.documents else "")
+    request, best = choice.request, choice.best
+    machine, needed = request.machine, best.memory.peak.total
+    what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     line = (
-        f'{SECTION}: "auto" for {what} on {question.world} ranks of {machine.name}, {machine.per_node} a node, is '
+        f'{SECTION}: "auto" for {what} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '
         f"{best.candidate}, predicted {best.seconds:.3g} s a sequence"
     )
     if needed > machine.usable:
         line += f" and {needed / GIB:.1f} GiB a rank where the machine has {machine.usable / GIB:.1f}"
     for other in choice.ranked[1:2]:
         times = other.seconds / best.seconds
-        change = to_win(question, best, other)
+        change = to_win(request, best, other)
         line += f"; next is {other.candidate}, {times:.2f} times as long"
         line += f", which would win with {change}" if change else ", whatever links and lengths are, within 8 times"
     return line
+
+
+TIMES = (2, 4, 8)
+
+
+def to_win(request: Request, best: Prediction, other: Prediction) -> str:
+    """The smallest of a few changes, of links and of the length, with which `other` is predicted to be faster than
+    `best`; "" where none is enough. By closed forms, in proportion to what was found for both as things are."""
+    now = [predict(request, one.candidate) for one in (best, other)]
+    if any(isinstance(one, str) for one in now):
+        return ""
+    scales = [
+        it.seconds / one.seconds for it, one in zip((best, other), now, strict=True) if isinstance(one, Prediction)
+    ]
+    for words, changed in changes(request):
+        then = [predict(changed, one.candidate) for one in (best, other)]
+        took = [one.seconds * scale for one, scale in zip(then, scales, strict=True) if isinstance(one, Prediction)]
+        if len(took) == 2 and took[1] < took[0]:
+            return words
+    return ""
+
+
+def changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """Small ones first."""
+    machine = request.machine
+    several = request.world > machine.per_node
+    for times in TIMES:
+        for word, factor in (("slower", 1 / times), ("faster", float(times))):
+            if several:
+                yield f"links between nodes {times} times {word}", _with(request, between(machine, factor))
+            yield f"links inside nodes {times} times {word}", _with(request, inside(machine, factor))
+        if not request.documents:
+            yield f"sequences {times} times as long", dataclasses.replace(request, seq=request.seq * times)
+            if request.seq % (times * 2 * request.world) == 0:
+                yield f"sequences 1/{times} as long", dataclasses.replace(request, seq=request.seq // times)
+
+
+def _with(request: Request, machine: Machine) -> Request:
+    return dataclasses.replace(request, machine=machine)
+
+
+def between(machine: Machine, factor: float) -> Machine:
+    """With links between nodes of so many times the rate, and a node's shared one with them."""
+    uplink = None if machine.uplink is None else machine.uplink * factor
+    return dataclasses.replace(machine, between=_scaled(machine.between, factor), uplink=uplink)
+
+
+def inside(machine: Machine, factor: float) -> Machine:
+    return dataclasses.replace(machine, inside=_scaled(machine.inside, factor))
+
+
+def _scaled(wire: Wire, factor: float) -> Wire:
+    return dataclasses.replace(wire, rate=wire.rate * factor)
