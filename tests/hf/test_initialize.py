@@ -213,7 +213,7 @@ def alone():
 def test_one_process_without_a_launcher():
     """It ended with "No module named 'mpi4py'"."""
     gradients, loss = one_process(small(), window())
-    (result,) = on_ranks(1, alone)
+    (result,) = on_ranks(1, alone, keep=None)  # it ends its groups, which DeepSpeed has noted
     assert gap(result["gradients"], gradients) < 1e-5
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
 
