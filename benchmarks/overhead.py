@@ -34,11 +34,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import Post, Product
+from ds_seqpar.runtime.call import ForwardCall
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
-from ds_seqpar.runtime.kernels import KERNELS, Kernel, Takes
+from ds_seqpar.runtime.kernels import KERNELS, Kernel, Scores, Takes
 from ds_seqpar.runtime.runtime import Runtime
 from ds_seqpar.runtime.walk import Walk
-from ds_seqpar.runtime.work import Forward
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
@@ -211,7 +211,8 @@ class Empty:
 def step(args: argparse.Namespace) -> Rows:
     with fake_ranks(16) as runtime:
         q, k, v = blocks(2)[:3]
-        bound, _ = runtime.bound("forward", q, k, FULL, runtime.shards(2))
+        bound, _ = runtime.bound("forward", q, k.shape[2], FULL, runtime.shards(2))
+        given = Empty(), Scores(1.0), {"q": q, "k": k, "v": v}, None, 0, False
         posts = [one for one in bound.program.code if isinstance(one, Post)]
         size = bound.unit_bytes(posts[0].sends[0].slot, *posts[0].sends[0].unit)
         buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
@@ -232,7 +233,7 @@ def step(args: argparse.Namespace) -> Rows:
 
         rows = {
             "bare irecv and isend": transfer,
-            "a step of a ring": lambda: Walk(bound, Forward(Empty(), 1.0, q, k, v), runtime.comm).run(),
+            "a step of a ring": lambda: Walk(bound, ForwardCall(bound, *given), runtime.comm).run(),
         }
         found = in_turns(rows, args.calls)
     whole = compared(found, "bare irecv and isend")
@@ -262,7 +263,7 @@ def pack(tokens: int, seed: int) -> Mask:
 def bound_of(runtime: Runtime, tokens: int, mask: Mask) -> list:
     """Forward's and backward's programs, with the lengths of this call."""
     q = torch.empty(1, tokens, HEADS, HEAD_DIM)
-    return [runtime.bound(way, q, q, mask, runtime.shards(tokens))[0] for way in ("forward", "backward")]
+    return [runtime.bound(way, q, q.shape[2], mask, runtime.shards(tokens))[0] for way in ("forward", "backward")]
 
 
 def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:

@@ -30,7 +30,8 @@ from ds_seqpar.compiler.simulate import Costs, communication, computation, progr
 from ds_seqpar.compiler.tiles import Tile
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.buffers import Tensors
-from ds_seqpar.runtime.kernels import KERNELS
+from ds_seqpar.runtime.call import ForwardCall
+from ds_seqpar.runtime.kernels import KERNELS, Scores
 from ds_seqpar.runtime.kernels.accumulate import Running
 from ds_seqpar.runtime.walk import Walk
 from ds_seqpar.runtime.work import Forward
@@ -57,6 +58,17 @@ class Sleeping(Forward):
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
+class SleepingCall(ForwardCall):
+    """One whose work is that; the kernel is never called."""
+
+    pair = 0.0
+
+    def enter(self, stage: int) -> Sleeping:
+        work = Sleeping(self.kernel, self.scores.scale, *(self.own[name] for name in ("q", "k", "v")))
+        work.pair = self.pair
+        return work
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank; 16 heads of 64, fp32")
@@ -71,7 +83,9 @@ def main() -> None:
     for setting in SETTINGS:
         try:
             sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=1, **setting))
-            bound = sp.runtime.bound("forward", *tensors[:2], mask, sp.runtime.shards(args.tokens))[0]
+            bound = sp.runtime.bound("forward", tensors[0], tensors[1].shape[2], mask, sp.runtime.shards(args.tokens))[
+                0
+            ]
         except ConfigError:  # on all ranks
             continue
         rows.append((setting, *compared(sp, bound, tensors, args.repeats)))
@@ -105,11 +119,12 @@ def repeated(sp: SequenceParallel, bound: Bound, tensors: list[Tensor], pair: fl
 
 
 def run(sp: SequenceParallel, bound: Bound, tensors: list[Tensor], pair: float) -> float:
-    work = Sleeping(KERNELS["reference"], 1.0, *tensors)  # the kernel is never called: products are sleeps
-    work.pair = pair
+    own = dict(zip(("q", "k", "v"), tensors, strict=True))
+    call = SleepingCall(bound, KERNELS["reference"], Scores(1.0), own, None, 0, False)
+    call.pair = pair
     dist.barrier()
     began = time.perf_counter()
-    Walk(bound, work, sp.comm).run()
+    Walk(bound, call, sp.comm).run()
     return slowest(time.perf_counter() - began)
 
 
