@@ -24,6 +24,7 @@ from benchmarks.blocks import block_bytes
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.compile import pattern_of, weight
 from ds_seqpar.compiler.draw import draw_timelines
+from ds_seqpar.compiler.exchange import exchanged
 from ds_seqpar.compiler.heads import most
 from ds_seqpar.compiler.layout import NAMED
 from ds_seqpar.compiler.masks import CAUSAL
@@ -131,33 +132,22 @@ def link_rate(sp: SequenceParallel, size: int, repeats: int = 5) -> float:
 
 
 def belongs(event: Event, whole: Timeline, directions: tuple[str, ...]) -> bool:
-    """Whether an event is of these directions: what is outside a walk belongs to forward up to the end of its out."""
+    """Whether an event is of these directions: what is outside a walk comes before one."""
     if event.direction:
         return event.direction in directions
     backward = min(e.start for e in whole.of(event.rank, "walk") if e.direction == "backward")
-    out = [e.end for e in whole.of(event.rank, "heads") if e.label == "gather out_heads"]
-    forward = event.start < (min(out) if out else backward)
-    return ("forward" if forward else "backward") in directions
+    return ("forward" if event.start < backward else "backward") in directions
 
 
 def simulation(config: SequenceParallelConfig, measured: Timeline, rate: float, args: argparse.Namespace) -> Timeline:
-    """What was measured, in its order: of exchanges their bytes, of programs the plan's own time line."""
+    """The walks that were measured, in their order."""
     whole = Timeline(())
-    for number, first in enumerate(doings(measured, 0)):
-        if first.kind == "walk":
-            part = inner(config, first.direction, measured, rate, args)
-        else:
-            sizes = [doings(measured, rank)[number].bytes for rank in range(args.ranks)]
-            part = Timeline(tuple(Event(r, "exchange", 0.0, n / rate, first.label) for r, n in enumerate(sizes)))
-        whole = part.after(whole)
+    for walk in measured.of(0, "walk"):
+        whole = simulated_walk(config, walk.direction, measured, rate, args).after(whole)
     return whole
 
 
-def doings(timeline: Timeline, rank: int) -> list[Event]:
-    return timeline.of(rank, "exchange", "walk")
-
-
-def inner(
+def simulated_walk(
     config: SequenceParallelConfig, direction: str, measured: Timeline, rate: float, args: argparse.Namespace
 ) -> Timeline:
     """The simulation of one direction's plan, for every Ulysses member."""
@@ -169,8 +159,14 @@ def inner(
     costs = Costs(transfer=transfer, product=1.0, weight=weight(CAUSAL, shards))
     took = sum(e.end - e.start for e in measured.events if e.kind == "product" and e.direction == direction)
     work = sum(costs.compute(c.q, c.kv) for steps in plan.ranks for one in steps for c in one.computes) * members
-    costs = Costs(transfer=transfer, product=took / work, weight=costs.weight)
-    return Timeline(tuple(members_of(simulate(programs_of(plan), costs).events, members)))
+    tokens = shards.tokens("q", (0,))
+    costs = Costs(
+        transfer=transfer,
+        product=took / work,
+        weight=costs.weight,
+        exchange=lambda trade: exchanged(shape, members, trade) * tokens / rate,
+    )
+    return Timeline(tuple(members_of(simulate(programs_of(plan, members), costs).events, members)))
 
 
 def members_of(events: tuple[Event, ...], members: int) -> Iterator[Event]:
