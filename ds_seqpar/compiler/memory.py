@@ -302,10 +302,13 @@ class _Follower:
         if inward:
             self.make(one.into, more=sum(self.own(stage, field) for field in fields if field in ROWS))
             return
-        given = [self.left.pop(field) for field in fields]
-        if len(given) > 1 or self.shape.batch > 1:  # else what is sent is the result as it lies
-            self.make(one.into, more=sum(given))
-        self.slots[one.into] = sum(given)
+        there = sum(self.left[field] for field in fields)
+        if len(fields) > 1 or self.shape.batch > 1:
+            self.make(one.into)
+        else:  # what is sent is the result as it lies
+            self.slots[one.into] = there
+        for field in fields:
+            del self.left[field]
 
     def exchange(self, one: ExchangeStart) -> None:
         self.make(one.received)
@@ -319,17 +322,18 @@ class _Follower:
         assert heads is not None
         tokens = {side: tokens_of(self.bound.shards, side, rank) for side in ("q", "kv")}
         self.results.clear()
+        self.outs.clear()
         for kind in ACCUMULATORS[self.program.direction]:
             for field in self.shape.fields(self.program.direction, kind, self.shape.dtype):
                 rows = self.shape.batch * tokens[SIDE.get(field.name, "q")]
                 self.left[field.name] = rows * field.elements * field.itemsize
         if self.forward:
-            self.saved += self.left["lse"]
+            arrived = sum(self.slots[slot] for _, slot in _enter(self.program, one.stage).arrived)
+            self.saved += self.kept.operands * arrived
+            for field in ("lse", "out") if self.kept.out else ("lse",):  # what is kept is not there twice
+                self.saved, self.left[field] = self.saved + self.left[field], 0
             if "lse" not in self.sent:
                 del self.left["lse"]
-            if heads.members.degree > 1:
-                arrived = sum(self.slots[slot] for _, slot in _enter(self.program, one.stage).arrived)
-                self.saved += self.kept.operands * arrived + self.kept.out * self.left["out"]
         if heads.members.degree == 1:
             for name in list(self.left):
                 self.put(one.stage, name, self.left.pop(name))
