@@ -330,8 +330,8 @@ class _Follower:
         if self.forward:
             arrived = sum(self.slots[slot] for _, slot in _enter(self.program, one.stage).arrived)
             self.saved += self.kept.operands * arrived
-            for field in ("lse", "out") if self.kept.out else ("lse",):  # what is kept is not there twice
-                self.saved, self.left[field] = self.saved + self.left[field], 0
+            for name in ("lse", "out") if self.kept.out else ("lse",):  # what is kept is not there twice
+                self.saved, self.left[name] = self.saved + self.left[name], 0
             if "lse" not in self.sent:
                 del self.left["lse"]
         if heads.members.degree == 1:
