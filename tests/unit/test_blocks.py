@@ -54,7 +54,7 @@ def test_a_simulated_time_line_carries_what_is_received(direction):
     shape = shape_of("fp32", "float32", 1, (2, 2, 64))
     plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)
     measured = Timeline((Event(0, "product", 0.0, 1.5, "", direction=direction),))
-    found = timeline.inner(config, direction, measured, 1e6, args)
+    found = timeline.simulated_walk(config, direction, measured, 1e6, args)
     # a rank's link in carries one transfer at a time
     received = [sum(e.end - e.start for e in found.of(rank, "move")) * 1e6 for rank in range(6)]
     whole = [size * 64 for size in plan.received(shape.bytes_per_token(direction))]
