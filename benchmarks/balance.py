@@ -67,7 +67,7 @@ def by_layout(layout: str, lengths: Sequence[int], ranks: int) -> Dealt:
     """The whole pack as one sequence, its end padded to what the layout divides by."""
     left = -sum(lengths) % (2 * ranks)
     lengths = [*lengths[:-1], lengths[-1] + left]
-    return Dealt(lengths, tuple(LAYOUTS[layout](sum(lengths), ranks, rank) for rank in range(ranks)))
+    return Dealt(lengths, tuple(LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)))
 
 
 def in_each(lengths: Sequence[int], ranks: int) -> Dealt:
@@ -77,7 +77,9 @@ def in_each(lengths: Sequence[int], ranks: int) -> Dealt:
     start = 0
     for length in padded:
         for rank in range(ranks):
-            held[rank] += [Run(start + at, step, size) for at, step, size in LAYOUTS["zigzag"](length, ranks, rank)]
+            held[rank] += [
+                Run(start + at, step, size) for at, step, size in LAYOUTS["zigzag"].runs(length, ranks, rank)
+            ]
         start += length
     return Dealt(padded, tuple(map(tuple, held)))
 

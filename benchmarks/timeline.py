@@ -26,7 +26,7 @@ from ds_seqpar.compiler.compile import pattern_of, weight
 from ds_seqpar.compiler.draw import draw_timelines
 from ds_seqpar.compiler.exchange import exchanged
 from ds_seqpar.compiler.heads import most
-from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES, settings
 from ds_seqpar.compiler.shape import shape_of
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("schedule", choices=sorted(SCHEDULES))
     found.add_argument("--ranks", type=int, default=4)
     found.add_argument("--ulysses", type=int, default=1)
-    found.add_argument("--layout", default="auto", help=f"one of {', '.join(NAMED)}")
+    found.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"
         found.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .compiler import heads as dealing
+from .compiler import layout as layouts
 from .compiler import schedules
 from .compiler.compile import Recipe
 from .compiler.cuts import KERNELS
-from .compiler.layout import LAYOUTS as RUNS
-from .compiler.layout import NAMED
 from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
 from .compiler.topology import Axes, Topology, divisors, place
 from .deepspeed_json import read_deepspeed, section_of
@@ -20,7 +19,7 @@ from .errors import SECTION, ConfigError, choose, in_words, nearest
 
 Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
-LAYOUTS = tuple(RUNS)
+LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
 TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
@@ -123,7 +122,7 @@ class SequenceParallelConfig:
                 'use "bf16", which takes as many bytes'
             )
         for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
-                             ("layout", ("auto", *NAMED)), ("kernel", KERNELS)):  # fmt: skip
+                             ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS)):  # fmt: skip
             choose(f"{SECTION}.{field}", getattr(self, field), names)
         schedules.schedule(self.schedule)
 

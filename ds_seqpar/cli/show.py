@@ -12,7 +12,7 @@ from ..compiler.cuts import PLAIN
 from ..compiler.draw import draw
 from ..compiler.exchange import ALL_KEPT, Heads, Members, exchanged, kept_of
 from ..compiler.heads import busiest, most
-from ..compiler.layout import NAMED, multiple
+from ..compiler.layout import LAYOUTS, multiple
 from ..compiler.listing import listing
 from ..compiler.masks import CAUSAL, FULL
 from ..compiler.schedules import SCHEDULES, settings
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
     show.add_argument("--head-stages", type=int, default=1, help="parts of the heads, attended to one after the other")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
-    show.add_argument("--layout", default="auto", help=f"one of {', '.join(NAMED)}")
+    show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")
     for name, (setting, schedule) in settings().items():
         help = f"for schedule {schedule.name}: {setting.help}"
         show.add_argument(f"--{name.replace('_', '-')}", help=help, **setting.option)

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import InputError
-from .layout import PARTS, Run, Runs, dealt
+from .layout import LAYOUTS, Run, Runs, dealt
 from .masks import Mask
 from .shards import UnevenShards
 
@@ -226,5 +226,5 @@ def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
     held = [dealt(layout, sum(lengths), ranks, rank) for rank in range(ranks)]
-    parts = PARTS.get(layout, 1)
+    parts = LAYOUTS[layout].parts
     return UnevenShards(held if parts == 1 else [(run,) for runs in held for run in runs], parts=parts)

@@ -16,7 +16,7 @@ from . import exchange, overlap
 from .actions import Key, Steps
 from .cuts import PLAIN, Takes, calls
 from .exchange import ALL_KEPT, Heads, Kept, Members, Traffic
-from .layout import NAMED
+from .layout import LAYOUTS
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
@@ -305,7 +305,7 @@ class _Growing:
     the length, which two short lengths show."""
 
     def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
-        runs = len(NAMED[layout](2 * size, size, 0)) * size
+        runs = len(LAYOUTS[layout].runs(2 * size, size, 0)) * size
         self.small, self.large = (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))
         self.mask, self.square = mask, square
         self.known: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}

@@ -1,13 +1,13 @@
-"""Which tokens a rank holds: a list of runs, by the named layouts. Pure integers."""
+"""Which tokens a rank holds: a list of runs, by the named layouts; `register` takes others. Pure integers."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from .tiling import tiling
+from ..errors import ConfigError
 
 
 class Run(NamedTuple):
@@ -27,6 +27,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
+Dealing = Callable[[int, int, int], Runs]  # tokens, ranks, rank
 
 
 def contiguous(seq: int, ranks: int, rank: int) -> Runs:
@@ -46,54 +47,78 @@ def striped(seq: int, ranks: int, rank: int) -> Runs:
     return (Run(rank, ranks, seq // ranks),)
 
 
-def paired(ranks: int, rank: int, strips: int = 1) -> tuple[int, int]:
-    """The two of 2 A chunks that a rank of A = `strips` T (T - 1) / 2 holds: see `Tiling`."""
-    return tiling(ranks, strips).owned[rank]
+def dealt_contiguous(tokens: int, ranks: int, rank: int) -> Runs:
+    first, end = _share(tokens, ranks, rank)
+    return _some(Run(first, 1, end - first))
 
 
-def pairs(seq: int, ranks: int, rank: int, strips: int = 1) -> Runs:
-    """A rank holds a chunk of one block and one of a later block. For `strips` T (T - 1) / 2 ranks only."""
-    size = seq // (2 * ranks)
-    return tuple(Run(chunk * size, 1, size) for chunk in paired(ranks, rank, strips))
+def dealt_zigzag(tokens: int, ranks: int, rank: int) -> Runs:
+    """From the outermost tokens inwards, half of a rank's in front."""
+    first, end = _share(tokens, ranks, rank)
+    low, high = (first + 1) // 2, (end + 1) // 2
+    return _some(Run(low, 1, high - low), Run(tokens - end // 2, 1, end // 2 - first // 2))
 
 
-def dealt(layout: str, tokens: int, ranks: int, rank: int) -> Runs:
-    """The runs of a named layout for any number of tokens: ranks' shares differ by one token at most."""
-    first, end = tokens * rank // ranks, tokens * (rank + 1) // ranks
-    if layout in STRIPS:  # an empty run is a block, too
-        chunks = paired(ranks, rank, STRIPS[layout])
-        ends = [(tokens * c // (2 * ranks), tokens * (c + 1) // (2 * ranks)) for c in chunks]
-        return tuple(Run(low, 1, high - low) for low, high in ends)
-    if layout == "striped":
-        runs = [Run(rank, ranks, len(range(rank, tokens, ranks)))]
-    elif layout == "contiguous":
-        runs = [Run(first, 1, end - first)]
-    else:  # from the outermost tokens inwards, half of a rank's in front
-        low, high = (first + 1) // 2, (end + 1) // 2
-        runs = [Run(low, 1, high - low), Run(tokens - end // 2, 1, end // 2 - first // 2)]
+def dealt_striped(tokens: int, ranks: int, rank: int) -> Runs:
+    return _some(Run(rank, ranks, len(range(rank, tokens, ranks))))
+
+
+def _share(tokens: int, ranks: int, rank: int) -> tuple[int, int]:
+    return tokens * rank // ranks, tokens * (rank + 1) // ranks
+
+
+def _some(*runs: Run) -> Runs:
     return tuple(run for run in runs if run.length)
 
 
-# "balanced" is zigzag where a sequence is one document; documents it deals as compiler.balance does
-LAYOUTS: dict[str, Callable[[int, int, int], Runs]] = {
-    "balanced": zigzag,
-    "contiguous": contiguous,
-    "striped": striped,
-    "zigzag": zigzag,
-}
-# and those that not every number of ranks has: for the schedules that name them
-STRIPS = {"pairs": 1, "pairs2": 2, "pairs4": 4, "pairs8": 8}
-NAMED: dict[str, Callable[[int, int, int], Runs]] = {
-    **LAYOUTS,
-    **{name: functools.partial(pairs, strips=strips) for name, strips in STRIPS.items()},
-}
-# blocks that a rank holds, each a run of its own; elsewhere all that it holds is one block
-PARTS = dict.fromkeys(STRIPS, 2)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Layout:
+    """How a sequence is dealt to ranks.
+
+    name: what settings call it. runs(tokens, ranks, rank): what a rank holds of a sequence whose length is a multiple
+    of ranks * chunks. dealt(tokens, ranks, rank): the same for any length; ranks' shares differ by one token at most.
+    chunks: equal parts that a rank's tokens are cut into. parts: blocks that a rank holds, each a run of its own, also
+    where it is empty; with 1 all that it holds is one block.
+    """
+
+    name: str
+    runs: Dealing
+    dealt: Dealing
+    chunks: int = 1
+    parts: int = 1
+
+
+# those that every number of ranks has. "balanced" is zigzag where a sequence is one document; documents it deals as
+# compiler.balance does
+COMMON = (
+    Layout(name="balanced", runs=zigzag, dealt=dealt_zigzag, chunks=2),
+    Layout(name="contiguous", runs=contiguous, dealt=dealt_contiguous),
+    Layout(name="striped", runs=striped, dealt=dealt_striped),
+    Layout(name="zigzag", runs=zigzag, dealt=dealt_zigzag, chunks=2),
+)
+LAYOUTS = {layout.name: layout for layout in COMMON}  # and those that schedules bring with them
+
+
+def register(*layouts: Layout) -> None:
+    """Raises ConfigError where a name is taken."""
+    if taken := [layout.name for layout in layouts if layout.name in ("auto", *LAYOUTS)]:
+        raise ConfigError(f"a layout needs a name of its own; got {', '.join(taken)}, rename it")
+    LAYOUTS.update((layout.name, layout) for layout in layouts)
+
+
+def remove(*layouts: Layout) -> None:
+    for layout in layouts:
+        del LAYOUTS[layout.name]
+
+
+def dealt(layout: str, tokens: int, ranks: int, rank: int) -> Runs:
+    """The runs of a named layout for any number of tokens."""
+    return LAYOUTS[layout].dealt(tokens, ranks, rank)
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
     """A sequence length must be a multiple of this: P, for two chunks a rank lcm(2A, P)."""
-    return math.lcm(2 * size // ulysses, size) if layout in ("zigzag", "balanced", *PARTS) else size
+    return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 
 def join(groups: Iterable[Runs]) -> Runs:

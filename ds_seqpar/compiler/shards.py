@@ -11,7 +11,7 @@ from typing import Protocol
 from ..errors import InputError
 from ..handles import handle_of
 from .actions import Key, owned
-from .layout import NAMED, PARTS, Run, Runs, join
+from .layout import LAYOUTS, Run, Runs, join
 
 
 class Shards(Protocol):
@@ -46,7 +46,7 @@ class EvenShards:
 
     @property
     def parts(self) -> int:
-        return PARTS.get(self.layout, 1)
+        return LAYOUTS[self.layout].parts
 
     @property
     def even(self) -> bool:
@@ -57,7 +57,7 @@ class EvenShards:
 
     def _block(self, block: int) -> Runs:
         rank, part = divmod(block, self.parts)
-        held = NAMED[self.layout](self.seq, self.size, rank)
+        held = LAYOUTS[self.layout].runs(self.seq, self.size, rank)
         return held if self.parts == 1 else held[part : part + 1]
 
     def tokens(self, side: str, key: Key) -> int:
@@ -149,7 +149,7 @@ def length(runs: Runs) -> int:
 
 def check_parts(shards: Shards, layout: str) -> None:
     """Raises InputError for shards that have not as many blocks a rank as the layout."""
-    if shards.parts != (parts := PARTS.get(layout, 1)):
+    if shards.parts != (parts := LAYOUTS[layout].parts):
         raise InputError(
             f"attention needs shards of {parts} block{'s' * (parts > 1)} a rank, as the {layout} layout has; got "
             f"{shards.parts}, give UnevenShards(..., parts={parts})"

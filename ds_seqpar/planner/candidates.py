@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import limits
 from ..compiler import schedules
-from ..compiler.layout import NAMED, multiple
+from ..compiler.layout import LAYOUTS, multiple
 from ..compiler.schedules.base import Own, Schedule
 from ..compiler.topology import Topology, divisors, place
 from ..config import SequenceParallelConfig, legal_ulysses
@@ -51,7 +51,7 @@ class Candidate:
         """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and
         layouts that give the same tokens, as far as one document goes. One ring is one, whoever makes it; a rank alone
         does the same work by any schedule."""
-        layout = None if self.inner == 1 else self.layout if documents else NAMED[self.layout]
+        layout = None if self.inner == 1 else self.layout if documents else LAYOUTS[self.layout].runs
         long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
         if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
             kind = self.schedule.parts, self.schedule.travellers, self.schedule.takes(0, 1)

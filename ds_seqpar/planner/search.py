@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler import heads as dealing
-from ..compiler.layout import NAMED, contiguous
+from ..compiler.layout import LAYOUTS, contiguous
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, Shape, shape_of
@@ -115,7 +115,7 @@ class Estimator:
     def lopsided(self, candidate: Candidate) -> bool:
         """Whether the last rank has about twice its share: causal attention on blocks in the order of the text, unless
         the schedule is made for that, and so takes nothing else."""
-        plain = self.request.mask.scale_free and NAMED[candidate.layout] is contiguous
+        plain = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
         return plain and candidate.inner > 1 and candidate.schedule.takes(0, 1)
 
 

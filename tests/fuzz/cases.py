@@ -11,7 +11,7 @@ import math
 from hypothesis import strategies as st
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
-from ds_seqpar.compiler.layout import NAMED, multiple
+from ds_seqpar.compiler.layout import LAYOUTS, multiple
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
@@ -21,7 +21,7 @@ FLOATING = ("fp64", "fp32", "bf16", "fp16")
 ON_CPU = ("auto", "cpu_flash", "reference")
 GOOD_SCALES = ("None", "0.3", "1", "tiny", "2.0", "numpy")
 ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1, 1], [2, 1, 1], [1, 1, 2], {}, 10**30)
-WORDS = (*SCHEDULES, *NAMED, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
+WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
     "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles",

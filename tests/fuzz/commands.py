@@ -11,7 +11,7 @@ import json
 import random
 import re
 
-from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.planner.machine import presets
 
@@ -38,7 +38,7 @@ OUTPUTS = ("out.png", "out.svg", "out.pgf", "out.xyz", "out", "", "missing/out.p
 DOCUMENTS = ("1024 3072", "4096\n", "1 2 3", "2048\n" * 8, "٣ 5", "0", "-1", "1.5", "", "x", "\udcff",
              "<<digits:5000>>", "<<digits:400>>", "<<digits:1000000>>", "<<long:5000000>>", "<<digits:19>> 1",
              None)  # fmt: skip
-WORDS = ("auto", "zigzag", "Zigzag", "ring", "kv", "q", "", "x", *SCHEDULES, *NAMED)
+WORDS = ("auto", "zigzag", "Zigzag", "ring", "kv", "q", "", "x", *SCHEDULES, *LAYOUTS)
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2,
          "vocab_size": 512, "intermediate_size": 96}  # fmt: skip
@@ -191,7 +191,7 @@ def show(its):
     its.option("--size", "4", "8", "6", "16", "1", odd=NUMBERS)
     its.option("--ulysses", "1", "2", odd=NUMBERS, chance=0.3)
     its.option("--schedule", *SCHEDULES, odd=WORDS)
-    its.option("--layout", *NAMED, odd=WORDS, chance=0.2)
+    its.option("--layout", *LAYOUTS, odd=WORDS, chance=0.2)
     for name in ("--window", "--rows", "--cols", "--team", "--strips"):
         its.option(name, "2", "1", "4", odd=NUMBERS, chance=0.06)
     for name in ("--forward", "--backward", "--travel-dtype", "--placement"):

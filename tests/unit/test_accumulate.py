@@ -8,6 +8,7 @@ from ds_seqpar.compiler.cuts import Takes, calls
 from ds_seqpar.compiler.layout import LAYOUTS, Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.tiles import Tile, tiles
+from ds_seqpar.config import LAYOUTS as COMMON
 from ds_seqpar.runtime.kernels import reference
 from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from ds_seqpar.runtime.kernels.cpu_flash import CpuFlash
@@ -169,7 +170,7 @@ def test_half_precision_costs_no_more_than_twice_the_kernels_own_error(kernel, n
 
 MASKS = {
     "kernel": tuple(KERNELS),
-    "layout": tuple(LAYOUTS),
+    "layout": COMMON,
     "window": (None, 1, 7, 30),
     "lengths": ((48,), (5, 30, 1, 12)),
     "causal": (True, False),
@@ -183,7 +184,7 @@ def test_a_sequence_in_blocks_is_the_whole(cases):
     for case in cases:
         kernel = KERNELS[case["kernel"]]
         mask = Mask(causal=case["causal"], window=case["window"], documents=Mask.documents_of(case["lengths"]))
-        blocks = [LAYOUTS[case["layout"]](seq, ranks, rank) for rank in range(ranks)]
+        blocks = [LAYOUTS[case["layout"]].runs(seq, ranks, rank) for rank in range(ranks)]
         order = [position for runs in blocks for run in runs for position in run.positions]
         runs = tuple(run for runs in blocks for run in runs)
         inputs = _inputs(seq, seq)

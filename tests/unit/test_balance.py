@@ -19,7 +19,7 @@ from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, 
 
 def _blocks(layout, size, tokens):
     """Runs of every inner rank, `tokens` each."""
-    return [LAYOUTS[layout](size * tokens, size, rank) for rank in range(size)]
+    return [LAYOUTS[layout].runs(size * tokens, size, rank) for rank in range(size)]
 
 
 def _tiles(blocks, compute, square=False):

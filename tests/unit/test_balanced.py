@@ -86,7 +86,7 @@ def test_nothing_is_dealt_of_no_documents():
 @pytest.mark.parametrize("ranks", range(1, 17))
 def test_one_document_is_dealt_as_zigzag_deals_it(ranks):
     seq = 2 * ranks * 5
-    zigzag = [LAYOUTS["zigzag"](seq, ranks, rank) for rank in range(ranks)]
+    zigzag = [LAYOUTS["zigzag"].runs(seq, ranks, rank) for rank in range(ranks)]
     (start, _, length), (_, _, more) = zigzag[-1]
     assert balanced([seq], ranks) == (*zigzag[:-1], (Run(start, 1, length + more),))
     for seq in (*range(2 * ranks, 2 * ranks + 50), 1001, 65537):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS
@@ -46,7 +46,7 @@ def _everything(world, sizes):
     """Settings of all kinds, legal and not: each shape of each schedule on up to `world` ranks."""
     shapes = [(name, own) for name, its in SCHEDULES.items() for ranks in ALL[:world] for own in its.shapes(ranks)]
     shapes = [pair for number, pair in enumerate(shapes) if pair not in shapes[:number]]
-    words = itertools.product(sizes, ALL[:world], shapes, NAMED, PLACEMENTS, TRAVELLERS, TRAVELLERS)
+    words = itertools.product(sizes, ALL[:world], shapes, LAYOUTS, PLACEMENTS, TRAVELLERS, TRAVELLERS)
     for size, ulysses, (schedule, own), layout, placement, forward, backward in words:
         yield {"size": size, "ulysses": ulysses, "schedule": schedule, "layout": layout, "placement": placement,
                "forward": forward, "backward": backward, **own}  # fmt: skip
@@ -71,7 +71,7 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
         schedule, ranks, own = generator.choice(shapes)
         ulysses = generator.choice([1, 1, 2, 3, 4, 8])
         size = generator.choice([ranks * ulysses, generator.choice(ALL)])
-        words = [generator.choice(list(choice)) for choice in (NAMED, PLACEMENTS, TRAVELLERS, TRAVELLERS)]
+        words = [generator.choice(list(choice)) for choice in (LAYOUTS, PLACEMENTS, TRAVELLERS, TRAVELLERS)]
         settings = dict(zip(("layout", "placement", "forward", "backward"), words, strict=True))
         settings |= {"size": size, "ulysses": ulysses, "schedule": schedule, **own}
         legal = _takes(world, heads, seq, settings)

@@ -7,13 +7,13 @@ import pytest
 from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.compile import PROBE, Bound, Compiler, Recipe, pattern_of
 from ds_seqpar.compiler.cuts import PLAIN
-from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask, visibility
 from ds_seqpar.compiler.plan import Pattern
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.shape import Shape
 from ds_seqpar.compiler.shards import EvenShards, UnevenShards
 from ds_seqpar.compiler.tiles import tiles
+from ds_seqpar.config import LAYOUTS as COMMON
 from tests.unit.plans import DIRECTIONS, SINGLE, topologies
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")
@@ -53,7 +53,7 @@ def test_a_program_hangs_on_what_travels_and_how():
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", COMMON)
 def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
     for size in (1, 2, 3, 4, 6):
         runs = size * (2 if layout in ("zigzag", "balanced") else 1)
@@ -80,7 +80,7 @@ def test_tiles_grow_without_looking_at_tokens():
     assert sum(tile.products for tile in found) == tokens // 2 * (tokens // 2 + 1) + (tokens // 2) ** 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", COMMON)
 def test_the_pattern_of_a_stand_in_is_the_true_one(layout):
     for size in (1, 2, 3, 4, 8):
         runs = size * (2 if layout in ("zigzag", "balanced") else 1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ds_seqpar.compiler.layout import LAYOUTS, Run, join
 from ds_seqpar.compiler.masks import END, Mask, sees, visibility
 from ds_seqpar.compiler.tiles import Tile, tiles
+from ds_seqpar.config import LAYOUTS as COMMON
 from ds_seqpar.errors import InputError
 from tests.grids import examples
 from tests.oracle import seen
@@ -20,7 +21,7 @@ CAUSAL, FULL = Mask(), Mask(causal=False)
 
 
 def _blocks(layout, ranks, per_rank):
-    return [LAYOUTS[layout](ranks * per_rank, ranks, rank) for rank in range(ranks)]
+    return [LAYOUTS[layout].runs(ranks * per_rank, ranks, rank) for rank in range(ranks)]
 
 
 def _held(runs):
@@ -150,7 +151,7 @@ def _gathered(draw):
     """Two groups of blocks, each of a layout of its own and in the order of a gathered operand."""
     found = []
     for _ in range(2):
-        layout, ranks = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.integers(1, 9))
+        layout, ranks = draw(st.sampled_from(COMMON)), draw(st.integers(1, 9))
         blocks = _blocks(layout, ranks, draw(st.integers(1, 4)) * (2 if layout == "zigzag" else 1))
         found.append(join(blocks[rank] for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1))))
     return tuple(found)
@@ -175,7 +176,7 @@ def test_tiles_are_exact(runs, mask, square):
     _assert_exact(*runs, mask, square)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", COMMON)
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_of_every_window_are_exact(layout, causal):
     for ranks, per_rank in ((1, 8), (2, 6), (3, 4)):
@@ -186,7 +187,7 @@ def test_tiles_of_every_window_are_exact(layout, causal):
             _assert_exact(join(blocks), join(blocks), Mask(causal=causal, window=window), True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", COMMON)
 def test_tiles_of_packed_documents_are_exact(layout):
     packs = [[1] * 24, [8, 8, 8], [5, 7, 12], [1, 22, 1], [24], [3, 1, 1, 9, 2, 8]]
     for lengths, ranks, window in itertools.product(packs, (1, 2, 4), (None, 1, 3, 8)):
@@ -271,7 +272,7 @@ def test_a_block_sees_another_where_any_query_sees_any_key(blocks, mask):
         assert bool(tiles(q, kv, mask)) == seen, (q, kv, mask)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", COMMON)
 def test_visibility_of_a_sequence_is_exact(layout):
     for ranks, per_rank in ((4, 6), (6, 2), (8, 4)):
         blocks, seq = _blocks(layout, ranks, per_rank), ranks * per_rank

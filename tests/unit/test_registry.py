@@ -13,7 +13,7 @@ import pytest
 import ds_seqpar
 from ds_seqpar.compiler import schedules
 from ds_seqpar.compiler.actions import Collective
-from ds_seqpar.compiler.layout import NAMED
+from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS, count
@@ -58,15 +58,16 @@ def _plan(schedule, shape, direction, travels):
 
 @ALL
 def test_help_is_a_line_and_what_is_legal_exists(schedule):
+    layouts = {*LAYOUTS, *(layout.name for layout in schedule.own_layouts)}
     for its in (schedule.at(ranks, own) for ranks in RANKS for own in schedule.shapes(ranks)):
         assert its.default_layout in its.layouts
-        assert set(its.layouts) <= set(NAMED)
+        assert set(its.layouts) <= layouts
         assert its.parts == schedule.parts
     for line in (schedule.summary, *(setting.help for setting in schedule.settings)):
         assert line
         assert "\n" not in line
     assert schedule.default_layout in schedule.layouts
-    assert set(schedule.layouts) <= set(NAMED)
+    assert set(schedule.layouts) <= layouts
     assert set(schedule.travellers) <= set(TRAVELLERS)
     assert set(schedule.placements) <= set(PLACEMENTS)
     parser = argparse.ArgumentParser(prefix_chars="-")
@@ -128,7 +129,7 @@ def test_what_it_cannot_compute_is_refused(schedule, numbers):
 
 
 def test_schedules_are_found_by_themselves():
-    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")}
+    files = {path.stem for path in Path(schedules.__file__).parent.iterdir()}  # or folders
     assert set(SCHEDULES) <= files
     assert len(SCHEDULES) == 7
     assert all(schedules.schedule(name) is its and its.name == name for name, its in SCHEDULES.items())

@@ -9,13 +9,14 @@ import torch
 
 from ds_seqpar.compiler.balance import shards_of
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import NAMED, STRIPS, dealt, multiple, paired
+from ds_seqpar.compiler.layout import LAYOUTS, dealt, multiple
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.triangle import STRIPS
+from ds_seqpar.compiler.schedules.triangle.tiling import tiling
 from ds_seqpar.compiler.shape import shape_of
 from ds_seqpar.compiler.shards import EvenShards, positions
-from ds_seqpar.compiler.tiling import tiling
 from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
@@ -26,12 +27,11 @@ from tests.unit.plans import DIRECTIONS, built, joint, topology
 from tests.unit.test_schedule_bytes import UNITS
 
 ITS = SCHEDULES["triangle"]
-LAYOUT = {strips: name for name, strips in STRIPS.items()}
-WIDE = [strips for strips in LAYOUT if strips > 1]
+WIDE = [strips for strips in STRIPS if strips > 1]
 LARGE = 30  # ranks from which on what looks at every product of every rank is in the whole alone
 SHAPES = [
     pytest.param(blocks, strips, marks=pytest.mark.whole if strips * blocks * (blocks - 1) // 2 >= LARGE else [])
-    for strips in LAYOUT
+    for strips in STRIPS
     for blocks in range(3, 11)
     if strips * blocks * (blocks - 1) // 2 <= 240
 ]
@@ -50,7 +50,7 @@ def _topology(blocks, strips):
 @functools.lru_cache(maxsize=4)
 def _causal(blocks, strips):
     ranks = _ranks(blocks, strips)
-    return pattern_of(CAUSAL, EvenShards(LAYOUT[strips], 4 * ranks, ranks))
+    return pattern_of(CAUSAL, EvenShards(STRIPS[strips], 4 * ranks, ranks))
 
 
 def _steps(blocks, strips, direction):
@@ -69,7 +69,7 @@ def test_a_rank_owns_an_early_chunk_of_its_strip_and_a_late_one_of_its_column(bl
     ranks, long = _ranks(blocks, strips), blocks - 1
     its = tiling(ranks, strips)
     assert its.blocks == blocks
-    owners = [paired(ranks, rank, strips) for rank in range(ranks)]
+    owners = [tiling(ranks, strips).owned[rank] for rank in range(ranks)]
     assert sorted(itertools.chain(*owners)) == list(range(2 * ranks))
     tiles = [(i, p, j) for i in range(blocks) for j in range(i) for p in range(strips)]
     assert [its.tile(rank) for rank in range(ranks)] == tiles
@@ -82,7 +82,7 @@ def test_a_rank_owns_an_early_chunk_of_its_strip_and_a_late_one_of_its_column(bl
 
 def test_the_layouts_hold_every_position_once():
     for (blocks, strips), ulysses in itertools.product(SMALL, (1, 3)):
-        layout, size = LAYOUT[strips], _ranks(blocks, strips) * ulysses
+        layout, size = STRIPS[strips], _ranks(blocks, strips) * ulysses
         seq = 2 * multiple(layout, size, ulysses)
         held = [positions(layout, seq, size, ulysses, rank) for rank in range(size)]
         assert sorted(itertools.chain(*held)) == list(range(seq))
@@ -92,7 +92,7 @@ def test_the_layouts_hold_every_position_once():
             lengths = [shards.tokens("q", (block,)) for block in range(2 * shards.size)]
             assert sum(lengths) == tokens
             assert max(lengths) - min(lengths) <= 1
-    assert dealt("pairs2", 24, 6, 0) == NAMED["pairs2"](24, 6, 0) != NAMED["pairs"](24, 6, 0)
+    assert dealt("pairs2", 24, 6, 0) == LAYOUTS["pairs2"].runs(24, 6, 0) != LAYOUTS["pairs"].runs(24, 6, 0)
 
 
 @pytest.mark.parametrize(("blocks", "strips"), SHAPES)
@@ -196,7 +196,7 @@ def test_what_a_mask_leaves_out_is_neither_computed_nor_sent(blocks, strips, dir
     full, ranks = _plan(blocks, strips, direction), _ranks(blocks, strips)
     units = UNITS[direction]
     for mask in _masks(ranks):
-        meet = pattern_of(mask, EvenShards(LAYOUT[strips], 8 * ranks, ranks))
+        meet = pattern_of(mask, EvenShards(STRIPS[strips], 8 * ranks, ranks))
         plan = _plan(blocks, strips, direction, meet)
         validate(plan, meet.pairs())
         assert sorted((c.q[0], c.kv[0]) for step in joint(plan) for c in step.computes) == sorted(meet.pairs())
@@ -247,7 +247,7 @@ def _problem(seq, heads):
 def test_it_equals_dense_attention(cases):
     for case in cases:
         config = _config(*case["shape"], case["ulysses"], overlap=case["overlap"])
-        layout = LAYOUT[case["shape"][1]]
+        layout = STRIPS[case["shape"][1]]
         inputs, wanted = _problem(multiple(layout, config.size, config.ulysses), case["heads"])
         assert max(errors(_found(config, inputs), wanted)) <= 1e-10, case
 
@@ -274,7 +274,7 @@ def test_with_masks_it_equals_dense_attention(shape):
 def test_sequences_of_any_length_are_exact():
     for shape, seq in itertools.product(((3, 2), (3, 4)), (1, 29, 50)):
         inputs = tensors(1, seq, (4, 2), 8)
-        found = _found(_config(*shape), inputs, shards=shards_of(LAYOUT[shape[1]], (seq,), _ranks(*shape)))
+        found = _found(_config(*shape), inputs, shards=shards_of(STRIPS[shape[1]], (seq,), _ranks(*shape)))
         for a, b in zip(found, dense(*inputs), strict=True):
             assert (a - b).abs().max() <= 1e-10 * max(1, b.abs().max()), (shape, seq)
 

@@ -63,7 +63,11 @@ def test_auto_is_its_own_choice():
         ({"seats": 2}, ("sequence_parallel.seats", '"schedule": "carousel"', '"ring"')),
         ({"schedule": "carousel", "team": 2}, ("sequence_parallel.team", '"schedule": "wallfacer"', '"carousel"')),
         ({"schedule": "carousel", "seats": 3}, ("sequence_parallel.seats", "8 ranks", "got 3", "[1, 2")),
-        ({"schedule": "carousel", "layout": "contiguous"}, ("layout", '"striped" or "zigzag"', '"carousel"')),
+        (
+            {"schedule": "carousel", "layout": "contiguous"},
+            ("layout", '"striped", "zigzag" or "backwards"', '"carousel"'),
+        ),
+        ({"schedule": "mesh", "layout": "backwards"}, ("layout", '"mesh"', '"carousel"')),
         ({"schedule": "distflash", "layout": "zigzag"}, ("layout", '"contiguous"', '"carousel"')),
         ({"schedule": "ring", "placement": "collectives_intra"}, ("placement", '"collectives_intra"', '"carousel"')),
         ({"schedule": "carousel", "placement": ["car"]}, ("placement", "ulysses, seat, car", "got ['car']")),
@@ -87,6 +91,7 @@ def test_it_is_unknown_once_it_is_taken_off():
         assert "got 'seats'" in _message(Config, seats=2)
         with pytest.raises(AttributeError):
             Config().seats  # noqa: B018
+        assert "got 'backwards'" in _message(Config, layout="backwards")
     finally:
         schedules.register(toy_schedule.SCHEDULE)
 
@@ -141,7 +146,7 @@ def test_its_ranks_are_placed_and_its_groups_known(placement, order):
     assert (topology.size("seat"), topology.size("car"), topology.size("data")) == (3, 2, 2)
 
 
-@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("layout", ["striped", "zigzag", "backwards"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("travels", ["kv", "q", "auto"])
 def test_it_equals_dense_attention(layout, overlap, travels):

@@ -10,10 +10,11 @@ import torch
 
 from ds_seqpar.compiler.balance import shards_of
 from ds_seqpar.compiler.compile import PROBE, Compiler, Recipe, pattern_of
-from ds_seqpar.compiler.layout import NAMED, dealt, multiple, paired
+from ds_seqpar.compiler.layout import LAYOUTS, dealt, multiple
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.triangle.tiling import tiling
 from ds_seqpar.compiler.shape import shape_of
 from ds_seqpar.compiler.shards import EvenShards, UnevenShards, positions
 from ds_seqpar.compiler.validate import validate
@@ -45,7 +46,7 @@ def _pair(rank):
 def _place(side):
     """Block of the plan -> which of the sequence's chunks it is."""
     ranks = _ranks(side)
-    return {2 * rank + part: chunk for rank in range(ranks) for part, chunk in enumerate(paired(ranks, rank))}
+    return {2 * rank + part: chunk for rank in range(ranks) for part, chunk in enumerate(tiling(ranks, 1).owned[rank])}
 
 
 @functools.lru_cache(maxsize=2)
@@ -70,7 +71,7 @@ def _plan(side, direction, meet=None):
 def test_a_block_is_owned_by_its_row_early_and_by_its_column_late(side):
     owners = {}
     for rank in range(_ranks(side)):
-        (i, j), (late, early) = _pair(rank), paired(_ranks(side), rank)
+        (i, j), (late, early) = _pair(rank), tiling(_ranks(side), 1).owned[rank]
         assert late // (side - 1) == j
         assert late % (side - 1) >= j
         assert early // (side - 1) == i
@@ -100,7 +101,7 @@ def test_any_number_of_tokens_is_dealt_in_chunks_that_differ_by_one_at_most():
         lengths = [shards.tokens("q", (block,)) for block in range(2 * shards.size)]
         assert sum(lengths) == tokens
         assert max(lengths) - min(lengths) <= 1
-    assert dealt("pairs", 12, 3, 1) == NAMED["pairs"](12, 3, 1)
+    assert dealt("pairs", 12, 3, 1) == LAYOUTS["pairs"].runs(12, 3, 1)
 
 
 # ---- what is computed

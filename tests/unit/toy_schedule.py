@@ -1,6 +1,7 @@
 """A schedule from a file of its own, as a user would write one: all there is to know of it, and nothing elsewhere."""
 
 from ds_seqpar.compiler.actions import Gather, ReduceScatter
+from ds_seqpar.compiler.layout import Layout, Run
 from ds_seqpar.compiler.schedules.base import Schedule, blocks_received, count
 from ds_seqpar.compiler.schedules.rotation import Round, rotation
 from ds_seqpar.compiler.topology import divisors
@@ -28,6 +29,12 @@ def carousel(topology, pattern, direction, travels="kv"):
         reduces=lambda rank: together(ReduceScatter, "dkv", rank) if direction == "backward" else (),
     )
     return rotation(way, cars, direction, travels, pattern)
+
+
+def backwards(tokens, ranks, rank):
+    """The last tokens go to the first rank."""
+    first, end = (tokens * slices // ranks for slices in (ranks - 1 - rank, ranks - rank))
+    return (Run(first, 1, end - first),)
 
 
 def shapes(ranks):
@@ -64,7 +71,8 @@ SCHEDULE = Schedule(
     settings=(count("seats", "ranks that k/v is gathered over"),),
     shapes=shapes,
     resolve=resolve,
-    layouts=("striped", "zigzag"),
+    own_layouts=(Layout(name="backwards", runs=backwards, dealt=backwards),),
+    layouts=("striped", "zigzag", "backwards"),
     default_layout="striped",
     collective_axes=("seat",),
     ring_axes=("car",),

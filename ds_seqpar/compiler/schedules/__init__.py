@@ -1,5 +1,5 @@
-"""Schedules: one a file, found by themselves; `register` takes others. A file says all there is to know of a schedule,
-in a `Schedule`; nobody else spells its name.
+"""Schedules: one a file, or a folder, found by themselves; `register` takes others. Each says all there is to know of
+it in a `Schedule`, its own layouts too; nobody else spells its name.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 
 from ...errors import SECTION, ConfigError, choose
+from .. import layout
 from .base import Schedule, Setting
 
 DEFAULT = "ring"  # what "auto" is
@@ -27,13 +28,14 @@ def register(schedule: Schedule) -> None:
             f"a schedule's axes must be neither ulysses nor data, and hold those of its collectives and its ring; got "
             f"{', '.join(sorted(axes))}, and {', '.join(sorted(named)) or 'none'} for {schedule.name}"
         )
+    layout.register(*schedule.own_layouts)
     SCHEDULES[schedule.name] = schedule
 
 
 def remove(name: str) -> None:
     """Takes a schedule off again. Raises ConfigError where there is none of this name."""
     choose("a schedule that is removed", name, SCHEDULES)
-    del SCHEDULES[name]
+    layout.remove(*SCHEDULES.pop(name).own_layouts)
 
 
 def schedule(name: str) -> Schedule:

@@ -1,4 +1,4 @@
-"""What a schedule says of itself, in one file: each in this folder that holds a `SCHEDULE` is one; yours may be too."""
+"""What a schedule says of itself, in one file or folder: each here that holds a `SCHEDULE` is one; yours may be too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import SECTION, ConfigError
-from ..layout import LAYOUTS, PARTS
+from ..layout import COMMON, LAYOUTS, Layout
 from ..plan import Pattern, StepsOf
 from ..topology import Axes, Topology
 
@@ -76,7 +76,8 @@ class Schedule:
     resolve(ranks, given, heads): those of one shape, with what is given; the others are chosen, for these heads where
         known. Raises ConfigError for what does not fit.
     by_shape(ranks, own): of these fields those that are others with one shape; see `at`.
-    layouts, default_layout: those that it takes, and what "auto" is.
+    own_layouts: what is known as a layout as long as the schedule is registered.
+    layouts, default_layout: the names of those that it takes, and what "auto" is.
     travellers: the sides that it can let travel; "auto" takes what sends fewer bytes.
     takes(q block, kv block): whether it can compute that product at all.
     collective_axes: those along which it gathers and reduces: they need process groups. ring_axes: those that
@@ -92,7 +93,8 @@ class Schedule:
     shapes: Callable[[int], Iterable[Own]] = lambda ranks: ({},)
     resolve: Callable[[int, Own, Heads | None], Own] = lambda ranks, given, heads: {}
     by_shape: Callable[[int, Own], Mapping[str, Any]] = lambda ranks, own: {}
-    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    own_layouts: tuple[Layout, ...] = ()
+    layouts: tuple[str, ...] = tuple(layout.name for layout in COMMON)
     default_layout: str = "balanced"
     travellers: tuple[str, ...] = TRAVELLERS
     takes: Callable[[int, int], bool] = lambda q, kv: True
@@ -114,7 +116,7 @@ class Schedule:
     @property
     def parts(self) -> int:
         """Blocks that each inner rank owns, as its layouts deal them."""
-        return PARTS.get(self.default_layout, 1)
+        return LAYOUTS[self.default_layout].parts
 
     @property
     def placements(self) -> dict[str, tuple[str, ...]]:

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...errors import SECTION, ConfigError
-from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ..layout import STRIPS
-from ..plan import Counted, Pattern, bits
-from ..tiling import Stop, Tiling, pair_of, tiling
-from ..topology import Axes, Topology
-from .base import Heads, Own, Schedule, count
+from ....errors import SECTION, ConfigError
+from ...actions import ACCUMULATORS, Compute, Move, Step, Steps
+from ...layout import Layout, Run, Runs
+from ...plan import Counted, Pattern, bits
+from ...topology import Axes, Topology
+from ..base import Heads, Own, Schedule, count
+from .tiling import Stop, Tiling, pair_of, tiling
 
 
 def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
@@ -221,8 +221,23 @@ def _of(axes: Mapping[str, int]) -> Tiling:
     return tiling(strips * axes["pair"], strips)
 
 
+STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # how many to a block -> the layout that they need
+
+
+def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
+    """A rank holds a chunk of one block and one of a later block. For `strips` T (T - 1) / 2 ranks only."""
+    chunks = tiling(ranks, strips).owned[rank]
+    ends = [(tokens * c // (2 * ranks), tokens * (c + 1) // (2 * ranks)) for c in chunks]
+    return tuple(Run(low, 1, high - low) for low, high in ends)
+
+
+def _layout(strips: int, name: str) -> Layout:
+    dealing = functools.partial(pairs, strips=strips)
+    return Layout(name=name, runs=dealing, dealt=dealing, chunks=2, parts=2)
+
+
 def shapes(ranks: int) -> list[Own]:
-    return [{"strips": strips} for strips in STRIPS.values() if _fits(ranks, strips)]
+    return [{"strips": strips} for strips in STRIPS if _fits(ranks, strips)]
 
 
 def _fits(ranks: int, strips: int) -> bool:
@@ -259,7 +274,7 @@ def axes(ranks: int, own: Own) -> Axes:
 
 def by_shape(ranks: int, own: Own) -> Mapping[str, Any]:
     """Each number of strips has a layout of its own, and its own order of chunks."""
-    layout = next(name for name, strips in STRIPS.items() if strips == own["strips"])
+    layout = STRIPS[own["strips"]]
     return {
         "layouts": (layout,),
         "default_layout": layout,
@@ -277,6 +292,7 @@ SCHEDULE = Schedule(
     shapes=shapes,
     resolve=resolve,
     by_shape=by_shape,
+    own_layouts=tuple(_layout(*one) for one in STRIPS.items()),
     layouts=("pairs",),
     default_layout="pairs",
     travellers=("kv",),
