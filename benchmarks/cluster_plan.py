@@ -21,11 +21,11 @@ from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.program import GatherStart, Post, Program, ScatterStart, Wait
 from ds_seqpar.compiler.shape import shape_of
 from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.compiler.simulate import programs_of, simulate
+from ds_seqpar.compiler.simulate import programs_of
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planner.everyone import programs
+from ds_seqpar.planner.calls import Call
 from ds_seqpar.planner.machine import PER_PRODUCT, Machine, Wire
-from ds_seqpar.planner.pricing import Call
+from ds_seqpar.planner.prices import simulated
 from ds_seqpar.runtime.comm import distances
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -130,7 +130,7 @@ def predicted(spec: Spec, problem: Problem, machine: Machine) -> float:
     )
     wire = machine.between if problem.nodes > 1 else machine.inside
     agreement = len(distances(problem.world)) * wire.latency
-    return agreement + sum(simulate(*programs(machine, call, way)).seconds for way in ("forward", "backward"))
+    return agreement + sum(simulated(machine, call, way).seconds for way in ("forward", "backward"))
 
 
 def critical_path(spec: Spec, problem: Problem, rate: float, unit: float) -> float:

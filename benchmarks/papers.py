@@ -14,9 +14,9 @@ from ds_seqpar.compiler.plan import columns
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.closed import closed
-from ds_seqpar.planner.everyone import call_seconds
 from ds_seqpar.planner.machine import Machine, Wire
 from ds_seqpar.planner.plan import plan
+from ds_seqpar.planner.prices import call_seconds
 from ds_seqpar.planner.request import Model, Request, Step
 from ds_seqpar.planner.steptime import call_of, step_time
 

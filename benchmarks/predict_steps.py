@@ -32,8 +32,8 @@ from benchmarks.cluster_turns import call
 from benchmarks.memory import Bench, model_options
 from benchmarks.predict import able, errors, ratio, summary
 from ds_seqpar.planner.closed import closed
-from ds_seqpar.planner.everyone import call_seconds
 from ds_seqpar.planner.machine import Machine, machine_of
+from ds_seqpar.planner.prices import call_seconds
 from ds_seqpar.planner.search import DIRECTIONS
 from ds_seqpar.planner.steptime import StepTime, call_of, carried_seconds, step_time
 from ds_seqpar.runtime.comm import distances

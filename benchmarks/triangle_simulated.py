@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.planner.calls import Call
 from ds_seqpar.planner.candidates import Candidate, candidates
 from ds_seqpar.planner.closed import closed
-from ds_seqpar.planner.everyone import call_seconds, followed_ranks
 from ds_seqpar.planner.machine import Machine
-from ds_seqpar.planner.pricing import Call
+from ds_seqpar.planner.prices import call_seconds, followed_ranks
 
 WAYS = ("forward", "backward")
 

@@ -1,17 +1,163 @@
-"""The programs of a call of attention of a configuration, and how much memory they take (`compiler.memory`). Bytes; no
-tensor."""
+"""A call of attention of a configuration: its programs on all ranks, and how much memory they take. Torch-free."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from ..compiler import exchange
 from ..compiler import heads as dealing
-from ..compiler.compile import Bound, Compiler
+from ..compiler.compile import Bound, Compiler, Recipe, pattern_of
 from ..compiler.cuts import PLAIN, Takes
 from ..compiler.exchange import Kept, Members, kept_of
+from ..compiler.lower import lower
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
-from ..compiler.shape import shape_of
-from ..compiler.shards import EvenShards
+from ..compiler.plan import Pattern
+from ..compiler.program import Assemble, ExchangeStart, GatherStart, Instruction, Post, Program, ScatterStart
+from ..compiler.shape import Shape, shape_of
+from ..compiler.shards import EvenShards, Shards
+from ..compiler.topology import Topology
 from ..config import SequenceParallelConfig
+from .machine import Machine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """Attention of one layer. config: resolved; heads: (query heads, key/value heads, head_dim) that it works on at
+    once, the model's or a stage's; shards: of the inner ranks."""
+
+    config: SequenceParallelConfig
+    world: int
+    mask: Mask
+    shards: Shards
+    heads: tuple[int, int, int]
+    dtype: str = "bfloat16"
+    batch: int = 1
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        return self.config.topology(self.world)
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        return self.config.recipe(self.topology)
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        return _pattern(self.mask, self.shards)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of each Ulysses member."""
+        q_heads, kv_heads, dim = self.heads
+        counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealing.dealt(q_heads, kv_heads, self.members)]
+        return tuple(shape_of(self.config.travel_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
+
+    @property
+    def members(self) -> int:
+        return self.config.ulysses
+
+    @functools.cached_property
+    def first(self) -> int:
+        """A member with the most heads: all choose what travels by it."""
+        return max(range(self.members), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank that shares the first sequence, and then of those of the next ones: (member, inner rank)."""
+        top = self.topology
+        return tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(self.config.size))
+
+    @functools.cached_property
+    def ranks(self) -> dict[tuple[int, int], int]:
+        """(member, inner rank) -> rank."""
+        return {place: rank for rank, place in enumerate(self.places)}
+
+    def travels(self, direction: str) -> str:
+        return self.recipe.travels(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(mask: Mask, shards: Shards) -> Pattern:
+    if mask.scale_free and isinstance(shards, EvenShards):
+        runs = len(shards.runs("q", (0,))) * shards.size * shards.parts
+        shards = dataclasses.replace(shards, seq=2 * runs)  # the same blocks meet
+    return pattern_of(mask, shards)
+
+
+# ---- programs
+
+
+def followed(machine: Machine, call: Call) -> int:
+    """How many sequences are followed together: as many as fill nodes where nodes' links are shared and a sequence
+    does not end with its node; else one, as the others do the same at the same time."""
+    size, per_node = call.config.size, machine.per_node
+    if machine.uplink is None or size % per_node == 0 or per_node % size == 0:
+        return 1
+    return min(call.world // size, math.lcm(size, per_node) // size)
+
+
+def programs(machine: Machine, call: Call, direction: str) -> list[Program]:
+    """Those of all ranks that are followed, each with Ulysses' exchanges before and after."""
+    return worldwide(machine, call, inner_programs(call, direction))
+
+
+def inner_programs(call: Call, direction: str) -> list[Program]:
+    """Of the first member's ranks, without exchanges."""
+    shape, schedule = call.shapes[0], call.recipe.schedule
+    return [
+        lower(
+            schedule.name, direction, rank, call.recipe.size, tuple(steps), shape.travel == shape.wide, schedule.parts
+        )
+        for rank, steps in enumerate(_steps(call, direction))
+    ]
+
+
+def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Program]:
+    """inner: of the inner ranks."""
+    size, found = call.config.size, []
+    for rank in range(followed(machine, call) * size):
+        member, place = call.places[rank % size]
+        base = rank - rank % size
+
+        def at(peer: int, member: int = member, base: int = base) -> int:
+            return base + call.ranks[member, peer]
+
+        group = tuple(base + call.ranks[m, place] for m in range(call.members))
+        found.append(renumbered(exchange.whole([inner[place]], call.members, True), rank, at, group))
+    return found
+
+
+def _steps(call: Call, direction: str) -> list:
+    shape = call.shapes[call.first]
+    if call.recipe.overlap:
+        return list(call.recipe.plan(direction, call.pattern, shape).ranks)
+    recipe = call.recipe
+    steps = recipe.schedule.build(call.topology, call.pattern, direction, call.travels(direction))
+    return [steps(rank) for rank in range(recipe.size)]
+
+
+def renumbered(program: Program, rank: int, at: Callable[[int], int], group: tuple[int, ...]) -> Program:
+    """With ranks of the world in place of inner ones. group: Ulysses' members."""
+    code: list[Instruction] = []
+    for one in program.code:
+        if isinstance(one, Post):
+            sends, receives = (tuple(t._replace(peer=at(t.peer)) for t in ts) for ts in (one.sends, one.receives))
+            code.append(one._replace(sends=sends, receives=receives))
+        elif isinstance(one, GatherStart | ScatterStart | Assemble):
+            ranks = tuple(map(at, one.collective.ranks))
+            code.append(one._replace(collective=dataclasses.replace(one.collective, ranks=ranks)))
+        elif isinstance(one, ExchangeStart):
+            code.append(one._replace(ranks=group))
+        else:
+            code.append(one)
+    return dataclasses.replace(program, rank=rank, code=tuple(code))
+
+
+# ---- memory
 
 
 def call_figures(

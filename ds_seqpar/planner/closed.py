@@ -13,8 +13,9 @@ from ..compiler.exchange import trades
 from ..compiler.plan import StepsOf
 from ..compiler.program import OWN, ExchangeStart, GatherStart, ScatterStart, Trade
 from ..compiler.simulate import Start
+from .calls import Call
 from .machine import Machine
-from .pricing import Call, MachinePrices, Wires
+from .prices import MachinePrices, Wires
 
 WIDE = 64  # members of a collective, beyond which a rank's own links are looked at only
 

@@ -14,14 +14,13 @@ from ..compiler.layout import LAYOUTS, contiguous
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.simulate import simulate
 from ..compiler.timeline import Timeline
 from ..compiler.topology import Axes, Topology
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
+from . import prices
 from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
-from .everyone import call_seconds, followed_ranks, programs
 from .footprint import Footprint, attention_figures, footprint
 from .machine import PER_PRODUCT, Machine
 from .request import Request
@@ -238,7 +237,7 @@ def instructions(request: Request, one: Prediction) -> int:
     """About how many are simulated: each rank that is followed has some for every other inner one at most."""
     inner = one.candidate.inner
     call = call_of(request.step(one.config), one.config.head_stages)
-    return 12 * followed_ranks(request.machine, call) * (inner + 1)
+    return 12 * prices.followed_ranks(request.machine, call) * (inner + 1)
 
 
 def overlapped(request: Request, one: Prediction) -> float:
@@ -262,7 +261,7 @@ def simulated(request: Request, one: Prediction) -> Prediction:
     """With the time of attention that the simulator finds."""
     stages = one.config.head_stages
     call = call_of(request.step(one.config), stages)
-    seconds = [stages * call_seconds(request.machine, call, way) for way in DIRECTIONS]
+    seconds = [stages * prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
     took = _timed(request, one, seconds)
     return dataclasses.replace(
         one, time=took, seconds=request.seconds_each(took.seconds, took.sequences), simulated=True
@@ -272,7 +271,7 @@ def simulated(request: Request, one: Prediction) -> Prediction:
 def timelines(request: Request, one: Prediction) -> dict[str, Timeline]:
     """Direction -> what all ranks do in attention of one layer, for one stage of heads."""
     call = call_of(request.step(one.config), one.config.head_stages)
-    return {way: simulate(*programs(request.machine, call, way)) for way in DIRECTIONS}
+    return {way: prices.simulated(request.machine, call, way) for way in DIRECTIONS}
 
 
 def floor(request: Request, one: Prediction) -> float:

@@ -12,9 +12,9 @@ from ..compiler.balance import shards_of
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, Shards
+from .calls import Call
 from .closed import Closed
 from .machine import Machine
-from .pricing import Call
 from .request import Step
 
 TIMES = {

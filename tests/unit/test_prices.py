@@ -8,12 +8,11 @@ import pytest
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import Enter, Leave
 from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.compiler.simulate import simulate
 from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.planner.calls import Call, followed, programs
 from ds_seqpar.planner.closed import closed
-from ds_seqpar.planner.everyone import alike, call_seconds, followed, followed_ranks, programs
 from ds_seqpar.planner.machine import Machine, Wire
-from ds_seqpar.planner.pricing import Call
+from ds_seqpar.planner.prices import alike, call_seconds, followed_ranks, simulated
 
 RATE = 1e12  # flops/s of every product, so that seconds can be counted
 TABLE = ((1.0, RATE),)
@@ -37,7 +36,7 @@ def _call(size, seq=4096, heads=(4, 4, 64), mask=FULL, world=None, **settings):
 
 
 def _simulated(machine, call, way="forward"):
-    return simulate(*programs(machine, call, way))
+    return simulated(machine, call, way)
 
 
 def _product(call, way="forward"):
@@ -62,7 +61,7 @@ def test_latency_is_there_once_a_hop_and_host_time_once_an_instruction():
     assert _simulated(bare, call).seconds == pytest.approx(3 + _product(call) / 4)
     alone = _call(1, ulysses=1)
     slow = dataclasses.replace(PLAIN, instruction=1.0, ahead=False)
-    kinds = [one for one in programs(slow, alone, "forward")[0][0].code if not isinstance(one, Enter | Leave)]
+    kinds = [one for one in programs(slow, alone, "forward")[0].code if not isinstance(one, Enter | Leave)]
     assert _simulated(slow, alone).seconds == pytest.approx(len(kinds) + _product(alone))
     ahead = dataclasses.replace(slow, ahead=True)  # the device works meanwhile
     assert _simulated(ahead, alone).seconds == pytest.approx(len(kinds) - 1 + max(1.0, _product(alone)))

@@ -1,5 +1,5 @@
-"""What a call of attention costs on a machine: the prices of its programs' instructions and transfers, for the
-simulator. Torch-free."""
+"""What a call of attention costs on a machine: the prices of its programs' instructions and transfers, and the seconds
+that the simulator finds by them. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from ..compiler import heads as dealing
+from ..compiler import exchange
 from ..compiler.actions import Key, Unit
-from ..compiler.compile import Recipe, pattern_of, side_of
+from ..compiler.compile import side_of
 from ..compiler.exchange import SIDE
-from ..compiler.masks import Mask
-from ..compiler.plan import Pattern
 from ..compiler.program import (
     OWN,
     Assemble,
@@ -31,84 +29,20 @@ from ..compiler.program import (
     PackHeads,
     Post,
     Product,
+    Program,
     ScatterStart,
     Trade,
     UnpackHeads,
     Wait,
 )
-from ..compiler.shape import Shape, shape_of
-from ..compiler.shards import EvenShards, Shards, tokens_of
-from ..compiler.simulate import Carried, Start, Traded
+from ..compiler.shards import EvenShards, tokens_of
+from ..compiler.simulate import Carried, Start, Traded, simulate
 from ..compiler.tiles import tiles
-from ..compiler.topology import Topology
-from ..config import SequenceParallelConfig
+from ..compiler.timeline import Timeline
+from .calls import Call, followed, inner_programs, programs, renumbered
 from .machine import Machine, Wire
 
 Wires = tuple[str, str, int]  # way, what, and whose: ("out", "net", rank), ("in", "uplink", node)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
-    """Attention of one layer. config: resolved; heads: (query heads, key/value heads, head_dim) that it works on at
-    once, the model's or a stage's; shards: of the inner ranks."""
-
-    config: SequenceParallelConfig
-    world: int
-    mask: Mask
-    shards: Shards
-    heads: tuple[int, int, int]
-    dtype: str = "bfloat16"
-    batch: int = 1
-
-    @functools.cached_property
-    def topology(self) -> Topology:
-        return self.config.topology(self.world)
-
-    @functools.cached_property
-    def recipe(self) -> Recipe:
-        return self.config.recipe(self.topology)
-
-    @functools.cached_property
-    def pattern(self) -> Pattern:
-        return _pattern(self.mask, self.shards)
-
-    @functools.cached_property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Of each Ulysses member."""
-        q_heads, kv_heads, dim = self.heads
-        counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealing.dealt(q_heads, kv_heads, self.members)]
-        return tuple(shape_of(self.config.travel_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
-
-    @property
-    def members(self) -> int:
-        return self.config.ulysses
-
-    @functools.cached_property
-    def first(self) -> int:
-        """A member with the most heads: all choose what travels by it."""
-        return max(range(self.members), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
-
-    @functools.cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Of each rank that shares the first sequence, and then of those of the next ones: (member, inner rank)."""
-        top = self.topology
-        return tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(self.config.size))
-
-    @functools.cached_property
-    def ranks(self) -> dict[tuple[int, int], int]:
-        """(member, inner rank) -> rank."""
-        return {place: rank for rank, place in enumerate(self.places)}
-
-    def travels(self, direction: str) -> str:
-        return self.recipe.travels(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
-
-
-@functools.lru_cache(maxsize=64)
-def _pattern(mask: Mask, shards: Shards) -> Pattern:
-    if mask.scale_free and isinstance(shards, EvenShards):
-        runs = len(shards.runs("q", (0,))) * shards.size * shards.parts
-        shards = dataclasses.replace(shards, seq=2 * runs)  # the same blocks meet
-    return pattern_of(mask, shards)
 
 
 class MachinePrices:
@@ -116,13 +50,14 @@ class MachinePrices:
     followed those of the next ones. A gather goes round the ring of its members; a reduce-scatter and Ulysses'
     exchange straight from each member to each."""
 
-    def __init__(self, machine: Machine, call: Call, direction: str) -> None:
+    def __init__(self, machine: Machine, call: Call, direction: str, programs: Iterable[Program] = ()) -> None:
         self.machine, self.call, self.direction = machine, call, direction
         self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
         self.seconds: dict[tuple, float] = {}
         self.moved: dict[tuple, Carried] = {}
         self.paces: dict[tuple, tuple[float, ...]] = {}
-        self.added: set[tuple[int, Product]] = set()  # (rank, product) whose result is added to what is there
+        # (rank, product) whose result is added to what is there
+        self.added = {(program.rank, product) for program in programs for product in _added(program)}
 
     # ---- work of a rank
 
@@ -313,3 +248,79 @@ class MachinePrices:
         if isinstance(start, ExchangeStart):
             return self.exchanged(start.trade, inner, one, other)
         return self.bytes(one, (start.collective.kind, start.collective.part(dst)))
+
+
+def _added(program: Program) -> Iterator[Product]:
+    seen: set[Unit] = set()
+    for one in program.code:
+        if isinstance(one, Product):
+            units = {unit for unit, _ in one.results}
+            if units & seen:
+                yield one
+            seen |= units
+
+
+# ---- seconds of a call
+
+
+def simulated(machine: Machine, call: Call, direction: str) -> Timeline:
+    """Of all ranks that are followed."""
+    everyones = programs(machine, call, direction)
+    return simulate(everyones, MachinePrices(machine, call, direction, everyones))
+
+
+def call_seconds(machine: Machine, call: Call, direction: str) -> float:
+    """Of a call, simulated: of one Ulysses member's ranks, where all members do the same at the same time."""
+    if not alike(machine, call):
+        return simulated(machine, call, direction).seconds
+    inner, ranks = inner_programs(call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]
+    numbered = (dataclasses.replace(program, rank=ranks[i]) for i, program in enumerate(inner))
+    prices = MachinePrices(machine, call, direction, numbered)
+    return _around(prices, call, inner[0]) + simulate(inner, _Some(prices, ranks)).seconds
+
+
+def followed_ranks(machine: Machine, call: Call) -> int:
+    """How many ranks `call_seconds` simulates."""
+    return call.recipe.size if alike(machine, call) else followed(machine, call) * call.config.size
+
+
+def alike(machine: Machine, call: Call) -> bool:
+    """Whether members have as many heads as one another, share no links, and lie alike on nodes."""
+    if machine.uplink is not None or len(set(call.shapes)) > 1 or not call.shards.even:
+        return False
+    along = [[call.ranks[member, i] for i in range(call.recipe.size)] for member in range(call.members)]
+    across = zip(*along, strict=True)
+    return all(len({_pattern(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
+
+
+def _pattern(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Which of them are in one node."""
+    nodes = [machine.node(rank) for rank in ranks]
+    return tuple(map(nodes.index, nodes))
+
+
+def _around(prices: MachinePrices, call: Call, program: Program) -> float:
+    """Seconds of the exchanges of the first rank of each member, with what is packed for them."""
+    group = tuple(call.ranks[member, 0] for member in range(call.members))
+    empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
+    around = renumbered(exchange.whole([empty], call.members, True), group[0], lambda inner: inner, group).code
+    waited = sum(prices.pace(one)[0] for one in around if isinstance(one, ExchangeStart))
+    return waited + sum(prices.busy(group[0], one) for one in around)
+
+
+class _Some:
+    """Prices of some ranks, by their numbers among themselves."""
+
+    def __init__(self, prices: MachinePrices, ranks: Sequence[int]) -> None:
+        self.prices, self.ranks = prices, ranks
+
+    def busy(self, rank: int, instruction: Instruction) -> float:
+        return self.prices.busy(self.ranks[rank], instruction)
+
+    def carried(self, src: int, dst: int, unit: Unit) -> Carried:
+        return self.prices.carried(self.ranks[src], self.ranks[dst], unit)
+
+    def traded(self, start: Start) -> Traded:
+        assert not isinstance(start, ExchangeStart)  # which one member's ranks alone have none of
+        ranks = tuple(self.ranks[rank] for rank in start.ranks)
+        return self.prices.traded(start._replace(collective=dataclasses.replace(start.collective, ranks=ranks)))
