@@ -10,8 +10,10 @@ Mask: forward and backward on one rank of documents of one length, beside the sa
 beside its share of the products of causal attention. Of processor time.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
 Step: one step of a ring of 16, kernels and transfers empty (torch's fake backend carries nothing), beside bare irecv
-and isend of the same messages. Program: what is looked up, or derived, before a rank's walk: for what it has seen, for
-a length that it has not, and for a pack of 64 documents that it has not; its kernel calls too.
+and isend of the same messages. Instruction: of a ring's programs of one call, kernels empty and nothing posted at all,
+by the number of inner ranks: what the host takes for one. Program: what is looked up, or derived, before a rank's
+walk: for what it has seen, for a length that it has not, and for a pack of 64 documents that it has not; its kernel
+calls too.
 A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
 Needs no launcher: ranks are forked, over gloo, or are one of many on the fake backend.
 """
@@ -32,9 +34,10 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.compiler.exchange import ALL_KEPT
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import Post, Product
-from ds_seqpar.runtime.call import ForwardCall
+from ds_seqpar.runtime.call import BackwardCall, ForwardCall
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
 from ds_seqpar.runtime.kernels import KERNELS, Kernel, Scores, Takes
 from ds_seqpar.runtime.runtime import Runtime
@@ -207,6 +210,8 @@ class Empty:
 
     def forward_tiles(self, *_: object) -> None: ...
 
+    backward_tiles = forward_tiles
+
 
 def step(args: argparse.Namespace) -> Rows:
     with fake_ranks(16) as runtime:
@@ -238,6 +243,47 @@ def step(args: argparse.Namespace) -> Rows:
         found = in_turns(rows, args.calls)
     whole = compared(found, "bare irecv and isend")
     return {name: row._replace(seconds=[all_ / len(posts) for all_ in row.seconds]) for name, row in whole.items()}
+
+
+class Silent:
+    """A transport that does nothing, and its handles."""
+
+    early = 0
+
+    def post(self, sends: object, receives: object) -> Silent:
+        return self
+
+    def wait(self) -> None: ...
+
+
+def instruction(args: argparse.Namespace) -> Rows:
+    rows: Rows = {}
+    for ranks in (1, 4, 8, 64):
+        with fake_ranks(ranks) as runtime:
+            walks = walks_of(runtime)
+            for way, walk in walks.items():
+                seconds = in_turns({way: lambda walk=walk: walk().run()}, args.calls)[way]
+                count = len(walk().program.code)
+                rows[f"{way}, {ranks} ranks, {count} instructions"] = Row([each / count for each in seconds], [])
+    return rows
+
+
+def walks_of(runtime: Runtime) -> dict[str, Callable[[], Walk]]:
+    """Of few tokens of full attention."""
+    q, k, v, do = blocks(2)
+    (forward, _), (backward, _) = (
+        runtime.bound(way, q, k.shape[2], FULL, runtime.shards(2), 0.0, 1, ALL_KEPT, False)
+        for way in ("forward", "backward")
+    )
+    own, scores, lse = {"q": q, "k": k, "v": v}, Scores(1.0), torch.zeros(q.shape[:-1])
+    return {
+        "forward": lambda: Walk(forward, ForwardCall(forward, Empty(), scores, own, None, 0, False), Silent()),
+        "backward": lambda: Walk(
+            backward,
+            BackwardCall(backward, Empty(), scores, own | {"do": do, "out": q}, None, [lse], [], []),
+            Silent(),
+        ),
+    }
 
 
 def program(args: argparse.Namespace) -> Rows:
@@ -287,7 +333,7 @@ def timed(calls: list[Step]) -> Row:
 @contextlib.contextmanager
 def fake_ranks(world: int) -> Iterator[Runtime]:
     """One of `world` ranks of a ring; what it sends goes nowhere."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=min(1, world - 1), world_size=world)
     try:
         with SequenceParallel(SequenceParallelConfig(size=world, ulysses=1, schedule="ring")) as sp:
             yield sp.runtime
@@ -295,7 +341,9 @@ def fake_ranks(world: int) -> Iterator[Runtime]:
         dist.destroy_process_group()
 
 
-PARTS = {"Call": call, "Mask": mask, "Agreement": agreement, "Step": step, "Program": program}
+PARTS = {
+    "Call": call, "Mask": mask, "Agreement": agreement, "Step": step, "Instruction": instruction, "Program": program,
+}  # fmt: skip
 
 
 def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:

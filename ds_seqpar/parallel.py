@@ -132,14 +132,17 @@ class SequenceParallel(Sharding):
         """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
 
         q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype; heads a
-        multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). scale: default head_dim ** -0.5.
-        mask: in place of `causal`, which keys a query sees by global position (causal, window, documents). shards: in
-        place of the configured layout, the runs of q and of k/v that each inner rank holds; they may differ, and in
-        length from rank to rank. softcap: scores x become softcap * tanh(x / softcap) (Gemma 2). sinks (heads,), of all
-        the model's query heads on every rank: one more score a head that every row's softmax counts and that brings
-        nothing (gpt-oss); a rank's gradient of them is of its own rows and heads, and the sum over ranks the whole.
-        Returns out, as q; a row that sees no key is 0. With return_lse also the log-sum-exp of each row's scores, sink
-        included, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it raises InputError.
+        multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). v may have another head_dim, which
+        out then has (the smaller of both is filled up with zeros, which are computed and sent). scale: default head_dim
+        ** -0.5, of q. mask: in place of `causal`, which keys a query sees by global position (causal, window,
+        documents). shards: in place of the configured layout, the runs of q and of k/v that each inner rank holds; they
+        may differ, and in length from rank to rank. softcap: scores x become softcap * tanh(x / softcap) (Gemma 2).
+        sinks (heads,), of all the model's query heads on every rank: one more score a head that every row's softmax
+        counts and that brings nothing (gpt-oss); a rank's gradient of them is of its own rows and heads, and the sum
+        over ranks the whole.
+        Returns out, as q with v's head_dim; a row that sees no key is 0. With return_lse also the log-sum-exp of each
+        row's scores, sink included, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it
+        raises InputError.
         Collective over the ranks that share the sequence, backward too: raises InputError, ConfigError, KernelError or
         DisagreementError on all of them, before anything is sent, where one was given something that does not fit.
         """
@@ -167,7 +170,11 @@ class SequenceParallel(Sharding):
     ) -> tuple[Tensor, Tensor | None]:
         scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
         scores = Scores(scale, float(asked.softcap or 0.0))
-        return ops.attention(self.runtime, tensors, asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
+        (q, _, v), more = tensors, (asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
+        if q.shape[-1] == v.shape[-1]:
+            return ops.attention(self.runtime, tensors, *more)
+        out, lse = ops.attention(self.runtime, tuple(inputs.of_one_head_dim(*tensors)), *more)
+        return out[..., : v.shape[-1]], lse
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in
@@ -257,8 +264,10 @@ def _own_device() -> tuple[torch.device, ConfigError | None]:
         return torch.device("cpu"), reason
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Under torch.autocast, in its dtype: what it does for scaled_dot_product_attention (RoPE mixes fp32 and bf16)."""
+    if not any(isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) for x in tensors):
+        return tensors
     return [
         x.to(torch.get_autocast_dtype(x.device.type))
         if isinstance(x, Tensor)

@@ -38,6 +38,12 @@ class Result:
     dsinks: Tensor | None
     received: list[Counter[str]]
 
+    def of_head_dims(self, qk: int, v: int) -> Result:
+        """Without what was filled up."""
+        dims = {"out": v, "dq": qk, "dk": qk, "dv": v}
+        found = {name: getattr(self, name) for name in dims}
+        return dataclasses.replace(self, **{name: x[..., : dims[name]] for name, x in found.items() if x is not None})
+
 
 class _Mailbox:
     """The transport of one Ulysses member's inner ranks."""
@@ -138,8 +144,9 @@ def attention(
     inputs.check_arguments(q, k, v, meant, scale, lengths_differ=shards is not None)
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
-    if do is not None and inputs.describe(do) != inputs.describe(q):
-        raise InputError(f"the output's gradient must be like q, {inputs.describe(q)}; got {inputs.describe(do)}")
+    like = f"{(*q.shape[:3], v.shape[3])} {q.dtype}"
+    if do is not None and inputs.describe(do) != like:
+        raise InputError(f"the output's gradient must be like the output, {like}; got {inputs.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
     if shards is None:
         inputs.check_length(config, q.shape[1])
@@ -153,7 +160,11 @@ def attention(
     scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     stages = 1 if config.head_stages == "auto" else config.head_stages
-    return _Ranks(config, shards, meant, scores, sinks).attention(q, k, v, do, stages)
+    dims, ranks = (q.shape[3], v.shape[3]), _Ranks(config, shards, meant, scores, sinks)
+    if dims[0] == dims[1]:
+        return ranks.attention(q, k, v, do, stages)
+    q, k, v, *dos = inputs.of_one_head_dim(q, k, v, *(() if do is None else (do,)))
+    return ranks.attention(q, k, v, dos[0] if dos else None, stages).of_head_dims(*dims)
 
 
 def _check_whole(shards: Shards, q: Tensor, k: Tensor) -> None:

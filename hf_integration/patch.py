@@ -216,7 +216,7 @@ def _placed(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked,
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_placed)(sp, q, k, v, asked, placement)
     mask = placement.masked(asked.mask.window)
-    return sp.attention_agreed(q, k, v, dataclasses.replace(asked, mask=mask, shards=placement.shards))
+    return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards))
 
 
 def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -113,8 +113,9 @@ class Bound:
         self._calls: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
         self._fields = tuple(self._fields_of(slot) for slot in program.slots)
-        self._bytes: dict[tuple[int, str, Key], int] = {}
-        self._places: dict[tuple[int, int], tuple[Place, ...]] = {}
+        self._sizes: dict[tuple[int, str, Key], tuple[int, int]] = {}
+        self._places: dict[tuple[int, str, Key], tuple[Place, ...]] = {}
+        self._of_tokens: dict[tuple[int, int], tuple[Place, ...]] = {}
         self._traffic: dict[Trade, Traffic] = {}
 
     def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
@@ -144,9 +145,14 @@ class Bound:
         """Of some blocks of q (or its results), or of k/v."""
         return self.shards.tokens(side_of(kind), key)
 
-    def elements(self, slot: int, kind: str, key: Key) -> int:
-        """What a unit in a slot brings."""
-        return self.tokens(kind, key) * self._per_token[self.program.slots[slot].stage][kind]
+    def size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
+        """(elements that a unit in a slot brings, bytes that it takes of the slot)."""
+        found = self._sizes.get((slot, kind, key))
+        if found is None:
+            tokens, each = self.tokens(kind, key), self._per_token[self.program.slots[slot].stage][kind]
+            found = tokens * each, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
+            self._sizes[slot, kind, key] = found
+        return found
 
     def traffic(self, trade: Trade) -> Traffic:
         """What an exchange of heads sends and receives."""
@@ -159,18 +165,15 @@ class Bound:
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
         """What a unit takes of a slot."""
-        found = self._bytes.get((slot, kind, key))
-        if found is None:
-            found = buffer_bytes(self.fields(slot), self.shape.batch * self.tokens(kind, key))
-            self._bytes[slot, kind, key] = found
-        return found
+        return self.size(slot, kind, key)[1]
 
     def places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
-        """Where a unit's tensors stand in its part of a slot."""
-        tokens = self.tokens(kind, key)
-        found = self._places.get((slot, tokens))
+        """Where a unit's tensors stand in its part of a slot: the same object for units of as many tokens."""
+        found = self._places.get((slot, kind, key))
         if found is None:
-            found = self._places[slot, tokens] = places_of(self.fields(slot), self.shape.batch, tokens)
+            tokens = self.tokens(kind, key)
+            found = places_of(self.fields(slot), self.shape.batch, tokens)
+            found = self._places[slot, kind, key] = self._of_tokens.setdefault((slot, tokens), found)
         return found
 
     def fields(self, slot: int) -> tuple[Field, ...]:

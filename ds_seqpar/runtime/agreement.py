@@ -35,13 +35,13 @@ def agree(
 
     value: must be the same, by repr, on all ranks of the group; with `alike`, on those of its part. A mapping, a
     dataclass, a list or a tuple of such is compared field by field, and where ranks differ only those fields are named
-    that do.
+    that do. What is compared often may be given as `Compared`.
     error: what keeps this rank from going on; it is raised here, and a DisagreementError that quotes it on the others.
     call: what users call to come here, named where a rank does not come.
     advice: says why ranks differ, and what to do, where that can be told.
     """
-    fields, failed = fields_of(value), int(error is not None)
-    digest, doing = _digest(what, sorted(fields.items())), call or f"the comparison of {what}"
+    value = value if isinstance(value, Compared) else Compared(what, value)
+    failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
     # known to everybody, so that all ranks take the slow path or none
     if alike is None or alike.is_all_of(group):
         wrong, most = _compare(group, failed, digest, number, doing)
@@ -51,12 +51,20 @@ def agree(
             differs, _ = _compare(alike.group, 0, digest, 0, doing)
             wrong, _ = _compare(group, differs, 0, 0, doing)
     if wrong:
-        _explain(group, what, fields, error, alike.number if alike else 0, advice)
+        _explain(group, what, value.fields, error, alike.number if alike else 0, advice)
     return most
 
 
 def _digest(*content: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "big")
+
+
+class Compared:
+    """A value in the form in which ranks compare it, for what is compared often."""
+
+    def __init__(self, what: str, value: object) -> None:
+        self.fields = fields_of(value)
+        self.digest = _digest(what, sorted(self.fields.items()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,6 @@ class Buffers:
         made = self._buffer(slot)
         return made if made.numel() == size else made[:size]
 
-    def message(self, slot: int, unit: Unit) -> Tensor:
-        """The bytes of a unit in its slot."""
-        return self.raw(slot, self.bound.unit_bytes(slot, *unit))
-
     def tensors(self, slot: int, unit: Unit) -> Tensors:
         """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
         places = self.bound.places(slot, *unit)

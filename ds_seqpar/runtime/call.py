@@ -95,6 +95,10 @@ class _Call:
             self.whole[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
         self.some(self.whole[field], stage, field).copy_(part)
 
+    def own_inner(self, stage: int) -> dict[str, Tensor]:
+        """Where there is no other member the caller's tensors are the inner ones."""
+        return self.own if len(self.heads.stages) == 1 else {field: self.part(stage, field) for field in self.own}
+
     def put_alone(self, stage: int, **results: Tensor) -> None:
         """Where there is no other member the inner results are the caller's."""
         if self.alone:
@@ -131,7 +135,7 @@ class ForwardCall(_Call):
 
     def enter(self, stage: int) -> Work:
         if self.alone:
-            self.inner = {field: self.part(stage, field) for field in ("q", "k", "v")}
+            self.inner = self.own_inner(stage)
         q, k, v = (self.inner[field] for field in ("q", "k", "v"))
         return Forward(self.kernel, self.scores.scale, q, k, v)
 
@@ -173,7 +177,7 @@ class BackwardCall(_Call):
 
     def enter(self, stage: int) -> Work:
         if self.alone:
-            self.inner = {field: self.part(stage, field) for field in ("do", "q", "k", "v", "out")}
+            self.inner = self.own_inner(stage)
         each = len(self.arrived) // len(self.lses)
         together = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
         for fields, joined in zip(together, self.arrived[stage * each : (stage + 1) * each], strict=False):

@@ -5,14 +5,15 @@ Annotations say what a user is meant to give. The checks take what was given, wh
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from ..compiler.heads import most_stages
 from ..compiler.layout import multiple
@@ -21,7 +22,7 @@ from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import SequenceParallelConfig, check_heads
 from ..errors import InputError, SeqParError, as_error
 from . import causes, keeping
-from .agreement import agree
+from .agreement import Compared, agree
 from .comm import TorchComm
 from .runtime import Runtime
 
@@ -50,8 +51,10 @@ def mask_of(causal: bool, mask: Mask | None) -> Mask:
     return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
+WHAT = "attention inputs"
+
+
+class Asked(NamedTuple):
     """What a call of attention asks for beside its tensors. shards None: the configured layout."""
 
     mask: Mask
@@ -69,16 +72,31 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
         torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
         return
-    error = attention_error(runtime, q, k, v, asked)
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
-    group = runtime.comm.groups.control
+    group, error, kind = runtime.comm.groups.control, None, _kind_of(q, k, v, asked)
+    if kind is None or runtime.fit is None or runtime.fit[0] != kind:
+        error = attention_error(runtime, q, k, v, asked)
+        # where there is an error nothing of it may be fit to be shown
+        given = Compared(WHAT, {} if error or group is None else _given(runtime, q, k, v, asked))
+        runtime.fit = None if error or kind is None else (kind, given)
+    else:
+        given, error = runtime.fit[1], derivatives_error(q, k, v)
     if error is None and group is None:
         return  # nobody to compare with
-    # where there is an error nothing of it may be fit to be shown
-    given = _given(runtime, q, k, v, asked) if error is None else {}
     # inside torch.func nothing can be sent, not even the refusal of it
-    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", "attention inputs"):
-        agree(group, "attention inputs", given, error=error, call="attention", advice=causes.of_attention)
+    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", WHAT):
+        agree(group, WHAT, given, error=error, call="attention", advice=causes.of_attention)
+
+
+def _kind_of(q: object, k: object, v: object, asked: Asked) -> tuple | None:
+    """All that the checks look at, but for derivatives: what has the same fits as well. None for what is odd."""
+    given = q, k, v, *(() if asked.sinks is None else (asked.sinks,))
+    if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
+        return None
+    kinds = [(type(x), x.layout, x.shape, x.dtype, x.device) for x in given]
+    # types first: a comparison ends where two differ, and others may be nothing to be compared
+    types = [type(x) for x in asked]
+    return types, kinds, asked[:-1], keeping.which_run()
 
 
 def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> dict[str, object]:
@@ -104,6 +122,7 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         check_sinks(asked.sinks, q)
         if asked.shards is not None:
             check_shards(asked.shards, runtime.compiler.recipe.size, runtime.config.layout)
+        q, k, _ = of_one_head_dim(q, k, v)
         check_shares(runtime, q, k, asked.mask, asked.shards, asked.softcap or 0.0)
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_error("attention needs a kernel and a program on every rank; making them failed", error)
@@ -187,15 +206,15 @@ def _of_four_dims(given: tuple[object, object, object]) -> TypeGuard[tuple[Tenso
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None:
     alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
-    if k.shape != v.shape or not alike or q.shape[3] != k.shape[3]:
+    if k.shape[:-1] != v.shape[:-1] or not alike or q.shape[3] != k.shape[3]:
         raise InputError(
-            "attention needs k and v of one shape that differs from q's in the number of heads only; "
-            f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+            "attention needs k of a shape that differs from q's in the number of heads only, and v of k's but for "
+            f"head_dim; got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
         )
     if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
         raise InputError(
             "attention needs at least one sequence, head and head_dim; "
-            f"got q {shape_of(q)}, k and v {shape_of(k)} of shape (batch, local_seq, heads, head_dim)"
+            f"got q {shape_of(q)}, k {shape_of(k)} and v {shape_of(v)} of shape (batch, local_seq, heads, head_dim)"
         )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise InputError(
@@ -220,17 +239,28 @@ def check_derivatives(*tensors: Tensor) -> None:
 
     Under torch.compile nothing is asked: the compiler refuses them by itself.
     """
-    if torch.compiler.is_compiling():
-        return
+    if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
+        raise error
+
+
+def derivatives_error(*tensors: Tensor) -> InputError | None:
+    """Why these cannot be differentiated as they are meant to be."""
     if torch._C._are_functorch_transforms_active():
-        raise InputError(
+        return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
             "use torch.autograd.grad or backward()"
         )
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise InputError(
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return InputError(
             "sequence parallel attention has no forward-mode derivative; got a dual tensor, use backward()"
         )
+    return None
+
+
+def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
+    """With zeros beside those that have fewer elements a head, which change no score and no other element of out."""
+    most = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == most else functional.pad(x, (0, most - x.shape[-1])) for x in tensors]
 
 
 def check_shares(
@@ -239,9 +269,6 @@ def check_shares(
     """Heads, length, kernel and program. The kernel here, where the others can still be told: what it needs may be
     installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
-    key = q.shape, k.shape, q.dtype, q.device.type, mask, shards, softcap
-    if runtime.checked == key:
-        return
     check_heads(members, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     if shards is None:
         check_length(config, q.shape[1] * config.size)
@@ -249,7 +276,6 @@ def check_shares(
     else:
         _check_tokens(runtime, q, k, shards)
     check_programs(runtime, q, k, mask, runtime.shards(q.shape[1] * members) if shards is None else shards, softcap)
-    runtime.checked = key
 
 
 def check_programs(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0) -> None:

@@ -1,14 +1,14 @@
-"""Attention over a sequence shared by many ranks, as custom ops with autograd.
+"""Attention over a sequence shared by many ranks, with autograd: one function, and the same as torch.library ops.
 
-All that communicates is a torch.library op, backward too: torch.compile takes them as they are, and checkpointing can
-save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3). What is no tensor or
-number goes by its handle.
+Where a compiler or another mode is to see one op, it is an op, backward too: torch.compile takes them as they are, and
+checkpointing can save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3). What is
+no tensor or number goes by its handle there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,32 @@ Context: TypeAlias = Any  # of a backward to come: torch's own type of it has no
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
+class _Given(NamedTuple):
+    """A call but for its tensors. shards None: of the configured layout. stages, keep, lse: see `Runtime.forward`."""
+
+    runtime: Runtime
+    mask: Mask
+    shards: UnevenShards | None
+    scores: Scores
+    stages: int
+    keep: int
+    lse: bool
+
+    @classmethod
+    def of(
+        cls, handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int, lse: bool
+    ) -> _Given:
+        """Of what `_numbers` gives."""
+        given = None if shards == CONFIGURED else of_handle(shards)
+        return cls(of_handle(handle), of_handle(mask), given, Scores(scale, softcap), stages, keep, lse)
+
+    def attended(self, tokens: int) -> tuple[Mask, Shards, Scores]:
+        """tokens: of q that this rank holds."""
+        if self.shards is not None:
+            return self.mask, self.shards, self.scores
+        return self.mask, self.runtime.shards(tokens * self.runtime.members.degree), self.scores
+
+
 def attention(
     runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scores: Scores,
     sinks: Tensor | None = None, after: Tensor | None = None, lse: bool = False,
@@ -44,14 +70,28 @@ def attention(
     again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
     stages = _stages(runtime, tensors, mask, shards)
     keep = sum(kept_of(runtime.members.degree, stages, again, again and keeping.is_kept()))
-    handles = runtime.handle, mask.handle, handle_of_shards(shards)
     gathered = lse and runtime.members.degree > 1
-    place = [*runtime.members, *_inner(runtime, tensors, shards)]
-    given = *tensors, sinks, *handles, *scores, stages, keep, gathered, place, after
-    out, *rest = Once.apply(*given) if again else attend(*given)
+    if _is_watched() and not again:
+        place = [*runtime.members, *_inner(runtime, tensors, shards)]
+        numbers = _numbers(runtime, mask, shards, scores, stages, keep)
+        out, *rest = attend(*tensors, sinks, *numbers, gathered, place, after)
+    else:
+        out, *rest = Attention.apply(*tensors, sinks, _Given(runtime, mask, shards, scores, stages, keep, gathered))
     if not lse:
         return out, None
     return out, rest[-1] if gathered else torch.cat(rest, dim=2) if stages > 1 else rest[0]
+
+
+def _numbers(
+    runtime: Runtime, mask: Mask, shards: UnevenShards | None, scores: Scores, stages: int, keep: int
+) -> tuple:
+    """What an op takes in place of them."""
+    return runtime.handle, mask.handle, handle_of_shards(shards), *scores, stages, keep
+
+
+def _is_watched() -> bool:
+    """Whether somebody is to see attention as one op: a compiler, or a mode as selective checkpoints have it."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _stages(runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None) -> int:
@@ -118,8 +158,21 @@ def _(
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
-def _shards(runtime: Runtime, shards: int, tokens: int) -> Shards:
-    return runtime.shards(tokens * runtime.members.degree) if shards == CONFIGURED else of_handle(shards)
+def _forward(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
+    its = given.attended(q.shape[1])
+    return _finish(given.runtime.forward(q, k, v, sinks, *its, given.stages, given.keep, given.lse), q.device)
+
+
+def _backward(given: _Given, do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
+    own, rest, stages = {"do": do}, list(saved), given.stages
+    if not given.keep:
+        own |= zip(("v", "k", "q"), (rest.pop(), rest.pop(), rest.pop()), strict=True)
+    if given.keep < 2:
+        own["out"] = rest.pop()
+    lses, rest = rest[:stages], rest[stages:]
+    outs = rest[len(rest) - stages :] if given.keep > 1 else []
+    left = Saved(lses, rest[: len(rest) - len(outs)], outs)
+    return _finish(given.runtime.backward(own, kv_heads, sinks, left, *given.attended(do.shape[1])), do.device)
 
 
 def _finish(walk: Walk, device: torch.device) -> list[Tensor]:
@@ -137,10 +190,8 @@ def attend(
     """place: (degree, member, *`_inner`), all that shapes depend on: a compiler's cache serves several ranks. Returns
     [out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows, which is for
     ranks that have other members]."""
-    runtime, scores = of_handle(handle), Scores(scale, softcap)
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
-    its = of_handle(mask), _shards(runtime, shards, q.shape[1]), scores
-    return _finish(runtime.forward(q, k, v, sinks, *its, stages, keep, lse), q.device)
+    return _forward(_Given.of(handle, mask, shards, scale, softcap, stages, keep, lse), q, k, v, sinks)
 
 
 @attend.register_fake
@@ -163,39 +214,52 @@ def _(
     return [*found, q.new_empty(q.shape[:-1], dtype=wide(q.dtype))] if lse else found
 
 
-def _save_attention(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
-    q, k, v, sinks, *ctx.handles, scale, softcap, ctx.stages, ctx.keep, lse, _, _ = inputs
+def _save(ctx: Context, own: Tensors, sinks: Tensor | None, found: Sequence[Tensor], keep: int, lse: bool) -> None:
+    """own: q, k and v. found: what forward gave."""
     ctx.set_materialize_grads(False)
-    ctx.held, ctx.scores, ctx.k_shape = held(*ctx.handles), (scale, softcap), list(k.shape)
-    out, *rest = output[: len(output) - lse]
-    own = () if ctx.keep else (q, k, v)
-    ctx.save_for_backward(sinks, *rest, *(() if ctx.keep > 1 else (out,)), *own)
+    out, *rest = found[: len(found) - lse]
+    ctx.save_for_backward(sinks, *rest, *(() if keep > 1 else (out,)), *(() if keep else own))
 
 
-def _differentiate_attention(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
+def _save_of_op(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
+    q, k, v, sinks, *ctx.numbers, lse, _, _ = inputs
+    ctx.held, ctx.k_shape = held(*ctx.numbers[:3]), list(k.shape)
+    _save(ctx, (q, k, v), sinks, output, ctx.numbers[-1], lse)
+
+
+def _differentiate_op(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
     do, (sinks, *saved) = grads[0], ctx.saved_tensors
     if do is None:
         return (None,) * 14
-    found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.handles, *ctx.scores, ctx.stages, ctx.keep)
+    found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.numbers)
     return *found[:3], found[3] if sinks is not None else None, *[None] * 10
 
 
-attend.register_autograd(_differentiate_attention, setup_context=_save_attention)
+attend.register_autograd(_differentiate_op, setup_context=_save_of_op)
 
 
-class Once(torch.autograd.Function):
-    """The same op in a checkpointed function, of which the second run takes what the first one gave."""
+class Attention(torch.autograd.Function):
+    """The same without an op, whose own machinery takes as long as a kernel does for few tokens. In a checkpointed
+    function the second run takes what the first one gave."""
 
     @staticmethod
-    def forward(ctx: Context, *inputs: Any) -> Tensors:
-        found = keeping.once(lambda: tuple(attend(*inputs)))
-        _save_attention(ctx, inputs, found)
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: _Given) -> Tensors:
+        found = keeping.once(lambda: tuple(_forward(given, q, k, v, sinks)))
+        ctx.given, ctx.k_shape = given, k.shape
+        _save(ctx, (q, k, v), sinks, found, given.keep, given.lse)
         ctx.mark_non_differentiable(*found[1:])
         return found
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple:
-        return _differentiate_attention(ctx, grads)
+        do, (sinks, *saved) = grads[0], ctx.saved_tensors
+        if do is None:
+            return (None,) * 5
+        if torch.is_grad_enabled():  # for a gradient of the gradient, which the op refuses
+            found = attend_backward(do, sinks, saved, ctx.k_shape, *_numbers(*ctx.given[:-1]))
+        else:
+            found = _backward(ctx.given, do, sinks, saved, ctx.k_shape[2])
+        return *found[:3], found[3] if sinks is not None else None, None
 
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
@@ -203,18 +267,9 @@ def attend_backward(
     do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
     handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int,
 ) -> list[Tensor]:  # fmt: skip
-    """[dq, dk, dv, with sinks theirs]. saved: as `_save_attention` leaves it."""
-    runtime, scores, rest = of_handle(handle), Scores(scale, softcap), list(saved)
-    own = {"do": do}
-    if not keep:
-        own |= zip(("v", "k", "q"), (rest.pop(), rest.pop(), rest.pop()), strict=True)
-    if keep < 2:
-        own["out"] = rest.pop()
-    lses, rest = rest[:stages], rest[stages:]
-    outs = rest[len(rest) - stages :] if keep > 1 else []
-    left = Saved(lses, rest[: len(rest) - len(outs)], outs)
-    its = of_handle(mask), _shards(runtime, shards, do.shape[1]), scores
-    return _finish(runtime.backward(own, k_shape[2], sinks, left, *its), do.device)
+    """[dq, dk, dv, with sinks theirs]. saved: as `_save` leaves it."""
+    given = _Given.of(handle, mask, shards, scale, softcap, stages, keep, lse=False)
+    return _backward(given, do, sinks, saved, k_shape[2])
 
 
 @attend_backward.register_fake

@@ -28,14 +28,15 @@ NOT_RECORDED = contextlib.nullcontext()
 
 
 class Runtime:
-    """Settings, this rank's place and its transport. rank: the inner rank; members: of Ulysses. checked, staged: what
-    was found fit, and staged, last. recorder: who writes down when this rank does what, while somebody asks for it."""
+    """Settings, this rank's place and its transport. rank: the inner rank; members: of Ulysses. fit: what `inputs`
+    found fit last, and how ranks compare it; staged: what was staged last. recorder: who writes down when this rank
+    does what, while somebody asks for it."""
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0
     ) -> None:
         self.members = Members(config.ulysses, member)
-        self.checked: object = None
+        self.fit: tuple | None = None
         self.recorder: Recorder | None = None
         self.staged: tuple[tuple, int] | None = None
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
@@ -94,7 +95,7 @@ class Runtime:
         """A walk of a rank's own tensors; ends as `ForwardCall` does. keep: 0 nothing; 1 the inner q, k and v; 2 the
         inner out too."""
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, ALL_KEPT, lse)
-        own = {"q": _readable(q), "k": _readable(k), "v": _readable(v)}
+        own = _readable({"q": q, "k": k, "v": v})
         return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, keep, lse), self.comm, self.recorder)
 
     def backward(
@@ -106,8 +107,8 @@ class Runtime:
         do, kept = own["do"], Kept(bool(saved.arrived), bool(saved.outs))
         more = len(saved.lses), kept if self.members.degree > 1 else ALL_KEPT
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *more)
-        own = {name: _readable(x) for name, x in own.items()}
-        return Walk(bound, BackwardCall(bound, kernel, scores, own, sinks, *saved), self.comm, self.recorder)
+        call = BackwardCall(bound, kernel, scores, _readable(own), sinks, *saved)
+        return Walk(bound, call, self.comm, self.recorder)
 
 
 def run(walk: Walk) -> list[Tensor]:
@@ -122,6 +123,6 @@ def run(walk: Walk) -> list[Tensor]:
         raise
 
 
-def _readable(x: Tensor) -> Tensor:
+def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Kernels read a head's elements side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

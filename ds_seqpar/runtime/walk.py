@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from ..compiler.actions import Key, Unit
 from ..compiler.compile import Bound, side_of
 from ..compiler.exchange import COUNTED
 from ..compiler.program import (
+    OWN,
     Assemble,
     Enter,
     ExchangeStart,
@@ -30,7 +31,6 @@ from ..compiler.program import (
     Transfer,
     UnpackHeads,
     Wait,
-    is_own,
 )
 from ..compiler.shards import rows_in, rows_of
 from . import ulysses
@@ -63,20 +63,28 @@ class Walk:
 
     def run(self) -> list[Tensor]:
         """Walks to the end, on a real rank, whose waits block by themselves. Returns the call's results."""
-        advance = self.advance if self.recorder is None else self.recorder.advancing(self)
-        while self.at < len(self.program.code):
+        advance, count = (
+            self.advance if self.recorder is None else self.recorder.advancing(self),
+            len(self.program.code),
+        )
+        while self.at < count:
             advance()
         return self.call.results()
 
     def advance(self) -> None:
         """Executes one instruction."""
-        instruction = self.program.code[self.at]
+        program, at = self.program, self.at
+        instruction = program.code[at]
         EXECUTE[type(instruction)](self, instruction)
-        for slot in self.program.frees[self.at]:
+        if program.frees[at]:
+            self.free(program.frees[at])
+        self.at = at + 1
+
+    def free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             self.buffers.free(slot)
             if self.entered:
                 self.work.forget(slot)
-        self.at += 1
 
     # ---- heads
 
@@ -117,14 +125,15 @@ class Walk:
             self.call.put(trade.stage, field, x)
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
-        return self.own(unit) if is_own(slot) else self.buffers.tensors(slot, unit)
+        return self.own(unit) if slot <= OWN else self.buffers.tensors(slot, unit)
 
     def own(self, unit: Unit, travels: bool = False) -> Tensors:
-        return self.work.own(unit[0], self.own_rows(*unit), travels)
+        rows = ALL if self.program.parts == 1 else self.own_rows(*unit)
+        return self.work.own(unit[0], rows, travels)
 
     def own_rows(self, kind: str, key: Key) -> slice:
         """Where the tokens of an own block stand among the caller's."""
-        return ALL if self.program.parts == 1 else rows_in(self.bound.shards, side_of(kind), key[0])
+        return rows_in(self.bound.shards, side_of(kind), key[0])
 
     def pack(self, one: Pack) -> None:
         own = self.own(one.unit, travels=True)
@@ -134,13 +143,13 @@ class Walk:
     def post(self, one: Post) -> None:
         for transfer in one.receives:
             self.work.forget(transfer.slot)
-        sends, receives = ([self.message(t) for t in transfers] for transfers in (one.sends, one.receives))
+        sends, receives = [self.message(t) for t in one.sends], [self.message(t) for t in one.receives]
         self.tickets[one.ticket] = self.comm.post(sends, receives)
 
     def message(self, transfer: Transfer) -> Message:
-        (kind, key), slot = transfer.unit, transfer.slot
-        elements = self.bound.elements(slot, kind, key)
-        return Message(transfer.peer, kind, elements, self.buffers.message(slot, transfer.unit), transfer.tag)
+        peer, (kind, key), slot, tag = transfer
+        elements, size = self.bound.size(slot, kind, key)
+        return Message(peer, kind, elements, self.buffers.raw(slot, size), tag)
 
     def wait(self, one: Wait) -> None:
         self.tickets[one.ticket].wait()
@@ -149,7 +158,8 @@ class Walk:
     def start_gather(self, one: GatherStart) -> None:
         gather, kind = one.collective, one.collective.kind
         unit = kind, gather.part(self.program.rank)
-        sent = Message(0, kind, self.bound.elements(one.sent, *unit), self.buffers.message(one.sent, unit), 0)
+        elements, size = self.bound.size(one.sent, *unit)
+        sent = Message(0, kind, elements, self.buffers.raw(one.sent, size), 0)
         received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
         self.tickets[one.ticket] = self.comm.all_gather(gather.ranks, sent, received)
 
@@ -205,7 +215,7 @@ class Walk:
         self.tickets[one.ticket] = self.comm.all_to_all(
             reduce.ranks,
             kind,
-            self.bound.elements(one.received, kind, mine) * len(others),
+            self.bound.size(one.received, kind, mine)[0] * len(others),
             self.buffers.raw(one.sent, sum(going)),
             self.buffers.raw(one.received, sum(coming)),
             (going, coming),

@@ -118,6 +118,8 @@ def _cut(tensors: Tensors, rows: slice) -> Tensors:
 
 def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """delta (B, n, H): the sum of do * out over head_dim, in `dtype`; piece by piece, without a wide copy of both."""
+    if do[0].numel() <= PIECE * do.shape[3]:
+        return (do.to(dtype) * out).sum(-1)
     found = do.new_empty(do.shape[:3], dtype=dtype)
     for piece in _pieces(do):
         found[piece] = (do[piece].to(dtype) * out[piece]).sum(-1)
@@ -130,6 +132,8 @@ def project(do: Tensor, delta: Tensor) -> Tensor:
     It is all that a backward kernel reads of out. do is divided by its row's maximum first: |do|^2 underflows in fp32.
     do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
     """
+    if do[0].numel() <= PIECE * do.shape[3]:
+        return _project(do, delta).to(do.dtype)
     found = torch.empty_like(do)
     for piece in _pieces(do):
         found[piece] = _project(do[piece], delta[piece])
@@ -145,10 +149,11 @@ def _pieces(x: Tensor) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _project(do: Tensor, delta: Tensor) -> Tensor:
-    top = do.abs().amax(-1, keepdim=True).to(delta.dtype)
-    unit = do / torch.where(top > 0, top, 1.0)
-    square = unit.square().sum(-1, keepdim=True)
-    return unit * torch.where(top > 0, delta[..., None] / top / torch.where(square > 0, square, 1.0), 0.0)
+    top = torch.linalg.vector_norm(do, torch.inf, -1, keepdim=True, dtype=delta.dtype)
+    top = torch.where(top > 0, top, 1.0)
+    unit = do / top  # its greatest element is 1, or all are 0
+    square = unit.square().sum(-1, keepdim=True).clamp_min_(1.0)
+    return unit.mul_(delta[..., None].div(top).div_(square))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -321,6 +321,24 @@ def test_only_some_inputs_need_gradients(degree):
     assert max(on_ranks(4, only_some_need_gradients, degree)) < 1e-10
 
 
+def values_of_another_head_dim(dims):
+    """Plain, checkpointed and compiled."""
+    sp, found = make(ulysses=2), []
+    q, k, v, do = (oracle.tensors(1, 16, (4, 2), dim)[n] for n, dim in enumerate((*dims[:1] * 2, *dims[1:] * 2)))
+    expected = oracle.dense(q, k, v, do)
+    for way in (sp.attention, lambda *x: sp.checkpoint(sp.attention, *x), torch.compile(sp.attention, backend="eager")):
+        local = leaves(sp, q, k, v)
+        out = way(*local)
+        out.backward(sp.shard(do, 1))
+        found += oracle.errors([sp.gather(x.detach(), 1) for x in (out, *(x.grad for x in local))], expected)
+    return max(found)
+
+
+@pytest.mark.parametrize("dims", [(8, 4), (4, 12)])
+def test_values_may_have_another_head_dim(dims):
+    assert max(on_ranks(4, values_of_another_head_dim, dims)) < 1e-10
+
+
 def own_scale():
     sp = make(ulysses=2)
     whole = oracle.tensors(1, 24, (4, 2))

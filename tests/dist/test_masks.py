@@ -331,7 +331,7 @@ REFUSED = {
     ),
     "keys of another length without shards": (
         asked(keys=5),
-        everywhere("InputError", "one shape", "k (1, 5, 2, 8)"),
+        everywhere("InputError", "but for head_dim", "k (1, 5, 2, 8)"),
     ),
 }
 EACH = [{"tokens": tokens} for tokens in (4, 3, 5, 4)]

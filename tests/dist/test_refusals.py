@@ -42,7 +42,7 @@ def without_kernel(sp, rank):
     runtime = sp.runtime
     config, runtime.config = runtime.config, dataclasses.replace(runtime.config, kernel="cpu_flash")
     select.cache_clear()
-    runtime.checked = None  # as if these tensors were the first of their kind
+    runtime.fit = None  # as if these tensors were the first of their kind
     runtime.last.clear()
     try:
         attention(sp)
@@ -140,7 +140,7 @@ RING = {
     ),
     "k unlike v": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, k, v[:, :, :1]))),
-        only_one("InputError", "one shape", "v (1, 4, 1, 8)"),
+        only_one("InputError", "but for head_dim", "v (1, 4, 1, 8)"),
     ),
     "one tensor's dtype": (
         lambda sp, rank: attention(sp, **on_wrong(rank, change=lambda q, k, v: (q, k.float(), v))),

@@ -164,6 +164,8 @@ class Running:
 
     def _write_blank(self, end: int | None = None) -> None:
         """Up to that row, or the last one."""
+        if self._held and self._end >= (self._held[0].shape[1] if end is None else end):
+            return
         for x, value in zip(self._held or (), self.blank, strict=False):
             last = x.shape[1] if end is None else end
             if last > self._end:
@@ -212,6 +214,8 @@ def _sides(call: Tile) -> tuple[Rows, Rows]:
 
 def _take(x: Tensor, rows: Rows, upper: bool) -> Tensor:
     """Those rows with the groups as part of the batch, in reverse order for upper. A view where it can be one."""
+    if not upper and rows.size == x.shape[1]:
+        return x
     found = rows.of(x)
     if rows.groups > 1:
         found = found.flatten(0, 1)
