@@ -135,7 +135,7 @@ def predicted(spec: Spec, args: argparse.Namespace, machine: Machine) -> StepTim
     step = footprint.step_of(Bench(its).model, options, its.seq, args.nodes * args.ranks_per_node)
     stages = step.config.head_stages
     one = call_of(step, stages)
-    forward, backward = (stages * call_seconds(machine, one, way) for way in DIRECTIONS)
+    forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside
     forward += len(distances(step.config.size)) * wire.latency  # inputs are compared, once a call
     carried = [stages * carried_seconds(machine, step.world, closed(machine, one, way)) for way in DIRECTIONS]

@@ -92,15 +92,15 @@ def run(args: argparse.Namespace) -> None:
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        timeline = simulate(programs_of(plan, members, stages), costs)
+        timeline = simulate(programs_of(plan, members, stages, config.overlap), costs)
         print(f"critical path {timeline.seconds / (stages * bound):.2f} x max(compute, links), the two being equal\n")
         if args.program is not None:
             place = Members(members, busiest(*first.counts, members))
-            kept = kept_of(members, stages, False, False) if members > 1 else ALL_KEPT
+            kept = kept_of(members, stages, False, False, config.overlap) if members > 1 else ALL_KEPT
             call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, kept)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
-            draw(plan, costs, args.png, members, stages)
+            draw(plan, costs, args.png, members, stages, config.overlap)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
             timeline.save(args.trace)

@@ -240,7 +240,8 @@ class Compiler:
         together = members_tokens(shards, "q", rank, count) == members_tokens(shards, "kv", rank, count)
         key = "call", tuple(map(id, inner)), count, together, kept, lse
         # the inner programs are kept with it: a number of `id` is good for as long as they are
-        _, program = _kept(self._calls, key, lambda: (inner, exchange.whole(inner, count, together, kept, lse)))
+        more = count, together, kept, lse, self.recipe.overlap
+        _, program = _kept(self._calls, key, lambda: (inner, exchange.whole(inner, *more)))
         return Bound(program, shapes, shards, mask, takes, self.growing(mask, shards, takes.square), heads)
 
     def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:

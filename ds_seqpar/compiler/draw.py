@@ -22,14 +22,14 @@ NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "
          "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
 
 
-def draw(plan: Plan, costs: Costs, file: str | Path, members: int = 1, stages: int = 1) -> None:
+def draw(plan: Plan, costs: Costs, file: str | Path, members: int = 1, stages: int = 1, overlap: bool = False) -> None:
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
     where it is not installed, or the file cannot be written.
 
     A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
-    members, stages: as `programs_of` takes them.
+    members, stages, overlap: as `programs_of` takes them.
     """
-    timeline = simulate(programs_of(plan, members, stages), costs)
+    timeline = simulate(programs_of(plan, members, stages, overlap), costs)
     bound = stages * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
     around = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)

@@ -63,12 +63,13 @@ class Kept(NamedTuple):
 ALL_KEPT = Kept()
 
 
-def kept_of(degree: int, stages: int, checkpointed: bool, keeps: bool) -> Kept:
+def kept_of(degree: int, stages: int, checkpointed: bool, keeps: bool, overlap: bool = False) -> Kept:
     """What forward leaves for backward. checkpointed: whether a checkpoint is around it; keeps: whether that keeps what
-    attention gives. A rank without other members sends nothing again, and needs nothing beside its own tensors."""
+    attention gives. A rank without other members sends nothing again, and needs nothing beside its own tensors. Stages
+    alone are there to save memory, and send their operands again; with overlap they save time, and keep them."""
     if degree == 1:
         return Kept(operands=False, out=False)
-    if stages == 1:
+    if stages == 1 or overlap:
         return Kept(operands=True, out=not checkpointed)
     return Kept(operands=checkpointed and keeps, out=False)
 
@@ -145,18 +146,35 @@ def trades(direction: str, together: bool = True, kept: Kept = ALL_KEPT) -> list
     return inward + [Trade(0, False, fields) for fields in _outward(direction, False)]
 
 
-def whole(inner: Sequence[Program], members: int, together: bool, kept: Kept = ALL_KEPT, lse: bool = False) -> Program:
+def whole(
+    inner: Sequence[Program], members: int, together: bool, kept: Kept = ALL_KEPT, lse: bool = False,
+    overlap: bool = False,
+) -> Program:  # fmt: skip
     """The program of a call, stage by stage. inner: of each stage; together: whether q, k and v can travel as one; lse:
-    whether that of own tokens is asked for."""
-    building = _Building(members)
+    whether that of own tokens is asked for. overlap: while a stage computes, the operands of the next one arrive and
+    the results of the one before leave; else nothing is under way but what is waited for."""
+    building, direction, overlap = _Building(members), inner[0].direction, overlap and len(inner) > 1
+    ins, outs = list(_inward(direction, together, kept)), list(_outward(direction, lse))
+    if members == 1:
+        ins, outs = [], []
+    coming: list[_Started] = []
+    leaving: list[_Started] = []
     for stage, program in enumerate(inner):
-        arrived = []
-        if members > 1:
-            arrived = [building.inward(stage, fields) for fields in _inward(program.direction, together, kept)]
+        arrived = [building.end(one) for one in coming]
+        if not arrived:
+            arrived = [building.end(building.start(Trade(stage, True, fields))) for fields in ins]
+        if overlap and stage + 1 < len(inner):
+            coming = [building.start(Trade(stage + 1, True, fields)) for fields in ins]
         building.stage(stage, program, arrived)
-        if members > 1:
-            for fields in _outward(program.direction, lse):
-                building.outward(stage, fields)
+        for one in leaving:
+            building.unpack(one)
+        if overlap:
+            leaving = [building.start(Trade(stage, False, fields)) for fields in outs]
+        else:
+            for fields in outs:
+                building.unpack(building.start(Trade(stage, False, fields)))
+    for one in leaving:
+        building.unpack(one)
     return building.program(inner[0])
 
 
@@ -178,6 +196,16 @@ def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
         yield ("lse",)
 
 
+class _Started(NamedTuple):
+    """An exchange under way."""
+
+    trade: Trade
+    step: int
+    ticket: int
+    sent: int
+    received: int
+
+
 class _Building:
     def __init__(self, members: int) -> None:
         self.ranks = tuple(range(members))
@@ -195,24 +223,32 @@ class _Building:
         self.slots.append(Slot("+".join(trade.fields), role, ((),), trade.stage, trade))
         return len(self.slots) - 1
 
-    def exchange(self, trade: Trade) -> int:
-        """Returns the slot of what arrives."""
+    def start(self, trade: Trade) -> _Started:
         step, ticket = len(self.words), next(self.tickets)
         self.words.append(f"exchange of heads: {trade.words}")
         sent, received = self.slot(trade, "sent"), self.slot(trade, "received")
         self.add(PackHeads(step, trade, sent))
         self.add(ExchangeStart(step, ticket, trade, self.ranks, sent, received))
-        self.add(Wait(step, ticket), sent)
-        return received
+        return _Started(trade, step, ticket, sent, received)
 
-    def inward(self, stage: int, fields: tuple[str, ...]) -> tuple[Trade, int]:
-        trade = Trade(stage, True, fields)
-        return trade, self.exchange(trade)
+    def end(self, one: _Started) -> tuple[Trade, int]:
+        """Returns the slot of what has arrived, and what that is."""
+        step = self.later(one)
+        self.add(Wait(step, one.ticket), one.sent)
+        return one.trade, one.received
 
-    def outward(self, stage: int, fields: tuple[str, ...]) -> None:
-        trade = Trade(stage, False, fields)
-        received = self.exchange(trade)
-        self.add(UnpackHeads(len(self.words) - 1, trade, received), received)
+    def unpack(self, one: _Started) -> None:
+        self.end(one)
+        self.add(UnpackHeads(self.later(one), one.trade, one.received), one.received)
+
+    def later(self, one: _Started) -> int:
+        """The step in which what follows stands: that of the start, unless there are others since."""
+        if one.step == len(self.words) - 1:
+            return one.step
+        words = f"{one.trade.words} has been exchanged"
+        if self.words[-1] != words:
+            self.words.append(words)
+        return len(self.words) - 1
 
     def stage(self, stage: int, program: Program, arrived: list[tuple[Trade, int]]) -> None:
         """An inner program, with slots, tickets and steps of its own among the others'."""

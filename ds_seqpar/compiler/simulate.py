@@ -127,16 +127,17 @@ def communication(plan: Plan, costs: Costs) -> float:
     return max(plan.received(costs.transfer)) + sum(map(costs.exchange, exchange.trades(plan.direction)))
 
 
-def programs_of(plan: Plan, members: int = 1, stages: int = 1) -> list[Program]:
+def programs_of(plan: Plan, members: int = 1, stages: int = 1, overlap: bool = False) -> list[Program]:
     """All inner ranks' programs, as they are for results that travel in the dtype that they are accumulated in; of one
-    of so many Ulysses members, which all do the same at the same time, in so many stages that are alike."""
+    of so many Ulysses members, which all do the same at the same time, in so many stages that are alike. overlap: as
+    `exchange.whole` takes it."""
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
         for rank, steps in enumerate(plan.ranks)
     ]
     if (members, stages) == (1, 1):
         return inner
-    return [_by_itself(exchange.whole([program] * stages, members, True)) for program in inner]
+    return [_by_itself(exchange.whole([program] * stages, members, True, overlap=overlap)) for program in inner]
 
 
 def _by_itself(program: Program) -> Program:

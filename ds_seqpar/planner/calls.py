@@ -27,7 +27,7 @@ from .machine import Machine
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """Attention of one layer. config: resolved; heads: (query heads, key/value heads, head_dim) that it works on at
-    once, the model's or a stage's; shards: of the inner ranks."""
+    once, the model's or a stage's; shards: of the inner ranks; stages: of heads, all alike."""
 
     config: SequenceParallelConfig
     world: int
@@ -36,6 +36,12 @@ class Call:
     heads: tuple[int, int, int]
     dtype: str = "bfloat16"
     batch: int = 1
+    stages: int = 1
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether the exchanges of a stage are under way while another one computes."""
+        return self.config.overlap and self.stages > 1 and self.members > 1
 
     @functools.cached_property
     def topology(self) -> Topology:
@@ -101,7 +107,8 @@ def followed(machine: Machine, call: Call) -> int:
 
 
 def programs(machine: Machine, call: Call, direction: str) -> list[Program]:
-    """Those of all ranks that are followed, each with Ulysses' exchanges before and after."""
+    """Those of all ranks that are followed, each with Ulysses' exchanges before and after: of all stages where they
+    hide one another's exchanges, else of one."""
     return worldwide(machine, call, inner_programs(call, direction))
 
 
@@ -118,7 +125,7 @@ def inner_programs(call: Call, direction: str) -> list[Program]:
 
 def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Program]:
     """inner: of the inner ranks."""
-    size, found = call.config.size, []
+    size, found, stages = call.config.size, [], call.stages if call.hides_exchanges else 1
     for rank in range(followed(machine, call) * size):
         member, place = call.places[rank % size]
         base = rank - rank % size
@@ -127,7 +134,9 @@ def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Pr
             return base + call.ranks[member, peer]
 
         group = tuple(base + call.ranks[m, place] for m in range(call.members))
-        found.append(renumbered(exchange.whole([inner[place]], call.members, True), rank, at, group))
+        found.append(
+            renumbered(exchange.whole([inner[place]] * stages, call.members, True, overlap=stages > 1), rank, at, group)
+        )
     return found
 
 
@@ -190,7 +199,7 @@ def call_figures(
         count = fewest_stages(recipe, config.ulysses, config.travel_dtype, own, mask, shards)
     if member is None:
         member = dealing.busiest(q_heads, kv_heads, config.ulysses)
-    leaves = kept_of(config.ulysses, count, kept is not None, bool(kept))
+    leaves = kept_of(config.ulysses, count, kept is not None, bool(kept), config.overlap)
     compiler, members = Compiler(recipe, rank, early), Members(config.ulysses, member)
 
     def bound(direction: str) -> Bound:

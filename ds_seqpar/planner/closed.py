@@ -52,7 +52,7 @@ def closed(machine: Machine, call: Call, direction: str) -> Closed:
     longest = max(shared.values(), default=0.0)
     return Closed(
         seconds=max(busiest.least(), longest),
-        overlapped=max(longest, *(one.exchanges + one.compute for one in found)),
+        overlapped=max(longest, *(one.exchanges * (not call.hides_exchanges) + one.compute for one in found)),
         compute=max(one.compute for one in found),
         links=longest,
         collectives=busiest.exchanges + busiest.before + busiest.after,

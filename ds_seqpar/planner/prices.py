@@ -264,13 +264,19 @@ def _added(program: Program) -> Iterator[Product]:
 
 
 def simulated(machine: Machine, call: Call, direction: str) -> Timeline:
-    """Of all ranks that are followed."""
+    """Of all ranks that are followed; what `programs` gives of them."""
     everyones = programs(machine, call, direction)
     return simulate(everyones, MachinePrices(machine, call, direction, everyones))
 
 
 def call_seconds(machine: Machine, call: Call, direction: str) -> float:
     """Of a call, simulated: of one Ulysses member's ranks, where all members do the same at the same time."""
+    if call.hides_exchanges:
+        return simulated(machine, call, direction).seconds
+    return call.stages * _stage_seconds(machine, call, direction)
+
+
+def _stage_seconds(machine: Machine, call: Call, direction: str) -> float:
     if not alike(machine, call):
         return simulated(machine, call, direction).seconds
     inner, ranks = inner_programs(call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]
@@ -281,7 +287,8 @@ def call_seconds(machine: Machine, call: Call, direction: str) -> float:
 
 def followed_ranks(machine: Machine, call: Call) -> int:
     """How many ranks `call_seconds` simulates."""
-    return call.recipe.size if alike(machine, call) else followed(machine, call) * call.config.size
+    one = alike(machine, call) and not call.hides_exchanges
+    return call.recipe.size if one else followed(machine, call) * call.config.size
 
 
 def alike(machine: Machine, call: Call) -> bool:

@@ -237,7 +237,9 @@ def instructions(request: Request, one: Prediction) -> int:
     """About how many are simulated: each rank that is followed has some for every other inner one at most."""
     inner = one.candidate.inner
     call = call_of(request.step(one.config), one.config.head_stages)
-    return 12 * prices.followed_ranks(request.machine, call) * (inner + 1)
+    return (
+        12 * prices.followed_ranks(request.machine, call) * (inner + 1) * (call.stages if call.hides_exchanges else 1)
+    )
 
 
 def overlapped(request: Request, one: Prediction) -> float:
@@ -259,9 +261,8 @@ def _timed(request: Request, one: Prediction, seconds: Sequence[float]) -> StepT
 
 def simulated(request: Request, one: Prediction) -> Prediction:
     """With the time of attention that the simulator finds."""
-    stages = one.config.head_stages
-    call = call_of(request.step(one.config), stages)
-    seconds = [stages * prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
+    call = call_of(request.step(one.config), one.config.head_stages)
+    seconds = [prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
     took = _timed(request, one, seconds)
     return dataclasses.replace(
         one, time=took, seconds=request.seconds_each(took.seconds, took.sequences), simulated=True
@@ -269,7 +270,7 @@ def simulated(request: Request, one: Prediction) -> Prediction:
 
 
 def timelines(request: Request, one: Prediction) -> dict[str, Timeline]:
-    """Direction -> what all ranks do in attention of one layer, for one stage of heads."""
+    """Direction -> what all ranks do in attention of one layer, for one stage of heads unless stages hide exchanges."""
     call = call_of(request.step(one.config), one.config.head_stages)
     return {way: prices.simulated(request.machine, call, way) for way in DIRECTIONS}
 

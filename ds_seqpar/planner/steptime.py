@@ -62,6 +62,7 @@ def call_of(step: Step, stages: int = 1) -> Call:
         heads=(kv_heads * (m.heads // m.kv_heads), kv_heads, m.head_dim),
         dtype=step.dtype,
         batch=step.batch,
+        stages=stages,
     )
 
 

@@ -64,12 +64,13 @@ def attention(
     """q (B, s, Hq, D), k and v (B, t, Hkv, D) of this rank's tokens, sinks (Hq,) -> out as q, differentiable, and with
     lse the lse (B, s, Hq) of its rows. after: what must have been computed before anything is sent.
 
-    A checkpoint keeps the inner q, k and v, so that nothing is sent twice. Stages alone send theirs again: what they
-    are for is that the inner tensors of all heads are never there together.
+    A checkpoint keeps the inner q, k and v, so that nothing is sent twice. Stages without overlap send theirs again:
+    what they are for is that the inner tensors of all heads are never there together.
     """
     again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
     stages = _stages(runtime, tensors, mask, shards)
-    keep = sum(kept_of(runtime.members.degree, stages, again, again and keeping.is_kept()))
+    keeps = again and keeping.is_kept()
+    keep = sum(kept_of(runtime.members.degree, stages, again, keeps, runtime.config.overlap))
     gathered = lse and runtime.members.degree > 1
     if _is_watched() and not again:
         place = [*runtime.members, *_inner(runtime, tensors, shards)]

@@ -5,8 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.planner.calls import call_figures
 from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.planner.calls import call_figures
 from ds_seqpar.runtime.keeping import keeping
 from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import live
@@ -45,6 +45,8 @@ OTHERS = {
     "two blocks a rank, bf16 travels": ({"size": 3, "schedule": "triangle", "travel_dtype": "bf16"}, Mask(), 2),
     "two blocks a rank, overlap": ({"size": 3, "schedule": "triangle", "overlap": True}, Mask(window=700), 8),
     "two blocks of a rank's members": ({"size": 6, "ulysses": 2, "schedule": "triangle"}, Mask(), 4),
+    "stages that hide exchanges": ({"size": 4, "ulysses": 4, "head_stages": 2, "overlap": True}, Mask(), 8),
+    "stages that hide exchanges, around": ({"size": 4, "ulysses": 2, "head_stages": 4, "overlap": True}, Mask(), 4),
 }
 
 
@@ -62,7 +64,7 @@ STAGES = {
 WHOLE = (
     "ulysses around", "grouped heads dealt unevenly", "members that share heads unevenly", "two blocks a rank",
     "two blocks of a rank's members", "two blocks a rank, overlap", "bf16 travels", "q travels",
-    "members that share heads",
+    "members that share heads", "stages that hide exchanges, around",
 )  # fmt: skip
 FEW_STAGES = ("ring, 1 stages, kept", "ulysses, 2 stages", "u2r2, 2 stages, kept")
 
