@@ -16,6 +16,7 @@ from benchmarks.blocks import block_bytes
 from benchmarks.cluster_spec import Spec
 from ds_seqpar.compiler import heads as dealing
 from ds_seqpar.compiler.compile import pattern_of
+from ds_seqpar.compiler.exchange import kept_of
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.program import GatherStart, Post, Program, ScatterStart, Wait
@@ -25,7 +26,7 @@ from ds_seqpar.compiler.simulate import programs_of
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.planner.calls import Call
 from ds_seqpar.planner.machine import PER_PRODUCT, Machine, Wire
-from ds_seqpar.planner.prices import simulated
+from ds_seqpar.planner.prices import call_seconds
 from ds_seqpar.runtime.comm import distances
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -87,6 +88,7 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
     tokens, token = problem.seq // recipe.size, problem.head_dim * problem.itemsize
     if config.head_stages == "auto":
         raise ValueError('the bytes of head_stages "auto" are known to the run only; got it, give a number')
+    kept = kept_of(members, config.head_stages, False, False, config.overlap)
     for stage in dealing.stages(problem.heads, problem.kv_heads, config.head_stages):
         dealt = dealing.dealt(*stage.counts, members)
         longest = 0
@@ -105,10 +107,13 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
             longest = max(longest, chain)
             # inward q, k, v and outward out; in backward do and then dq, dk, dv
             both = tokens // members * token * (2 * wide[0] + 2 * wide[1])
+            # what is not kept comes once more: q, k and v, and a number a row in place of out
+            again = tokens // members * token * (wide[0] + 2 * wide[1]) * (not kept.operands)
+            again += tokens // members * 4 * wide[0] * (not kept.out)
             for i in range(recipe.size):
                 me = ranks[member, i]
                 for other in (ranks[m, i] for m in range(members) if m != member):
-                    edges += [(other, me, both), (me, other, both)]
+                    edges += [(other, me, both + again), (me, other, both)]
                     count[me] += 4 * _apart(problem, me, other)
         rounds += longest + 4 * any(
             _apart(problem, ranks[0, i], ranks[m, i]) for m in range(members) for i in range(recipe.size)
@@ -120,17 +125,19 @@ def predicted(spec: Spec, problem: Problem, machine: Machine) -> float:
     """Seconds of one call by the planner's model, forward and backward, and the rounds in which inputs are compared."""
     config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
     config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
+    first = dealing.stages(problem.heads, problem.kv_heads, config.head_stages)[0]
     call = Call(
         config=config,
         world=problem.world,
         mask=CAUSAL if problem.causal else FULL,
         shards=EvenShards(config.layout, problem.seq, config.size // config.ulysses),
-        heads=(problem.heads, problem.kv_heads, problem.head_dim),
+        heads=(*first.counts, problem.head_dim),
         dtype=DTYPES[problem.dtype],
+        stages=config.head_stages,
     )
     wire = machine.between if problem.nodes > 1 else machine.inside
     agreement = len(distances(problem.world)) * wire.latency
-    return agreement + sum(simulated(machine, call, way).seconds for way in ("forward", "backward"))
+    return agreement + sum(call_seconds(machine, call, way) for way in ("forward", "backward"))
 
 
 def critical_path(spec: Spec, problem: Problem, rate: float, unit: float) -> float:

@@ -41,7 +41,7 @@ class SequenceParallelConfig:
         `python -m ds_seqpar show --help` lists all.
     forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
         what sends fewer bytes.
-    overlap: expand collectives into single transfers and order products as their operands arrive (planning.overlap).
+    overlap: expand collectives into single transfers and order products as their operands arrive (compiler.overlap).
     placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.topology.place.
         "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
         "ring_intra" its ring (WallFacer's two placements).
@@ -53,7 +53,8 @@ class SequenceParallelConfig:
     kernel: the block kernel; "auto" is the first that can take the blocks.
     head_stages: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
         part (Untied Ulysses). At most the key/value heads. "auto" is the fewest with which they take no more than q, k,
-        v and out do, or as near to that as stages that send no more bytes can come.
+        v and out do, or as near to that as stages that send no more bytes can come. With overlap Ulysses' exchanges run
+        while other stages compute, and backward keeps what one stage would keep.
     keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
         all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
