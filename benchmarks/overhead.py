@@ -4,8 +4,8 @@
     python -m benchmarks.overhead --parts Call --tokens 8192 --heads 2 --calls 20 --dtypes float32 bfloat16
     python -m benchmarks.overhead --parts Mask --tokens 16384 --heads 2 --calls 7 --dtypes float32 bfloat16
 
-Call: forward and backward of few tokens on one rank, beside the bare kernel behind an op of the same arguments; of
-processor time, since it waits for nobody; and what a call takes outside of its kernel, of the bare one.
+Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_product_attention, which has the same
+kernel; of processor time, since it waits for nobody; and what a call takes outside of its kernel.
 Mask: forward and backward on one rank of documents of one length, beside the same rows as a batch; and of a window,
 beside its share of the products of causal attention. Of processor time.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
@@ -45,6 +45,7 @@ from ds_seqpar.runtime.walk import Walk
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
+TORCHS = "torch's scaled_dot_product_attention"
 WINDOWS, DOCUMENTS = (128, 256, 512, 1024), (256, 64)  # of Mask
 Step = Callable[[], object]
 
@@ -90,16 +91,15 @@ def call(args: argparse.Namespace) -> Rows:
     rows: Rows = {}
     for dtype in args.dtypes:
         (found,) = on_ranks(1, one_rank, args.tokens, args.heads, dtype, args.calls, timeout=3600)
-        rows |= {f"{name}, {dtype}": row for name, row in compared(found, "bare kernel").items()}
+        rows |= {f"{name}, {dtype}": row for name, row in compared(found, TORCHS).items()}
     return rows
 
 
 def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[float]]:
     sp = SequenceParallel(SequenceParallelConfig(size=1))
     q, k, v, do = (x.to(getattr(torch, dtype)) for x in blocks(tokens, heads))
-    scale = HEAD_DIM**-0.5
     rows = {
-        "bare kernel": lambda q, k, v: bare(q, k, v, sp.runtime.handle, CAUSAL.handle, -1, scale, None)[0],
+        TORCHS: torchs,
         "attention, agreement apart": lambda q, k, v: sp.attention_agreed(q, k, v, Asked(CAUSAL, None, None)),
         "attention": sp.attention,
     }
@@ -113,6 +113,12 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[
     found = in_turns({name: both(attend) for name, attend in rows.items()}, calls, time.process_time)
     clock = Beside(KERNELS["cpu_flash"])
     return found | in_turns({"attention, but for its kernel": both(sp.attention)}, calls, clock)
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """On one rank the same, and the same kernel."""
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
 
 
 def mask(args: argparse.Namespace) -> Rows:
@@ -363,39 +369,6 @@ def in_turns(
             if turn >= 0:
                 found[name].append(clock() - began)
     return found
-
-
-@torch.library.custom_op("ds_seqpar_benchmarks::attention", mutates_args=())
-def bare(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float, after: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The kernel alone, with the arguments and results of the op that it is compared with."""
-    parts = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-@torch.library.custom_op("ds_seqpar_benchmarks::attention_backward", mutates_args=())
-def bare_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, mask: int, shards: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    parts = (x.transpose(1, 2) for x in (do, q, k, v, out, lse))
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
-    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-    return dq, dk, dv
-
-
-def _save(ctx: object, inputs: tuple, output: tuple) -> None:
-    q, k, v, *ctx.numbers, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _differentiate(ctx: object, do: Tensor, _: Tensor) -> tuple:
-    return *bare_backward(do, *ctx.saved_tensors, *ctx.numbers), *[None] * 5
-
-
-bare.register_autograd(_differentiate, setup_context=_save)
 
 
 if __name__ == "__main__":

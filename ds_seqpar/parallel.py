@@ -21,7 +21,6 @@ from .recording import Record
 from .resolve import agreed
 from .runtime import devices, groups, inputs, keeping, ops, runtime
 from .runtime.comm import TorchComm, failing
-from .runtime.kernels import Scores
 from .runtime.offload import Store, store_of
 from .runtime.telling import told_once
 from .sharding import Sharding
@@ -148,33 +147,17 @@ class SequenceParallel(Sharding):
         """
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        backward, after, lse_too = torch.is_grad_enabled() and followed, None, bool(return_lse)
-        meant = inputs.mask_of(causal, mask)
-        asked = inputs.Asked(meant, shards, scale, backward, lse_too, softcap, sinks)
-        if torch.compiler.is_compiling() and inputs.traceable(self.runtime, q, k, v, asked):
-            handles = meant.handle, ops.handle_of_shards(shards)
-            after = ops.agree_on(q, k, v, self.runtime.handle, *handles, scale, backward, lse_too, softcap, sinks)
-        elif not keeping.is_known():
-            inputs.agree_on_inputs(self.runtime, q, k, v, asked)
-        out, lse = self._attention((q, k, v), asked, after)
+        backward, meant = torch.is_grad_enabled() and followed, inputs.mask_of(causal, mask)
+        asked = inputs.Asked(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
+        after = ops.agree(self.runtime, q, k, v, asked)
+        out, lse = ops.attention(self.runtime, q, k, v, asked, after)
         return out if lse is None else (out, ops.Constant.apply(lse))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
         inputs.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return self._attention((q, k, v), asked)[0]
-
-    def _attention(
-        self, tensors: tuple[Tensor, Tensor, Tensor], asked: inputs.Asked, after: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        scale = tensors[0].shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
-        scores = Scores(scale, float(asked.softcap or 0.0))
-        (q, _, v), more = tensors, (asked.mask, asked.shards, scores, asked.sinks, after, asked.lse)
-        if q.shape[-1] == v.shape[-1]:
-            return ops.attention(self.runtime, tensors, *more)
-        out, lse = ops.attention(self.runtime, tuple(inputs.of_one_head_dim(*tensors)), *more)
-        return out[..., : v.shape[-1]], lse
+        return ops.attention(self.runtime, q, k, v, asked)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in

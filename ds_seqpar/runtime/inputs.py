@@ -77,7 +77,8 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
     if kind is None or runtime.fit is None or runtime.fit[0] != kind:
         error = attention_error(runtime, q, k, v, asked)
         # where there is an error nothing of it may be fit to be shown
-        given = Compared(WHAT, {} if error or group is None else _given(runtime, q, k, v, asked))
+        shown = {} if error or group is None else _given(runtime, q, k, v, asked)
+        given = Compared(WHAT, shown)
         runtime.fit = None if error or kind is None else (kind, given)
     else:
         given, error = runtime.fit[1], derivatives_error(q, k, v)

@@ -21,7 +21,7 @@ from ..handles import held, hold, of_handle
 from . import keeping
 from .buffers import Tensors
 from .call import Saved
-from .inputs import Asked, agree_on_inputs
+from .inputs import Asked, agree_on_inputs, of_one_head_dim, traceable
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
@@ -57,12 +57,36 @@ class _Given(NamedTuple):
         return self.mask, self.runtime.shards(tokens * self.runtime.members.degree), self.scores
 
 
+def agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor | None:
+    """`inputs.agree_on_inputs`, unless a checkpoint knows the result. It is a part of a compiled graph: what it returns
+    is for what must come after it."""
+    if torch.compiler.is_compiling() and traceable(runtime, q, k, v, asked):
+        mask, shards, *more = asked
+        return agree_on(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *more)
+    if not keeping.is_known():
+        agree_on_inputs(runtime, q, k, v, asked)
+    return None
+
+
 def attention(
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, after: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """q (B, s, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's tokens -> out (B, s, Hq, Dv), differentiable,
+    and where it is asked for the lse (B, s, Hq) of its rows. after: what `agree` gave."""
+    scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
+    scores = Scores(scale, float(asked.softcap or 0.0))
+    more = asked.mask, asked.shards, scores, asked.sinks, after, asked.lse
+    if q.shape[-1] == v.shape[-1]:
+        return _attention(runtime, (q, k, v), *more)
+    out, lse = _attention(runtime, tuple(of_one_head_dim(q, k, v)), *more)
+    return out[..., : v.shape[-1]], lse
+
+
+def _attention(
     runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scores: Scores,
-    sinks: Tensor | None = None, after: Tensor | None = None, lse: bool = False,
+    sinks: Tensor | None, after: Tensor | None, lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """q (B, s, Hq, D), k and v (B, t, Hkv, D) of this rank's tokens, sinks (Hq,) -> out as q, differentiable, and with
-    lse the lse (B, s, Hq) of its rows. after: what must have been computed before anything is sent.
+    """The same of one head_dim. after: what must have been computed before anything is sent.
 
     A checkpoint keeps the inner q, k and v, so that nothing is sent twice. Stages without overlap send theirs again:
     what they are for is that the inner tensors of all heads are never there together.
