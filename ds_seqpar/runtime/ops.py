@@ -97,9 +97,8 @@ def _attention(
     keep = sum(kept_of(runtime.members.degree, stages, again, keeps, runtime.config.overlap))
     gathered = lse and runtime.members.degree > 1
     if _is_watched() and not again:
-        place = [*runtime.members, *_inner(runtime, tensors, shards)]
         numbers = _numbers(runtime, mask, shards, scores, stages, keep)
-        out, *rest = attend(*tensors, sinks, *numbers, gathered, place, after)
+        out, *rest = attend(*tensors, sinks, *numbers, gathered, _place(runtime, tensors, shards), after)
     else:
         out, *rest = Attention.apply(*tensors, sinks, _Given(runtime, mask, shards, scores, stages, keep, gathered))
     if not lse:
@@ -130,14 +129,14 @@ def _stages(runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards
     return runtime.fewest_stages(q, k, mask, held_here)
 
 
-def _inner(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> tuple[int, int, int]:
-    """The inner rank's tokens of q and of k/v; and whether each member has as many of both, so that they travel as
-    one."""
+def _place(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[int]:
+    """Of the rank: degree and member; the inner rank's tokens of q and of k/v; and whether each member has as many of
+    both, so that they travel as one."""
     (q, k, _), degree = tensors, runtime.members.degree
     if shards is None:
-        return q.shape[1] * degree, k.shape[1] * degree, 1
+        return [*runtime.members, q.shape[1] * degree, k.shape[1] * degree, 1]
     counts = [members_tokens(shards, side, runtime.rank, degree) for side in ("q", "kv")]
-    return sum(counts[0]), sum(counts[1]), int(counts[0] == counts[1])
+    return [*runtime.members, sum(counts[0]), sum(counts[1]), int(counts[0] == counts[1])]
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
@@ -188,6 +187,14 @@ def _forward(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
     return _finish(given.runtime.forward(q, k, v, sinks, *its, given.stages, given.keep, given.lse), q.device)
 
 
+def _seen(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
+    """`_forward`, as the op where somebody is to see it."""
+    if not _is_watched():
+        return _forward(given, q, k, v, sinks)
+    place = _place(given.runtime, (q, k, v), given.shards)
+    return attend(q, k, v, sinks, *_numbers(*given[:-1]), given.lse, place, None)
+
+
 def _backward(given: _Given, do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
     own, rest, stages = {"do": do}, list(saved), given.stages
     if not given.keep:
@@ -212,7 +219,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int, mask: int, shards: int,
     scale: float, softcap: float, stages: int, keep: int, lse: bool, place: Sequence[int], after: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """place: (degree, member, *`_inner`), all that shapes depend on: a compiler's cache serves several ranks. Returns
+    """place: of `_place`, all that shapes depend on: a compiler's cache serves several ranks. Returns
     [out, the inner lse of every stage, what is kept (see `Runtime.forward`), with lse that of own rows, which is for
     ranks that have other members]."""
     hold(mask, *(() if shards == CONFIGURED else (shards,)))
@@ -269,7 +276,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: _Given) -> Tensors:
-        found = keeping.once(lambda: tuple(_forward(given, q, k, v, sinks)))
+        found = keeping.once(lambda: tuple(_seen(given, q, k, v, sinks)))
         ctx.given, ctx.k_shape = given, k.shape
         _save(ctx, (q, k, v), sinks, found, given.keep, given.lse)
         ctx.mark_non_differentiable(*found[1:])
