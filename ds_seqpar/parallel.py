@@ -151,7 +151,7 @@ class SequenceParallel(Sharding):
         asked = inputs.Asked(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
         after = ops.agree(self.runtime, q, k, v, asked)
         out, lse = ops.attention(self.runtime, q, k, v, asked, after)
-        return out if lse is None else (out, ops.Constant.apply(lse))
+        return out if lse is None else (out, ops.Constant.apply(lse, out))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
@@ -249,14 +249,13 @@ def _own_device() -> tuple[torch.device, ConfigError | None]:
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Under torch.autocast, in its dtype: what it does for scaled_dot_product_attention (RoPE mixes fp32 and bf16)."""
-    if not any(isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) for x in tensors):
+    if not any(map(_is_cast, tensors)):
         return tensors
-    return [
-        x.to(torch.get_autocast_dtype(x.device.type))
-        if isinstance(x, Tensor)
-        and x.is_floating_point()
-        and x.dtype != torch.float64
-        and torch.is_autocast_enabled(x.device.type)
-        else x
-        for x in tensors
-    ]
+    return [x.to(torch.get_autocast_dtype(x.device.type)) if _is_cast(x) else x for x in tensors]
+
+
+def _is_cast(x: object) -> bool:
+    """Whether autocast changes its dtype. Some devices (meta) have no autocast to ask about."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return False
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
 from ..compiler.heads import most_stages
 from ..compiler.layout import multiple
@@ -92,9 +92,9 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
 def _kind_of(q: object, k: object, v: object, asked: Asked) -> tuple | None:
     """All that the checks look at, but for derivatives: what has the same fits as well. None for what is odd."""
     given = q, k, v, *(() if asked.sinks is None else (asked.sinks,))
-    if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
+    if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in given):  # some others have no shape
         return None
-    kinds = [(type(x), x.layout, x.shape, x.dtype, x.device) for x in given]
+    kinds = [(x.layout, x.shape, x.dtype, x.device) for x in given]
     # types first: a comparison ends where two differ, and others may be nothing to be compared
     types = [type(x) for x in asked]
     return types, kinds, asked[:-1], keeping.which_run()

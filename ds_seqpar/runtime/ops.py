@@ -263,8 +263,10 @@ def _differentiate_op(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
     do, (sinks, *saved) = grads[0], ctx.saved_tensors
     if do is None:
         return (None,) * 14
-    found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.numbers)
-    return *found[:3], found[3] if sinks is not None else None, *[None] * 10
+    with torch.no_grad():
+        found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.numbers)
+    dq, dk, dv, *more = _final(found, saved)
+    return dq, dk, dv, more[0] if more else None, *[None] * 10
 
 
 attend.register_autograd(_differentiate_op, setup_context=_save_of_op)
@@ -279,7 +281,7 @@ class Attention(torch.autograd.Function):
         found = keeping.once(lambda: tuple(_seen(given, q, k, v, sinks)))
         ctx.given, ctx.k_shape = given, k.shape
         _save(ctx, (q, k, v), sinks, found, given.keep, given.lse)
-        ctx.mark_non_differentiable(*found[1:])
+        ctx.mark_non_differentiable(*found[2:])  # the lse stays: by it `_final` finds the inputs
         return found
 
     @staticmethod
@@ -287,11 +289,10 @@ class Attention(torch.autograd.Function):
         do, (sinks, *saved) = grads[0], ctx.saved_tensors
         if do is None:
             return (None,) * 5
-        if torch.is_grad_enabled():  # for a gradient of the gradient, which the op refuses
-            found = attend_backward(do, sinks, saved, ctx.k_shape, *_numbers(*ctx.given[:-1]))
-        else:
+        with torch.no_grad():
             found = _backward(ctx.given, do, sinks, saved, ctx.k_shape[2])
-        return *found[:3], found[3] if sinks is not None else None, None
+        dq, dk, dv, *more = _final(found, saved)
+        return dq, dk, dv, more[0] if more else None, None
 
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
@@ -313,25 +314,37 @@ def _(
     return found if sinks is None else [*found, sinks.new_empty(sinks.shape)]
 
 
-def _refuse_second_derivative(ctx: Context, *grads: Any) -> tuple:
-    raise InputError(
-        "sequence parallel attention has no second derivative; got a gradient of its gradient (create_graph=True), "
-        "use torch's own attention where you need one"
-    )
+class _Final(torch.autograd.Function):
+    """The identity on gradients, which refuses their own gradient. saved: what backward had; more: the gradients."""
+
+    @staticmethod
+    def forward(ctx: Context, saved: int, *more: Tensor) -> Tensors:
+        return tuple(grad.view_as(grad) for grad in more[saved:])
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Any) -> tuple:
+        raise InputError(
+            "sequence parallel attention has no second derivative; got a gradient of its gradient (create_graph=True), "
+            "use torch's own attention where you need one"
+        )
 
 
-attend_backward.register_autograd(_refuse_second_derivative)
+def _final(grads: Sequence[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
+    """With create_graph=True these become a part of the graph that has the inputs, through what was saved. If they did
+    not, a second derivative would be zero without a word."""
+    return _Final.apply(len(saved), *saved, *grads) if torch.is_grad_enabled() else grads
 
 
 class Constant(torch.autograd.Function):
-    """The identity; a gradient that reaches it is refused, where one that is lost would go unnoticed."""
+    """The identity of x; a gradient that reaches it is refused, where one that is lost would go unnoticed. beside: what
+    came with x: only where that has a gradient is one refused."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, beside: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> tuple:
         raise InputError(
             "the lse of sequence parallel attention has no gradient; got a loss that depends on it, use lse.detach()"
         )
