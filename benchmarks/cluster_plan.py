@@ -16,7 +16,6 @@ from benchmarks.blocks import block_bytes
 from benchmarks.cluster_spec import Spec
 from ds_seqpar.compiler import heads as dealing
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.exchange import kept_of
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.program import GatherStart, Post, Program, ScatterStart, Wait
@@ -88,7 +87,7 @@ def figures(spec: Spec, problem: Problem) -> Figures | None:
     tokens, token = problem.seq // recipe.size, problem.head_dim * problem.itemsize
     if config.head_stages == "auto":
         raise ValueError('the bytes of head_stages "auto" are known to the run only; got it, give a number')
-    kept = kept_of(members, config.head_stages, False, False, config.overlap)
+    kept = config.kept(config.head_stages, False, False)
     for stage in dealing.stages(problem.heads, problem.kv_heads, config.head_stages):
         dealt = dealing.dealt(*stage.counts, members)
         longest = 0
@@ -134,6 +133,7 @@ def predicted(spec: Spec, problem: Problem, machine: Machine) -> float:
         heads=(*first.counts, problem.head_dim),
         dtype=DTYPES[problem.dtype],
         stages=config.head_stages,
+        kept=config.kept(config.head_stages, False, False),
     )
     wire = machine.between if problem.nodes > 1 else machine.inside
     agreement = len(distances(problem.world)) * wire.latency

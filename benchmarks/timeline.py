@@ -24,7 +24,7 @@ from benchmarks.blocks import block_bytes
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.compile import pattern_of, weight
 from ds_seqpar.compiler.draw import draw_timelines
-from ds_seqpar.compiler.exchange import exchanged
+from ds_seqpar.compiler.exchange import Around, exchanged
 from ds_seqpar.compiler.heads import most
 from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.masks import CAUSAL
@@ -166,7 +166,7 @@ def simulated_walk(
         weight=costs.weight,
         exchange=lambda trade: exchanged(shape, members, trade) * tokens / rate,
     )
-    return Timeline(tuple(members_of(simulate(programs_of(plan, members), costs).events, members)))
+    return Timeline(tuple(members_of(simulate(programs_of(plan, Around(members)), costs).events, members)))
 
 
 def members_of(events: tuple[Event, ...], members: int) -> Iterator[Event]:

@@ -12,6 +12,7 @@ from .compiler import layout as layouts
 from .compiler import schedules
 from .compiler.compile import Recipe
 from .compiler.cuts import KERNELS
+from .compiler.exchange import Kept, kept_of
 from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
 from .compiler.topology import Axes, Topology, divisors, place
 from .deepspeed_json import read_deepspeed, section_of
@@ -23,7 +24,7 @@ LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
 TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
-PLANNED = ("size", "ulysses", "schedule")  # with none of them "auto" there is nothing to plan
+PLANNED = ("size", "ulysses", "schedule", "head_stages")  # with none of them "auto" there is nothing to plan
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -52,16 +53,21 @@ class SequenceParallelConfig:
         document, and packed documents as `compiler.balance` deals them. "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
     head_stages: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
-        part (Untied Ulysses). At most the key/value heads. "auto" is the fewest with which they take no more than q, k,
-        v and out do, or as near to that as stages that send no more bytes can come. With overlap Ulysses' exchanges run
-        while other stages compute, and backward keeps what one stage would keep.
+        part (Untied Ulysses). At most the key/value heads. With `overlap` Ulysses' exchanges run while other stages
+        compute. "auto" with a `seq_len` or a `machine`: the planner chooses stages and overlap, by the time that it
+        simulates and the memory that there is. Else "auto" is the fewest with which buffers take no more than q, k, v
+        and out do, or as near to that as stages that send no more bytes can come.
     keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
         all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
+    keep_exchanged: whether backward finds the q, k and v that Ulysses' exchange brought to forward. false: the exchange
+        is repeated, which is slower and takes less memory. "auto": they are kept, unless `head_stages` saves memory:
+        more than one, without overlap, and with no checkpoint that keeps attention.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
     mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens MLPs and norms, and the
         logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
         as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
-    seq_len: tokens of the whole sequence that a size, ulysses or schedule of "auto" is planned for (docs/planner.md).
+    seq_len: tokens of the whole sequence that a size, ulysses, schedule or head_stages of "auto" is planned for
+        (docs/planner.md).
         "auto": with a machine, the longest that a Trainer's data set says it has.
     machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
         with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
@@ -80,6 +86,7 @@ class SequenceParallelConfig:
     kernel: str = "auto"
     head_stages: Count = 1
     keep_attention: bool = True
+    keep_exchanged: bool | str = "auto"
     offload_checkpoints: bool = False
     mlp_tiles: Count = 1
     loss_tiles: Count = 1
@@ -107,6 +114,8 @@ class SequenceParallelConfig:
         for field in ("overlap", "keep_attention", "offload_checkpoints"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{SECTION}.{field} must be true or false; got {getattr(self, field)!r}")
+        if self.keep_exchanged != "auto" and not isinstance(self.keep_exchanged, bool):
+            raise ConfigError(f'{SECTION}.keep_exchanged must be true, false or "auto"; got {self.keep_exchanged!r}')
         if not isinstance(self.machine, str) or not self.machine:
             raise ConfigError(
                 f"{SECTION}.machine must be the name of a preset, or a JSON file by its path; got {self.machine!r}"
@@ -257,6 +266,11 @@ class SequenceParallelConfig:
         """Whether `seq_len` or `machine` is said, and one of `PLANNED` is left open."""
         said = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
         return said and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
+
+    def kept(self, stages: int, checkpointed: bool, keeps: bool) -> Kept:
+        """What forward leaves for backward, of a resolved config. checkpointed: whether a checkpoint is around it;
+        keeps: whether that keeps what attention gives."""
+        return kept_of(self.ulysses, stages, checkpointed, keeps, self.overlap, self.keep_exchanged)
 
     def recipe(self, topology: Topology) -> Recipe:
         """Of a resolved config: what programs are made from."""

@@ -10,7 +10,7 @@ from .. import limits
 from ..compiler.compile import Compiler, pattern_of, weight
 from ..compiler.cuts import PLAIN
 from ..compiler.draw import draw
-from ..compiler.exchange import ALL_KEPT, Heads, Members, exchanged, kept_of
+from ..compiler.exchange import ALL_KEPT, Around, Heads, Members, exchanged
 from ..compiler.heads import busiest, most
 from ..compiler.layout import LAYOUTS, multiple
 from ..compiler.listing import listing
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> None:
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
+    around = Around(members, stages, config.kept(stages, False, False) if members > 1 else ALL_KEPT, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
         pattern = pattern_of(mask, shards)
@@ -92,15 +93,14 @@ def run(args: argparse.Namespace) -> None:
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        timeline = simulate(programs_of(plan, members, stages, config.overlap), costs)
+        timeline = simulate(programs_of(plan, around), costs)
         print(f"critical path {timeline.seconds / (stages * bound):.2f} x max(compute, links), the two being equal\n")
         if args.program is not None:
             place = Members(members, busiest(*first.counts, members))
-            kept = kept_of(members, stages, False, False, config.overlap) if members > 1 else ALL_KEPT
-            call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, kept)
+            call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, around.kept)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
-            draw(plan, costs, args.png, members, stages, config.overlap)
+            draw(plan, costs, args.png, around)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
             timeline.save(args.trace)

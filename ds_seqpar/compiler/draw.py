@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from .exchange import ALONE, Around
 from .plan import Plan
 from .simulate import Costs, communication, computation, programs_of, simulate
 from .timeline import Event, Timeline, lanes
@@ -22,18 +23,18 @@ NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "
          "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
 
 
-def draw(plan: Plan, costs: Costs, file: str | Path, members: int = 1, stages: int = 1, overlap: bool = False) -> None:
+def draw(plan: Plan, costs: Costs, file: str | Path, around: Around = ALONE) -> None:
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
     where it is not installed, or the file cannot be written.
 
     A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
-    members, stages, overlap: as `programs_of` takes them.
     """
-    timeline = simulate(programs_of(plan, members, stages, overlap), costs)
-    bound = stages * max(communication(plan, costs), computation(plan, costs))
+    timeline = simulate(programs_of(plan, around), costs)
+    bound = around.stages * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
-    around = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
-    title = f"{plan.name}{around}, {plan.direction}: {ratio}"
+    members, stages = around[:2]
+    words = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
+    title = f"{plan.name}{words}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"
     draw_timelines({title: timeline}, file, range(plan.size), costs.product or 1.0, unit)
 

@@ -63,15 +63,30 @@ class Kept(NamedTuple):
 ALL_KEPT = Kept()
 
 
-def kept_of(degree: int, stages: int, checkpointed: bool, keeps: bool, overlap: bool = False) -> Kept:
+class Around(NamedTuple):
+    """What stands around an inner program: so many Ulysses members, and stages of heads. kept: what backward finds of
+    forward. overlap: whether a stage's exchanges run while another one computes."""
+
+    members: int = 1
+    stages: int = 1
+    kept: Kept = ALL_KEPT
+    overlap: bool = False
+
+
+ALONE = Around()
+
+
+def kept_of(
+    degree: int, stages: int, checkpointed: bool, keeps: bool, overlap: bool = False, chosen: bool | str = "auto"
+) -> Kept:
     """What forward leaves for backward. checkpointed: whether a checkpoint is around it; keeps: whether that keeps what
-    attention gives. A rank without other members sends nothing again, and needs nothing beside its own tensors. Stages
-    alone are there to save memory, and send their operands again; with overlap they save time, and keep them."""
+    attention gives. chosen: whether the exchanged q, k and v stay. "auto": they go where stages are to save memory, and
+    stay where stages hide exchanges, or a checkpoint keeps attention. A rank without other members needs none."""
     if degree == 1:
         return Kept(operands=False, out=False)
-    if stages == 1 or overlap:
-        return Kept(operands=True, out=not checkpointed)
-    return Kept(operands=checkpointed and keeps, out=False)
+    if chosen == "auto":
+        chosen = stages == 1 or overlap or (checkpointed and keeps)
+    return Kept(operands=bool(chosen), out=bool(chosen) and not checkpointed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +152,8 @@ def exchanged(shape: Shape, members: int, trade: Trade) -> float:
     """Bytes that an exchange brings from other members, for each of the inner rank's tokens, of a member with this
     inner shape where all are alike."""
     heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in trade.fields)
-    return shape.batch * heads * shape.head_dim * shape.itemsize * (members - 1) / members
+    each = ITEMSIZE[shape.wide] if trade.fields[0] in ROWS else shape.head_dim * shape.itemsize
+    return shape.batch * heads * each * (members - 1) / members
 
 
 def trades(direction: str, together: bool = True, kept: Kept = ALL_KEPT) -> list[Trade]:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from . import exchange
 from .actions import Collective, Key, Unit, name_of
+from .exchange import ALONE, Around
 from .lower import lower
 from .plan import Plan
 from .program import (
@@ -127,17 +128,17 @@ def communication(plan: Plan, costs: Costs) -> float:
     return max(plan.received(costs.transfer)) + sum(map(costs.exchange, exchange.trades(plan.direction)))
 
 
-def programs_of(plan: Plan, members: int = 1, stages: int = 1, overlap: bool = False) -> list[Program]:
+def programs_of(plan: Plan, around: Around = ALONE) -> list[Program]:
     """All inner ranks' programs, as they are for results that travel in the dtype that they are accumulated in; of one
-    of so many Ulysses members, which all do the same at the same time, in so many stages that are alike. overlap: as
-    `exchange.whole` takes it."""
+    Ulysses member, since all do the same at the same time, in stages that are alike."""
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
         for rank, steps in enumerate(plan.ranks)
     ]
+    members, stages, kept, overlap = around
     if (members, stages) == (1, 1):
         return inner
-    return [_by_itself(exchange.whole([program] * stages, members, True, overlap=overlap)) for program in inner]
+    return [_by_itself(exchange.whole([program] * stages, members, True, kept, overlap=overlap)) for program in inner]
 
 
 def _by_itself(program: Program) -> Program:

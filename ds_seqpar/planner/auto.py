@@ -93,7 +93,9 @@ def planned(
         )
     choice = choose(request_of(config, job, seq, world, seen(job.dtype)))
     best = choice.best.config
-    kept = {name: getattr(config, name) for name in ("head_stages", *PLANNED_FOR)}
+    kept = {name: getattr(config, name) for name in PLANNED_FOR}
+    if config.head_stages != "auto":
+        kept["head_stages"] = config.head_stages
     return Planned(dataclasses.replace(best, **kept), choice)
 
 
@@ -113,8 +115,9 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, s
 
 
 def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
-    """What is no choice any more."""
-    return {name: value for name, value in config.settings().items() if name not in PLANNED_FOR}
+    """What is no choice any more. Stages that are "auto" are chosen with whether they hide exchanges."""
+    chosen = (*PLANNED_FOR, *(("overlap",) if config.head_stages == "auto" and not config.overlap else ()))
+    return {name: value for name, value in config.settings().items() if name not in chosen}
 
 
 def choose(request: Request) -> Choice:

@@ -11,7 +11,7 @@ from ..compiler import exchange
 from ..compiler import heads as dealing
 from ..compiler.compile import Bound, Compiler, Recipe, pattern_of
 from ..compiler.cuts import PLAIN, Takes
-from ..compiler.exchange import Kept, Members, kept_of
+from ..compiler.exchange import ALL_KEPT, Kept, Members
 from ..compiler.lower import lower
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
@@ -27,7 +27,8 @@ from .machine import Machine
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """Attention of one layer. config: resolved; heads: (query heads, key/value heads, head_dim) that it works on at
-    once, the model's or a stage's; shards: of the inner ranks; stages: of heads, all alike."""
+    once, the model's or a stage's; shards: of the inner ranks; stages: of heads, all alike; kept: what backward finds
+    of forward, where there are other Ulysses members."""
 
     config: SequenceParallelConfig
     world: int
@@ -37,6 +38,7 @@ class Call:
     dtype: str = "bfloat16"
     batch: int = 1
     stages: int = 1
+    kept: Kept = ALL_KEPT
 
     @property
     def hides_exchanges(self) -> bool:
@@ -135,8 +137,11 @@ def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Pr
 
         group = tuple(base + call.ranks[m, place] for m in range(call.members))
         found.append(
-            renumbered(exchange.whole([inner[place]] * stages, call.members, True, overlap=stages > 1), rank, at, group)
-        )
+            renumbered(
+                exchange.whole([inner[place]] * stages, call.members, True, call.kept, overlap=stages > 1),
+                rank, at, group,
+            )
+        )  # fmt: skip
     return found
 
 
@@ -199,7 +204,7 @@ def call_figures(
         count = fewest_stages(recipe, config.ulysses, config.travel_dtype, own, mask, shards)
     if member is None:
         member = dealing.busiest(q_heads, kv_heads, config.ulysses)
-    leaves = kept_of(config.ulysses, count, kept is not None, bool(kept), config.overlap)
+    leaves = config.kept(count, kept is not None, bool(kept))
     compiler, members = Compiler(recipe, rank, early), Members(config.ulysses, member)
 
     def bound(direction: str) -> Bound:

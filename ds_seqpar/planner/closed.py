@@ -94,7 +94,7 @@ class _Rank:
         for step in steps(self.inner):
             self.step(step)
         if call.members > 1:
-            for trade in trades(prices.direction):
+            for trade in trades(prices.direction, kept=call.kept):
                 self.exchange(trade)
 
     def least(self) -> float:

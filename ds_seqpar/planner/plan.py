@@ -30,11 +30,13 @@ from .search import (
     overlapped,
     predict,
     simulated,
+    staged,
 )
 
 FINALISTS = 6
 FAR = 1.25  # times the best: what is guessed to take longer is not looked at
 ORDERED = 3  # of which overlap is tried, too
+STAGED = 3  # of which stages of heads are tried, too
 ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
 EACH = 2  # candidates of every size, Ulysses degree and schedule that get as far as the closed form
 STEPS, STEPS_EACH = 4000, 80  # of ranks, that the closed form looks at; at least, and of each size and Ulysses degree
@@ -248,8 +250,22 @@ class _Search:
                 ranked.append(simulated(self.request, one))
             else:
                 self.refused["overlap", "it would take too long to find its order"] += 1
+        ranked += self.staging(ranked, room)
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
         return _plainest(self.different(ranked))
+
+    def staging(self, ranked: list[Prediction], room: int) -> list[Prediction]:
+        """The fastest with Ulysses, in stages that hide its exchanges. room: instructions that may be simulated."""
+        given, found = self.request.given, list[Prediction]()
+        if given.get("head_stages", "auto") != "auto" or given.get("overlap") is False:
+            return found
+        chances = [one for one in sorted(ranked, key=_seconds) if one.config.ulysses > 1 and not one.config.overlap]
+        for one in (one for one in chances[:STAGED] if one.candidate.inner <= OVERLAPPED):
+            for other in staged(self.request, one):
+                if (cost := instructions(self.request, other)) <= room:
+                    room -= cost
+                    found.append(simulated(self.request, other))
+        return found
 
     def different(self, ranked: list[Prediction]) -> list[Prediction]:
         """One of those that come out alike: plans that the overlap pass made the same, or ways round of one length."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..compiler import exchange
 from ..compiler.actions import Key, Unit
 from ..compiler.compile import side_of
-from ..compiler.exchange import SIDE
+from ..compiler.exchange import ROWS, SIDE
 from ..compiler.program import (
     OWN,
     Assemble,
@@ -35,6 +35,7 @@ from ..compiler.program import (
     UnpackHeads,
     Wait,
 )
+from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, tokens_of
 from ..compiler.simulate import Carried, Start, Traded, simulate
 from ..compiler.tiles import tiles
@@ -167,7 +168,8 @@ class MachinePrices:
         shape = self.call.shapes[dst if trade.inward else src]
         heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in trade.fields)
         tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
-        return tokens * heads * shape.head_dim * shape.batch * shape.itemsize
+        each = ITEMSIZE[shape.wide] if trade.fields[0] in ROWS else shape.head_dim * shape.itemsize
+        return tokens * heads * shape.batch * each
 
     def carried(self, src: int, dst: int, unit: Unit) -> Carried:
         member = self.place(src)[0]
@@ -310,7 +312,9 @@ def _around(prices: MachinePrices, call: Call, program: Program) -> float:
     """Seconds of the exchanges of the first rank of each member, with what is packed for them."""
     group = tuple(call.ranks[member, 0] for member in range(call.members))
     empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
-    around = renumbered(exchange.whole([empty], call.members, True), group[0], lambda inner: inner, group).code
+    around = renumbered(
+        exchange.whole([empty], call.members, True, call.kept), group[0], lambda inner: inner, group
+    ).code
     waited = sum(prices.pace(one)[0] for one in around if isinstance(one, ExchangeStart))
     return waited + sum(prices.busy(group[0], one) for one in around)
 

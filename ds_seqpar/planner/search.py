@@ -233,6 +233,18 @@ def _prediction(
     )
 
 
+def staged(request: Request, one: Prediction) -> list[Prediction]:
+    """The same in stages of heads that hide Ulysses' exchanges, in as many as send no more bytes, where that fits."""
+    found = []
+    candidate = dataclasses.replace(one.candidate, overlap=True)
+    for stages in dealing.free_stages(*request.heads, candidate.ulysses)[1:]:
+        given = {**request.given, **one.spared, "head_stages": stages}
+        other = predict(dataclasses.replace(request, given=given), candidate)
+        if isinstance(other, Prediction):
+            found.append(dataclasses.replace(other, spared={**one.spared, **other.spared, "head_stages": stages}))
+    return found
+
+
 def instructions(request: Request, one: Prediction) -> int:
     """About how many are simulated: each rank that is followed has some for every other inner one at most."""
     inner = one.candidate.inner
@@ -289,6 +301,7 @@ def floor(request: Request, one: Prediction) -> float:
 # in the order in which they are tried; each with those before it
 SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
 LAST_SPARING: tuple[dict[str, Any], ...] = (
+    {"keep_exchanged": False},
     {"offload_checkpoints": True},
     {"keep_attention": False},
     {"offload_checkpoints": True, "keep_attention": False},
@@ -299,6 +312,7 @@ COMMON = (
     "kernel",
     "head_stages",
     "keep_attention",
+    "keep_exchanged",
     "offload_checkpoints",
     "mlp_tiles",
     "loss_tiles",
@@ -306,8 +320,9 @@ COMMON = (
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of settings that candidates do not have; stages that are "auto" are a choice still."""
-    return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
+    """What is given of settings that candidates do not have; what is "auto" of these two is a choice still."""
+    open_ = (("head_stages", "auto"), ("keep_exchanged", "auto"))
+    return {name: given[name] for name in COMMON if name in given and (name, given[name]) not in open_}
 
 
 def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
@@ -319,14 +334,15 @@ def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
         if more := {name: value for name, value in settings.items() if name not in common(given)}:
             rungs.append({**rungs[-1], **more})
     for settings in LAST_SPARING if request.checkpointing else ():
-        if not set(settings) & set(common(given)):
+        if not set(settings) & set(common(given)) and (ulysses > 1 or "keep_exchanged" not in settings):
             rungs.append({**rungs[_lean(rungs)], **settings})
     return rungs
 
 
 def _lean(rungs: list[dict[str, Any]]) -> int:
     """The last that keeps everything on the device, and attention runs once."""
-    return max(n for n, rung in enumerate(rungs) if not set(rung) & {"offload_checkpoints", "keep_attention"})
+    last = {name for settings in LAST_SPARING for name in settings}
+    return max(n for n, rung in enumerate(rungs) if not set(rung) & last)
 
 
 def least_memory(request: Request, size: int) -> Footprint:

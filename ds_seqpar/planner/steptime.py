@@ -63,6 +63,7 @@ def call_of(step: Step, stages: int = 1) -> Call:
         dtype=step.dtype,
         batch=step.batch,
         stages=stages,
+        kept=step.config.kept(stages, step.checkpointing, step.config.keep_attention),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compiler.exchange import Heads, Members, kept_of
+from ..compiler.exchange import Heads, Members
 from ..compiler.masks import Mask
 from ..compiler.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
@@ -88,13 +88,12 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same of one head_dim. after: what must have been computed before anything is sent.
 
-    A checkpoint keeps the inner q, k and v, so that nothing is sent twice. Stages without overlap send theirs again:
-    what they are for is that the inner tensors of all heads are never there together.
+    Whether backward finds the inner q, k and v, or has them sent again, is the setting `keep_exchanged`.
     """
     again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
     stages = _stages(runtime, tensors, mask, shards)
     keeps = again and keeping.is_kept()
-    keep = sum(kept_of(runtime.members.degree, stages, again, keeps, runtime.config.overlap))
+    keep = sum(runtime.config.kept(stages, again, keeps))
     gathered = lse and runtime.members.degree > 1
     if _is_watched() and not again:
         numbers = _numbers(runtime, mask, shards, scores, stages, keep)

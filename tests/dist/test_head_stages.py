@@ -17,12 +17,19 @@ from tests.words import missing
 
 SCHEDULES = ("ring", "double_ring", "distflash", "attention2d", "wallfacer", "mesh")
 HEADS = {"equal": (8, 8), "grouped": (8, 4), "one kv head of two left": (6, 3)}
-GRID = list(itertools.product(SCHEDULES, (1, 2, 4), HEADS, (2, 3, 4, "auto"), (False, True)))
+GRID = [
+    (*case, kept)
+    for case, kept in zip(
+        itertools.product(SCHEDULES, (1, 2, 4), HEADS, (2, 3, 4, "auto"), (False, True)),
+        itertools.cycle(("auto", True, False)),
+        strict=False,
+    )
+]
 COVER = GRID[::53]
 
 
 def legal(case):
-    _, ulysses, heads, stages, _ = case
+    _, ulysses, heads, stages, *_ = case
     return stages == "auto" or stages <= dealing.most_stages(*HEADS[heads], ulysses)
 
 
@@ -32,8 +39,8 @@ def errors(cases):
     return [_errors(*case) for case in cases]
 
 
-def _errors(schedule, ulysses, heads, stages, overlap):
-    section = {"size": 4, "ulysses": ulysses, "schedule": schedule, "overlap": overlap}
+def _errors(schedule, ulysses, heads, stages, overlap, kept):
+    section = {"size": 4, "ulysses": ulysses, "schedule": schedule, "overlap": overlap, "keep_exchanged": kept}
     staged, plain = make(**section, head_stages=stages), make(**section)
     whole = oracle.tensors(2, 48, HEADS[heads])
     error = max(oracle.errors(attend(staged, *whole), oracle.dense(*whole)))

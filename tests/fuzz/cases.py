@@ -24,8 +24,8 @@ ODD = (0, -1, 1, 2, 3, 4, 7, 2.0, "2", "auto", "", None, True, False, [], [1, 1,
 WORDS = (*SCHEDULES, *LAYOUTS, *PLACEMENTS, *TRAVELS, *TRAVEL_DTYPES, *KERNELS, "fp16", "rings", "Zigzag", "KV")
 FIELDS = (
     "size", "ulysses", "schedule", "layout", "window", "rows", "cols", "team", "mesh", "forward", "backward", "overlap",
-    "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles",
-    "loss_tiles", "seq_len", "machine",
+    "placement", "travel_dtype", "kernel", "head_stages", "keep_attention", "keep_exchanged", "offload_checkpoints",
+    "mlp_tiles", "loss_tiles", "seq_len", "machine",
 )  # fmt: skip
 MISSPELT = ("sise", "ulises", "Layout", "kernels", "", "travel-dtype", 3)
 HEADS = (None, (0, 0), (4, 0), (4, 3), (4,), (4, 2, 1), (4.0, 2.0), ("4", "2"), 4, "42", (-4, -2), (True, True), {})
@@ -54,9 +54,10 @@ def sections(draw, sizes):
         "kernel": draw(st.sampled_from(ON_CPU)),
         "head_stages": draw(st.sampled_from((1, "auto"))),
         "keep_attention": draw(st.booleans()),
+        "keep_exchanged": draw(st.sampled_from(["auto", True, False])),
         "offload_checkpoints": draw(st.booleans()),
     }
-    common = ("layout", "forward", "backward", "overlap", "placement", "kernel", "keep_attention")
+    common = ("layout", "forward", "backward", "overlap", "placement", "kernel", "keep_attention", "keep_exchanged")
     left_out = draw(st.sets(st.sampled_from(common)))
     return {name: value for name, value in section.items() if name not in left_out}
 

@@ -25,8 +25,8 @@ def _message(call, *arguments, **settings):
 
 KEYS = (
     "size", "ulysses", "schedule", "layout", "forward", "backward", "overlap", "placement", "travel_dtype", "kernel",
-    "head_stages", "keep_attention", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len", "machine", "rows",
-    "cols", "window", "mesh", "strips", "team",
+    "head_stages", "keep_attention", "keep_exchanged", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len",
+    "machine", "rows", "cols", "window", "mesh", "strips", "team",
 )  # fmt: skip
 
 

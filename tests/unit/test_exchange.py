@@ -7,7 +7,7 @@ import pytest
 
 from ds_seqpar.compiler.compile import Compiler, pattern_of
 from ds_seqpar.compiler.cuts import PLAIN
-from ds_seqpar.compiler.exchange import ALL_KEPT, Kept, Members, exchanged, kept_of, whole
+from ds_seqpar.compiler.exchange import ALL_KEPT, Around, Kept, Members, exchanged, kept_of, whole
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.program import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
 from ds_seqpar.compiler.shape import shape_of
@@ -83,13 +83,15 @@ def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(directio
     bytes_each = functools.partial(exchanged, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
     costs = Costs(transfer={}, product=1.0, exchange=lambda trade: bytes_each(trade) / all_bytes)
-    seconds = [simulate(programs_of(plan, 4, stages, overlap), costs).seconds for overlap in (False, True)]
+    seconds = [
+        simulate(programs_of(plan, Around(4, stages, overlap=overlap)), costs).seconds for overlap in (False, True)
+    ]
     assert seconds[0] == pytest.approx(2 * stages)
     assert seconds[1] == pytest.approx(stages + 1, abs=0.5)
 
 
 def _trades(plan, direction):
-    (program,) = programs_of(plan, 4, 1)
+    (program,) = programs_of(plan, Around(4))
     return [one.trade for one in program.code if isinstance(one, ExchangeStart)]
 
 

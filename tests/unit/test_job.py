@@ -10,7 +10,7 @@ from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner import auto
 from ds_seqpar.planner.auto import Job, line_of, planned, request_of
-from ds_seqpar.planner.machine import DEFAULT, Machine
+from ds_seqpar.planner.machine import DEFAULT, Machine, Wire
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model
 from ds_seqpar.runtime.devices import Host, own_host, shared_by
@@ -70,12 +70,23 @@ def test_a_machine_without_a_length_is_refused():
 
 def test_what_is_given_stays():
     given = {"size": 8, "ulysses": 2, "layout": "striped", "travel_dtype": "bf16", "kernel": "reference",
-             "seq_len": 4096, "head_stages": "auto", "mlp_tiles": "auto", "loss_tiles": 3,
+             "seq_len": 4096, "head_stages": 2, "mlp_tiles": "auto", "loss_tiles": 3,
              "keep_attention": False}  # fmt: skip
     found = _planned(**given).config
     assert {name: getattr(found, name) for name in given} == given
     assert found.schedule != "auto"
     assert not found.overlap
+
+
+@pytest.mark.parametrize(("rate", "stages"), [(2e10, True), (1e13, False)])
+def test_stages_left_open_are_planned_with_overlap(rate, stages):
+    """Where all else is given too; by links, on which alone the two machines differ."""
+    wire = Wire(latency=1e-6, rate=rate)
+    seen = dataclasses.replace(Machine.load("h100-ib"), per_node=1, between=wire, uplink=None, memory=1e15)
+    config = Config(size=4, ulysses=4, schedule="ring", head_stages="auto", seq_len=65536)
+    job = dataclasses.replace(JOB, model=dataclasses.replace(JOB.model, kv_heads=32))
+    found = planned(config, job, (32, 32), 4, lambda _: seen).config
+    assert (found.head_stages > 1, found.overlap) == (stages, stages)
 
 
 def test_a_length_said_goes_before_that_of_the_data():
