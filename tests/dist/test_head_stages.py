@@ -85,6 +85,26 @@ def test_shares_that_differ():
     assert max(on_ranks(4, uneven)) < 1e-12
 
 
+def traffic():
+    """What arrives in a call, forward and backward, by kind: of one stage, of four that hide exchanges, and of four that
+    send q, k and v again. Of plain causal attention, and of packed documents of other lengths."""
+    whole, found = oracle.tensors(1, 64, (16, 16)), []
+    for mask in (Mask(), Mask(documents=Mask.documents_of([7, 30, 27]))):
+        for settings in ({}, {"head_stages": 4}, {"head_stages": 4, "keep_exchanged": False}):
+            sp = make(size=4, ulysses=2, overlap=True, **settings)
+            local = leaves(sp, *whole[:3])
+            sp.attention(*local, mask=mask).sum().backward()
+            found.append(dict(sp.comm.received))
+    return found
+
+
+def test_stages_that_hide_exchanges_send_what_one_stage_sends():
+    for plain, hidden, again, *packed in on_ranks(4, traffic):
+        assert hidden == plain
+        assert again["qkv"] == 2 * plain["qkv"]
+        assert packed[1] == packed[0]
+
+
 def memory(section, counts):
     """In so many stages each: units of q at the most, forward and backward, beyond what there is whole: out and lse, and
     in backward three gradients, which are all made before the last of several stages is (of one stage they are its own

@@ -95,8 +95,9 @@ def test_attention_runs_once_and_sends_once(cases):
 
 
 @pytest.mark.whole
-def test_stages_of_heads_run_once_too():
-    check([("ring", 2, "3", {"head_stages": 2})], stages=2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stages_of_heads_run_once_too(overlap):
+    check([("ring", 2, "3", {"head_stages": 2, "overlap": overlap})], stages=1 if overlap else 2)
 
 
 def ways(section):

@@ -17,9 +17,9 @@ def window():
     return ragged({"size": 2}, data_size=1, steps=1, sequences=2)
 
 
-def compiled_gradients(degree, checkpointing):
+def compiled_gradients(degree, checkpointing, section):
     """(difference of gradients, of losses, graph breaks) of a patched and compiled LLaMA and one process."""
-    sp, model = make(ulysses=degree), small()
+    sp, model = make(ulysses=degree, **section), small()
     expected, loss = one_process(small(), window())
     model.patch_attention(sp)
     if checkpointing:
@@ -32,10 +32,15 @@ def compiled_gradients(degree, checkpointing):
 
 
 @pytest.mark.parametrize(
-    ("degree", "checkpointing"), [*(pytest.param(n, False, marks=pytest.mark.whole) for n in (1, 2)), (2, True)]
+    ("degree", "checkpointing", "section"),
+    [
+        *(pytest.param(n, False, {}, marks=pytest.mark.whole) for n in (1, 2)),
+        pytest.param(2, False, {"head_stages": 2, "overlap": True}, marks=pytest.mark.whole),
+        (2, True, {"head_stages": 2, "overlap": True}),
+    ],
 )
-def test_a_compiled_patched_model_is_one_graph(degree, checkpointing):
-    for gradients, loss, breaks in on_ranks(2, compiled_gradients, degree, checkpointing, timeout=300):
+def test_a_compiled_patched_model_is_one_graph(degree, checkpointing, section):
+    for gradients, loss, breaks in on_ranks(2, compiled_gradients, degree, checkpointing, section, timeout=300):
         assert gradients < 1e-5
         assert loss < 1e-5
         assert breaks == 0
