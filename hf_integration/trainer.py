@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -32,6 +31,7 @@ from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .evaluation import check_evaluation
 from .job import job_of_trainer
+from .loaders import prepare_loader
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .sharded_evaluation import ShardedEvaluation
 from .streams import Stream
@@ -122,14 +122,10 @@ class SequenceParallelMixin(ShardedEvaluation):
         """accelerate's own preparation, told which data group this rank works for instead of which rank it is."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
-        seeding = loader.worker_init_fn
-        if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
-            loader.worker_init_fn = functools.partial(seeding, rank=self.sp.data_rank)
         settings = self.accelerator
-        prepared = prepare_data_loader(
+        prepared = prepare_loader(
             loader,
-            num_processes=self.sp.data_size,
-            process_index=self.sp.data_rank,
+            self.sp,
             put_on_device=False,  # whole sequences need not be on a device: `training_step` moves this rank's tokens
             even_batches=settings.even_batches,
             rng_types=settings.rng_types.copy(),

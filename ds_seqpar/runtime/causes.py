@@ -31,6 +31,14 @@ def of_batches(given: Mapping[int, Fields]) -> str:
     return f"{others} has other samples than the rest, as from another seed or data set: {remedy}"
 
 
+def of_whole(given: Mapping[int, Fields]) -> str:
+    """The same of whole batches that a model is called with."""
+    why = of_batches(given)
+    return (
+        f"{why}, or call it under hf_integration.whole_sequences(model) for batches of each rank's own" if why else ""
+    )
+
+
 def of_models(given: Mapping[int, Fields]) -> str:
     """Of a sharded forward in which ranks have other weights, or other placements."""
     names = differing(given)

@@ -1,0 +1,115 @@
+"""A patched model takes whole batches and gives whole outputs: those of the plain model, for any loss made of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.whole import WholeTensor
+from tests import oracle
+from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
+from tests.hf.llama import IGNORE, averaged, gap, small
+from tests.launch import on_engine_ranks as on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+SECTIONS = {
+    "r2": {"size": 2, "ulysses": 1},
+    "u2": {"size": 2, "ulysses": 2},
+    "u2r2": {"size": 4, "ulysses": 2},
+    "r4": {"size": 4, "ulysses": 1, "layout": "zigzag"},
+    "u4": {"size": 4, "ulysses": 4},
+}
+KINDS = ("odd", "packed", "left", "right")
+NAMES = sorted(FAMILIES)
+
+
+def collated(kind):
+    """A batch as collators make it: no label counts that is predicted across a document's end, or from padding."""
+    batch = batch_of(kind)
+    labels = batch["labels"]
+    if "position_ids" in batch:
+        labels[batch["position_ids"] == 0] = IGNORE
+    if kind == "left":
+        labels[F.pad(batch["attention_mask"], (1, 0))[:, :-1] < batch["attention_mask"]] = IGNORE
+    return batch
+
+
+def cross_entropy(output, batch):
+    return output.loss
+
+
+def preference(output, batch):
+    """DPO's, of the first row over the second: no sum over tokens."""
+    logps = output.logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    picked = torch.gather(logps, 2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
+    sums = (picked * (labels != IGNORE)).sum(-1)
+    return -F.logsigmoid(0.1 * (sums[0] - sums[1]))
+
+
+def own(output, batch):
+    """A ratio and a maximum of whole logits, and of the hidden states behind them, of tokens that are no padding."""
+    real = batch.get("attention_mask", torch.ones_like(batch["labels"])).bool()[..., None]
+    logits, hidden = output.logits.masked_fill(~real, 0.0), output.hidden_states[-1].masked_fill(~real, 0.0)
+    ratio = logits.float().pow(2).sum((1, 2)) / (1 + logits.amax((1, 2)).abs())
+    return ratio.sum().sqrt() + torch.einsum("bsd,btd->bst", hidden, hidden).std()
+
+
+LOSSES = {loss.__name__: loss for loss in (cross_entropy, preference, own)}
+
+
+def computed(model, batch, loss):
+    """(loss, logits, last hidden states) of the model on a whole batch, patched or not, after backward."""
+    model.zero_grad()
+    with told(model, batch):
+        output = model(**batch, use_cache=False, output_hidden_states=True)
+    found = LOSSES[loss](output, batch)
+    found.backward()
+    return found.item(), output.logits.detach(), output.hidden_states[-1].detach()
+
+
+def expected_of(case):
+    name, kind, loss = case
+    model, batch = model_of(name), collated(kind)
+    return *computed(model, batch, loss), gradients(model)
+
+
+def compared(cases, expected):
+    """By case the errors of the loss, the logits, the hidden states and all gradients."""
+    sps, found = {}, {}
+    for name, kind, loss, section in cases:
+        sp = sps.setdefault(section, SequenceParallel(SequenceParallelConfig(**SECTIONS[section])))
+        model, batch, wanted = model_of(name).patch_attention(sp), collated(kind), expected[name, kind, loss]
+        value, *tensors = computed(model, batch, loss)
+        assert all(isinstance(x, WholeTensor) for x in tensors)
+        real = batch.get("attention_mask", torch.ones_like(batch["labels"])).bool()
+        errors = [oracle.error(a.whole()[real], b[real]) for a, b in zip(tensors, wanted[1:3], strict=True)]
+        found[name, kind, loss, section] = abs(value / wanted[0] - 1), *errors, gap(averaged(model), wanted[3])
+    return found
+
+
+def grid(world):
+    """All cases of so many ranks, and a few of them in which every family, kind of batch and loss occurs."""
+    sections = [name for name, section in SECTIONS.items() if section["size"] <= world][-3:]
+    few = [
+        (name, KINDS[at % 4], list(LOSSES)[(at + at // 4) % 3], sections[at % len(sections)])
+        for at, name in enumerate(NAMES)
+    ]
+    every = [(n, k, loss, s) for n in NAMES for k in KINDS for loss in LOSSES for s in sections]
+    return few[world // 4 :: 2], every
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        *(pytest.param(world, grid(world)[0], id=f"{world}-few") for world in (2, 4)),
+        *(pytest.param(world, grid(world)[1], id=f"{world}-whole", marks=pytest.mark.whole) for world in (2, 4)),
+    ],
+)
+def test_a_family_is_the_plain_model(world, cases):
+    expected = {case[:3]: expected_of(case[:3]) for case in cases}
+    for found in on_ranks(world, compared, cases, expected, timeout=1800):
+        assert len(found) == len(cases)
+        for case, errors in found.items():
+            assert max(errors) < 1e-5, (case, errors)
