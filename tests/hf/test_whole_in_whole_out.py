@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.whole import WholeTensor
+from hf_integration import patch_attention
 from tests import oracle
 from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
 from tests.hf.llama import IGNORE, averaged, gap, small
@@ -35,6 +35,11 @@ def collated(kind):
     return batch
 
 
+def real(batch):
+    """(rows, tokens, 1): 0 for padding, of which everybody may compute something else."""
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+
+
 def cross_entropy(output, batch):
     return output.loss
 
@@ -50,10 +55,9 @@ def preference(output, batch):
 
 def own(output, batch):
     """A ratio and a maximum of whole logits, and of the hidden states behind them, of tokens that are no padding."""
-    real = batch.get("attention_mask", torch.ones_like(batch["labels"])).bool()[..., None]
-    logits, hidden = output.logits.masked_fill(~real, 0.0), output.hidden_states[-1].masked_fill(~real, 0.0)
-    ratio = logits.float().pow(2).sum((1, 2)) / (1 + logits.amax((1, 2)).abs())
-    return ratio.sum().sqrt() + torch.einsum("bsd,btd->bst", hidden, hidden).std()
+    logits, hidden = output.logits * real(batch), output.hidden_states[-1] * real(batch)
+    ratio = logits.float().pow(2).mean((1, 2)) / (1 + logits.amax((1, 2)).abs())
+    return ratio.sum().sqrt() + torch.einsum("bsd,btd->bst", hidden, hidden).mean().tanh()
 
 
 LOSSES = {loss.__name__: loss for loss in (cross_entropy, preference, own)}
@@ -83,8 +87,7 @@ def compared(cases, expected):
         model, batch, wanted = model_of(name).patch_attention(sp), collated(kind), expected[name, kind, loss]
         value, *tensors = computed(model, batch, loss)
         assert all(isinstance(x, WholeTensor) for x in tensors)
-        real = batch.get("attention_mask", torch.ones_like(batch["labels"])).bool()
-        errors = [oracle.error(a.whole()[real], b[real]) for a, b in zip(tensors, wanted[1:3], strict=True)]
+        errors = [oracle.error(a * real(batch), b * real(batch)) for a, b in zip(tensors, wanted[1:3], strict=True)]
         found[name, kind, loss, section] = abs(value / wanted[0] - 1), *errors, gap(averaged(model), wanted[3])
     return found
 
@@ -113,3 +116,109 @@ def test_a_family_is_the_plain_model(world, cases):
         assert len(found) == len(cases)
         for case, errors in found.items():
             assert max(errors) < 1e-5, (case, errors)
+
+
+# --- a LLaMA, in fp64, called in other ways
+
+
+def exact(**changes):
+    return small(**changes).double()
+
+
+def lora():
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(exact(), config)
+
+
+def checkpointed():
+    model = exact()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def embedded(model, batch):
+    rest = {name: x for name, x in batch.items() if name != "input_ids"}
+    return model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), **rest).loss
+
+
+def last_logits(model, batch):
+    rest = {name: x for name, x in batch.items() if name != "labels"}
+    return (model(**rest, logits_to_keep=3).logits * real(batch)[:, -3:]).exp().mean()
+
+
+def base(model, batch):
+    rest = {name: x for name, x in batch.items() if name != "labels"}
+    return (model.model(**rest).last_hidden_state * real(batch)).pow(2).mean((1, 2)).sqrt().sum()
+
+
+def as_tuple(model, batch):
+    loss, logits = model(**batch, return_dict=False)[:2]
+    return loss * (logits * real(batch)).pow(2).mean().sqrt()
+
+
+def one_row(model, batch):
+    """Slices of rows and tokens, by slices and by numbers."""
+    logits = model(**batch).logits
+    return logits[1, 13:-22].pow(2).mean() * logits[:, 17, 5:].exp().mean()
+
+
+def hidden(model, batch):
+    states = model(**batch, output_hidden_states=True).hidden_states
+    return sum((x * real(batch)).float().pow(2).mean() for x in states).sqrt()
+
+
+# way -> (the model, its loss of a batch, changes of the configuration)
+WAYS = {
+    "by position": (exact, lambda model, batch: model(batch["input_ids"], labels=batch["labels"]).loss, {}),
+    "divided": (exact, lambda model, batch: model(**batch, num_items_in_batch=torch.tensor(7)).loss, {}),
+    "embeddings": (exact, embedded, {}),
+    "the last logits": (exact, last_logits, {}),
+    "the base model": (exact, base, {}),
+    "as a tuple": (exact, as_tuple, {}),
+    "slices": (exact, one_row, {}),
+    "hidden states": (exact, hidden, {}),
+    "adapters": (lora, lambda model, batch: model(**batch).loss, {}),
+    "checkpoints": (checkpointed, lambda model, batch: preference(model(**batch), batch), {}),
+    "tiles": (exact, lambda model, batch: model(**batch).loss, {"mlp_tiles": 2, "loss_tiles": 3}),
+}
+
+
+def ways(section, kinds):
+    """By way and kind of batch the errors of loss and gradients, beside the plain model."""
+    found = {}
+    for changes in ({}, {"mlp_tiles": 2, "loss_tiles": 3}):
+        sp = SequenceParallel(SequenceParallelConfig(**section, **changes))
+        for way, (make, loss_of, its) in WAYS.items():
+            for kind in kinds if its == changes else ():
+                model, batch = make(), collated("odd" if way == "by position" else kind)
+                batch["use_cache"] = False  # with one the plain model does not see documents
+                wanted = loss_of(model, batch)
+                wanted.backward()
+                its_gradients = gradients(model)
+                model.zero_grad()
+                patch_attention(model, sp)
+                loss = loss_of(model, batch)
+                loss.backward()
+                found[way, kind] = abs(loss.item() / wanted.item() - 1), gap(averaged(model), its_gradients)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "section", "kinds"),
+    [
+        pytest.param(2, SECTIONS["r2"], ["packed"], id="r2"),
+        pytest.param(4, SECTIONS["u2r2"], ["left"], id="u2r2"),
+        *(
+            pytest.param(section["size"], section, KINDS, id=f"{name}-whole", marks=pytest.mark.whole)
+            for name, section in SECTIONS.items()
+        ),
+    ],
+)
+def test_other_ways_to_call_it(world, section, kinds):
+    for found in on_ranks(world, ways, section, kinds, timeout=600):
+        assert len(found) == len(WAYS) * len(kinds)
+        for case, errors in found.items():
+            assert max(errors) < 1e-6, (case, errors)  # transformers computes its loss in fp32
