@@ -21,9 +21,11 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
     seeding = loader.worker_init_fn
     if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
         loader.worker_init_fn = functools.partial(seeding, rank=sp.data_rank)
-    return prepare_data_loader(
+    prepared: Any = prepare_data_loader(
         loader,
         num_processes=sp.data_size,
         process_index=sp.data_rank,
         **{"device": sp.device, "put_on_device": True, "rng_types": ["generator"], **settings},
     )
+    prepared._is_accelerate_prepared = True  # what `Accelerator.prepare` looks for
+    return prepared

@@ -259,7 +259,7 @@ def _before_head(
     if patch.experts is not None:
         check_output(inner, given)
     if whole_calls.is_whole(patch.sp, given):
-        return (), whole_calls.enter(module, inner, patch.sp, given)
+        return (), whole_calls.enter(module, patch.agreement, given)
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
     return args, kwargs
@@ -288,7 +288,7 @@ def _before_base(
             raise InputError(wrong)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
-        given = whole_calls.enter(module, module, patch.sp, given)
+        given = whole_calls.enter(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}

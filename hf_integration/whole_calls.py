@@ -24,7 +24,7 @@ from ds_seqpar.spread import Spread
 from ds_seqpar.whole import whole_loss, whole_of
 
 from .loss_checks import loss_function_error
-from .sharded import fits, tokens_of, wrong_inputs
+from .sharded import Agreement, fits, tokens_of, wrong_inputs
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
 PASSED = ("num_items_in_batch", "logits_to_keep")  # what may be a tensor of no tokens
@@ -60,15 +60,16 @@ def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
     return not sharded and whole
 
 
-def enter(module: nn.Module, model: Any, sp: SequenceParallel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments to go on with, by name. module: the one that is called; model: the one that is patched. Raises
-    InputError or DisagreementError on all ranks of the sequence."""
+def enter(module: nn.Module, agreement: Agreement, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments to go on with, by name. module: the one that is called; agreement: of the model that is patched.
+    Raises InputError, ConfigError or DisagreementError on all ranks of the sequence."""
+    sp = agreement.sp
     if torch.compiler.is_compiling():
         raise InputError("a compiled model needs what sp.shard_batches returns; got a whole batch, shard it first")
     sharded: dict[str, Any] = {}
     call, value, error = None, None, None
     try:
-        sharded, call, value = _prepare(module, model, sp, given)
+        sharded, call, value = _prepare(module, agreement, given)
     except Exception as reason:
         error = as_error("sharding a whole batch failed", reason)
     agree(sp.groups.control, "whole batch", value, error=error, call="a forward", advice=causes.of_whole)
@@ -77,14 +78,15 @@ def enter(module: nn.Module, model: Any, sp: SequenceParallel, given: Mapping[st
 
 
 def _prepare(
-    module: nn.Module, model: Any, sp: SequenceParallel, given: Mapping[str, Any]
+    module: nn.Module, agreement: Agreement, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Call, dict[str, Any]]:
     """(the arguments to go on with, the call, what peers compare)."""
     given = {name: x for name, x in given.items() if x is not None}
-    labelled = given.get("labels") is not None
+    sp, model, labelled = agreement.sp, agreement.model(), given.get("labels") is not None
     if wrong := _misuse(given):
         raise InputError(wrong)
-    if labelled and module is not model.base_model and (wrong_loss := loss_function_error(model)):
+    is_head = model is not None and model is not model.base_model
+    if labelled and is_head and not agreement.compared and (wrong_loss := loss_function_error(model, "")):
         raise wrong_loss
     rest = {name: x for name, x in given.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: _on_cpu(x) for name, x in given.items() if name not in rest}

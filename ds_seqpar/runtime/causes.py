@@ -34,8 +34,9 @@ def of_batches(given: Mapping[int, Fields]) -> str:
 def of_whole(given: Mapping[int, Fields]) -> str:
     """The same of whole batches that a model is called with."""
     why = of_batches(given)
-    return (
-        f"{why}, or call it under hf_integration.whole_sequences(model) for batches of each rank's own" if why else ""
+    return why and (
+        f"{why}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "
+        "hf_integration.whole_sequences(model)"
     )
 
 
