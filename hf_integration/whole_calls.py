@@ -18,7 +18,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import fingerprint, shard_call
 from ds_seqpar.errors import InputError, as_error
 from ds_seqpar.runtime import causes, trusted
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.agreement import Fields, agree
 from ds_seqpar.runtime.inputs import describe
 from ds_seqpar.spread import Spread
 from ds_seqpar.whole import whole_loss, whole_of
@@ -72,9 +72,18 @@ def enter(module: nn.Module, agreement: Agreement, given: Mapping[str, Any]) -> 
         sharded, call, value = _prepare(module, agreement, given)
     except Exception as reason:
         error = as_error("sharding a whole batch failed", reason)
-    agree(sp.groups.control, "whole batch", value, error=error, call="a forward", advice=causes.of_whole)
+    agree(sp.groups.control, "whole batch", value, error=error, call="a forward", advice=_cause)
     setattr(sharded["position_ids"], CALL, call)
     return sharded
+
+
+def _cause(given: Mapping[int, Fields]) -> str:
+    """Why ranks were given other batches, and what to do."""
+    why = causes.of_batches(given)
+    return why and (
+        f"{why}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "
+        "hf_integration.whole_sequences(model)"
+    )
 
 
 def _prepare(

@@ -31,15 +31,6 @@ def of_batches(given: Mapping[int, Fields]) -> str:
     return f"{others} has other samples than the rest, as from another seed or data set: {remedy}"
 
 
-def of_whole(given: Mapping[int, Fields]) -> str:
-    """The same of whole batches that a model is called with."""
-    why = of_batches(given)
-    return why and (
-        f"{why}; parts of one sequence need all that sp.shard_batches returns for them, batches of each rank's own "
-        "hf_integration.whole_sequences(model)"
-    )
-
-
 def of_models(given: Mapping[int, Fields]) -> str:
     """Of a sharded forward in which ranks have other weights, or other placements."""
     names = differing(given)

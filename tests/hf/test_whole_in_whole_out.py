@@ -222,3 +222,59 @@ def test_other_ways_to_call_it(world, section, kinds):
         assert len(found) == len(WAYS) * len(kinds)
         for case, errors in found.items():
             assert max(errors) < 1e-6, (case, errors)  # transformers computes its loss in fp32
+
+
+def scored(model, batch):
+    """A preference by the log-probabilities of trl's fused head, and the entropy beside them."""
+    output = model(**batch, fused_lm_head=True)
+    counted = output.label_mask
+    sums = (output.log_probs * counted).sum(-1)
+    return -F.logsigmoid(sums[0] - sums[1]) + 0.1 * output.loss + output.entropy[counted].mean().detach()
+
+
+def fused(kinds):
+    from trl.trainer.utils import add_fused_lm_head
+
+    sp, found = SequenceParallel(SequenceParallelConfig(**SECTIONS["r2"])), {}
+    for kind in kinds:
+        model, batch = small(), collated(kind)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        wanted = scored(model, batch)
+        wanted.backward()
+        its_gradients = gradients(model)
+        model.zero_grad()
+        patch_attention(model, sp)
+        loss = scored(model, batch)
+        loss.backward()
+        found[kind] = abs(loss.item() / wanted.item() - 1), gap(averaged(model), its_gradients)
+    return found
+
+
+def test_a_fused_head_scores_whole_sequences():
+    for found in on_ranks(2, fused, ["odd", "left"]):
+        for kind, errors in found.items():
+            assert max(errors) < 1e-5, kind
+
+
+def costs(forwards):
+    """By forward: elements that arrived, and what attention did, of a step that uses the loss alone."""
+    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    model, found = small().patch_attention(sp), {}
+    for kind in KINDS:
+        for name, batch in (("whole", collated(kind)), ("sharded", sp.shard_batch(collated(kind)))):
+            if name not in forwards:
+                continue
+            sp.comm.received.clear()
+            with sp.record() as record:
+                model(**batch).loss.backward()
+            found[name, kind] = dict(sp.comm.received), [(event.kind, event.label) for event in record.events]
+    return found
+
+
+def test_a_step_by_its_loss_costs_what_a_sharded_one_costs():
+    """The same elements, transfers and products, in the same order."""
+    for found in on_ranks(4, costs, ("whole", "sharded")):
+        for kind in KINDS:
+            (received, events), (its_received, its_events) = found["whole", kind], found["sharded", kind]
+            assert received == its_received
+            assert events == its_events

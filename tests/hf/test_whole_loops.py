@@ -125,6 +125,7 @@ def test_three_lines_make_a_script_sequence_parallel(script, changes, tmp_path):
         changed = changed.replace(line, lines)
     new = [line for line in changed.splitlines() if line not in script.splitlines()]
     assert len(new) <= 3
+    assert [line for line in new if f"+{line}" not in DOCS] == []
     found = []
     for ranks, text in ((2, script), (4, changed)):
         path = tmp_path / f"on_{ranks}.py"
