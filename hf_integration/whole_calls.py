@@ -91,11 +91,16 @@ def _prepare(
 ) -> tuple[dict[str, Any], Call, dict[str, Any]]:
     """(the arguments to go on with, the call, what peers compare)."""
     given = {name: x for name, x in given.items() if x is not None}
-    sp, model, labelled = agreement.sp, agreement.model(), given.get("labels") is not None
+    model: Any = agreement.model()
+    sp, labelled = agreement.sp, given.get("labels") is not None
     if wrong := _misuse(given):
         raise InputError(wrong)
-    is_head = model is not None and model is not model.base_model
-    if labelled and is_head and not agreement.compared and (wrong_loss := loss_function_error(model, "")):
+    if (
+        labelled
+        and model is not model.base_model
+        and not agreement.compared
+        and (wrong_loss := loss_function_error(model, ""))
+    ):
         raise wrong_loss
     rest = {name: x for name, x in given.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: _on_cpu(x) for name, x in given.items() if name not in rest}

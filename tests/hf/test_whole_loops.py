@@ -16,6 +16,7 @@ from tests.hf.test_whole_in_whole_out import preference
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
+DOCS = (Path(__file__).parents[2] / "docs" / "whole.md").read_text(encoding="utf-8")
 DDP = """
 import contextlib, json, sys
 import torch
