@@ -21,7 +21,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "whole.md").read_text(encoding="utf
 DDP = """
 import contextlib, json, sys
 import torch
-
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
