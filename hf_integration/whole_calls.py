@@ -115,9 +115,12 @@ def _prepare(
     call = Call(
         module=module, spread=spread, logits=logits, labelled=labelled, shifted=bool(given.get("fused_lm_head"))
     )
-    compared = {name: x for name, x in batch.items() if not x.is_floating_point()}
-    shapes = {name: describe(x) for name, x in batch.items() if x.is_floating_point()}
-    return {**shard, **rest}, call, {**fingerprint(compared), **shapes, "logits_to_keep": keep}
+    compared: dict[str, Any] = fingerprint({name: x for name, x in batch.items() if not x.is_floating_point()})
+    compared |= {name: describe(x) for name, x in batch.items() if x.is_floating_point()}
+    compared |= {name: x for name, x in given.items() if isinstance(x, bool | int | float | str)}
+    if isinstance(items := given.get("num_items_in_batch"), Tensor):
+        compared["num_items_in_batch"] = float(items)
+    return {**shard, **rest}, call, compared
 
 
 def _misuse(given: Mapping[str, Any]) -> str:

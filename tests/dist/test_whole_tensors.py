@@ -195,13 +195,16 @@ def looked(names):
     for number, where in enumerate(spreads(sp)):
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1))
         for name in names:
-            found[name, number] = same(LOOKS[name](x), LOOKS[name](whole_of(where.part(x), where)))
+            for inference in (False, True):
+                with torch.inference_mode(inference):
+                    wanted, got = LOOKS[name](x), LOOKS[name](whole_of(where.part(x), where))
+                    found[name, number, inference] = same(wanted, got)
     return found
 
 
 def test_looks_without_gradients():
     for found in on_ranks(2, looked, list(LOOKS)):
-        assert len(found) == 3 * len(LOOKS)
+        assert len(found) == 6 * len(LOOKS)
         assert [case for case, good in found.items() if not good] == []
 
 

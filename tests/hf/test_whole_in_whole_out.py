@@ -159,6 +159,12 @@ def as_tuple(model, batch):
     return loss * (logits * real(batch)).pow(2).mean().sqrt()
 
 
+def counted(model, batch):
+    """Positions as generation makes them of a mask: anything where padding is."""
+    at = batch.get("position_ids", (real(batch)[..., 0].cumsum(1) - 1).masked_fill(real(batch)[..., 0] == 0, 1))
+    return model(**{**batch, "position_ids": at}).loss
+
+
 def one_row(model, batch):
     """Slices of rows and tokens, by slices and by numbers."""
     logits = model(**batch).logits
@@ -178,6 +184,7 @@ WAYS = {
     "the last logits": (exact, last_logits, {}),
     "the base model": (exact, base, {}),
     "as a tuple": (exact, as_tuple, {}),
+    "positions": (exact, counted, {}),
     "slices": (exact, one_row, {}),
     "hidden states": (exact, hidden, {}),
     "adapters": (lora, lambda model, batch: model(**batch).loss, {}),

@@ -44,6 +44,10 @@ WRONG = {
         lambda sp: {"input_ids": ids(), **({"labels": ids()} if sp.rank else {})},
         ["same whole batch", "rank 0: no labels"],
     ),
+    "another divisor": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "num_items_in_batch": torch.tensor(7 + sp.rank)},
+        ["same whole batch", "rank 1: num_items_in_batch 8.0"],
+    ),
     "parts without positions": (
         lambda sp: half(sp, "input_ids"),
         ["same whole batch", "parts of one sequence need all that sp.shard_batches"],
