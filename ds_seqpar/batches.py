@@ -116,7 +116,23 @@ def _prepare(
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
     from_padding = sum(predicted_from_padding(batch.tensors["labels"], batch.mask) for batch in checked)
     on_device = [_moved(batch, device) for batch in sharded]
-    return on_device, [count, from_padding], [_fingerprint(batch) for batch in window]
+    return on_device, [count, from_padding], [fingerprint(batch) for batch in window]
+
+
+def shard_call(sp: Sharing, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """(this rank's part of a whole batch that a model is called with, how many labels count in all of it). As
+    `shard_window` has it, but that labels may be missing, and that nobody has counted what to divide by. Local."""
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    batch = dict(given)
+    if batch.get("labels") is None:
+        batch["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
+    checked = check_batch(sp, batch, causal=True)
+    if predicted_from_padding(checked.tensors["labels"], checked.mask) and dist.get_rank() == 0:
+        warn_of_left_padding()
+    shard = _shard(sp, checked)
+    if given.get("labels") is None:
+        del shard["labels"], shard["shift_labels"]
+    return _moved(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +159,8 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
             )
     check_range(batch, sp.vocabulary)
     mask = _checked_mask(batch.get("attention_mask"), labels)
-    given, on_left = dict(batch), mask is not None and not bool(mask[:, 0].all())
-    if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
-        given["position_ids"] = _counting_through(positions, mask)
-    documents = apart = documents_of(given, rows, seq)
+    on_left = mask is not None and not bool(mask[:, 0].all())
+    documents = apart = _documents_of(batch, mask, rows, seq)
     if mask is not None and (on_left or not causal):  # what a causal mask does not keep apart
         apart = _padding_apart(documents or (seq,) * rows, mask)
     placement = sp.place(rows * seq, apart, causal=causal) if apart else sp.place(seq, causal=causal)
@@ -167,6 +181,23 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
             f"{count} such labels, set labels to -100 where attention_mask is 0"
         )
     return checked
+
+
+def is_whole(batch: Mapping[str, Any], rows: int, seq: int) -> bool:
+    """Whether a batch's position_ids count through whole sequences of `seq` tokens, or through documents in them."""
+    try:
+        mask = _checked_mask(batch.get("attention_mask"), torch.empty(rows, seq))
+        _documents_of(batch, mask, rows, seq)
+    except InputError:
+        return False
+    return True
+
+
+def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
+    given = dict(batch)
+    if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
+        given["position_ids"] = _counting_through(positions, mask)
+    return documents_of(given, rows, seq)
 
 
 def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
@@ -244,7 +275,7 @@ def _shifted(batch: Checked) -> Tensor:
     return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
 
 
-def _fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
+def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same on all ranks of a sequence: shapes, dtypes and a digest of the values."""
     found = {}
     for name, x in sorted(batch.items()):

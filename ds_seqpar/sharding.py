@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class Sharding:
         more or less than others where seq / size is no whole number."""
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
-        return self._held(seq, self.place(seq), self.rank).clone()  # the cached one must not be the caller's to change
+        return self.held(seq, self.place(seq), self.rank).clone()  # the cached one must not be the caller's to change
 
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
@@ -66,7 +67,7 @@ class Sharding:
         if placement is not None and placement.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
-        return x.index_select(dim, self._held(seq, placement or self.place(seq), self.rank).to(x.device))
+        return x.index_select(dim, self.held(seq, placement or self.place(seq), self.rank).to(x.device))
 
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
@@ -91,27 +92,16 @@ class Sharding:
             agree(self.groups.control, "tokens to gather", seq, error=error, call="gather")
         else:
             seq = placement.tokens
-        orders = [self._held(seq, placement, rank) for rank in self.groups.sp_order]
-        local = x.movedim(dim, 0)
-        longest = max(len(order) for order in orders)
-        parts = local.new_empty(self.size, longest, *local.shape[1:])
-        if (group := self.groups.sp) is None:
-            parts[0].copy_(local)
-        else:
-            if len(local) < longest:  # all gather as many
-                local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
-            with failing("gather", group):
-                dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
-        whole = local.new_empty(seq, *local.shape[1:])
-        for part, order in zip(parts, orders, strict=True):
-            whole[order.to(whole.device)] = part[: len(order)]
+        orders = [self.held(seq, placement, rank) for rank in self.groups.sp_order]
+        whole = assembled(x.movedim(dim, 0), orders, seq, self.groups.sp, "gather")
         whole = whole.movedim(0, dim)
         if placement is not None and placement.rows is not None:
             at = dim % whole.dim()
             whole = whole.unflatten(at, (placement.rows, -1)).squeeze(at - 1)
         return whole
 
-    def _held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
+    def held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
+        """The places of an SP rank's tokens in a sequence of `seq`, or in what a placement says, int64, on the CPU."""
         if placement is not None:
             return placement.positions(self.config.ulysses, rank)
         return _positions(self.config.layout, seq, self.size, self.config.ulysses, rank)
@@ -143,7 +133,7 @@ class Sharding:
             )
         if placement is None and seq is None:
             return None  # until all ranks' tokens are known
-        wanted = len(self._held(seq or 0, placement, self.rank))
+        wanted = len(self.held(seq or 0, placement, self.rank))
         if x.shape[dim] != wanted:
             return InputError(
                 f"gather needs this rank's {wanted} tokens of {seq or 'the placement'}; got {x.shape[dim]}, give it "
@@ -155,6 +145,24 @@ class Sharding:
                 f"{inputs.shape_of(x)} and dim {dim}, give it (1, tokens, ...) as sharded tensors are"
             )
         return None
+
+
+def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.ProcessGroup | None, call: str) -> Tensor:
+    """The whole (seq, ...) of what each member of a group has, which lies in it at orders[member]; local (its tokens,
+    ...) is this rank's. Collective over the group, None: this rank alone. call: what users call to come here."""
+    longest = max(len(order) for order in orders)
+    parts = local.new_empty(len(orders), longest, *local.shape[1:])
+    if group is None:
+        parts[0].copy_(local)
+    else:
+        if len(local) < longest:  # all gather as many
+            local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
+        with failing(call, group):
+            dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
+    whole = local.new_empty(seq, *local.shape[1:])
+    for part, order in zip(parts, orders, strict=True):
+        whole[order.to(whole.device)] = part[: len(order)]
+    return whole
 
 
 def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:

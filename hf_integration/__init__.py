@@ -13,15 +13,16 @@ except ModuleNotFoundError as error:
 from .families import heads, is_known
 from .job import job_of
 from .loss_checks import check_engine, check_function
-from .patch import check_patch, patch_attention, patched_with, unpatch_attention, whole_sequences
+from .patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
 from .versions import check_transformers
 
-TRAINER = {
+LATER = {
     "Packs": "collator",
     "PackingCollator": "collator",
     "SequenceParallelCallback": "callback",
     "SequenceParallelMixin": "trainer",
     "SequenceParallelTrainer": "trainer",
+    "prepare_loader": "loaders",
 }
 
 for method in (patch_attention, unpatch_attention):
@@ -46,15 +47,17 @@ __all__ = [
     "job_of",
     "patch_attention",
     "patched_with",
+    "share_sequences",
     "unpatch_attention",
     "whole_sequences",
-    *sorted(TRAINER),
+    *sorted(LATER),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """The Trainer's side, imported when it is first asked for: transformers' Trainer takes seconds to import."""
-    if name not in TRAINER:
+    if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_transformers(transformers.__version__)
-    return getattr(imported(f"{__name__}.{TRAINER[name]}"), name)
+    if name != "prepare_loader":
+        check_transformers(transformers.__version__)
+    return getattr(imported(f"{__name__}.{LATER[name]}"), name)

@@ -35,15 +35,17 @@ class Experts:
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
-    def correct(self, model: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """The output of a sharded forward with the loss of whole sequences in place of that of this rank's tokens."""
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float | None = None) -> Any:
+        """The output of a sharded forward with the loss of whole sequences in place of that of this rank's tokens.
+        share: of this forward, if it is another."""
+        share = self.share if share is None else share
         if getattr(output, "aux_loss", None) is None:
             return output
         settings = model.num_experts, model.num_experts_per_tok
         whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))
         if output.get("loss") is not None:
             # what the model has added goes again with its gradient, which is then a sum of two that cancel exactly
-            output.loss = output.loss + model.router_aux_loss_coef * (self.share * whole - output.aux_loss)
+            output.loss = output.loss + model.router_aux_loss_coef * (share * whole - output.aux_loss)
         output.aux_loss = whole
         return output
 

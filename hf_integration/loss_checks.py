@@ -105,7 +105,7 @@ def _forget_order(engine: nn.Module) -> None:
 
 
 def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:
-    """What is wrong with `model.loss_function`. taker: who takes check_loss=False."""
+    """What is wrong with `model.loss_function`. taker: who takes check_loss=False, or "" where nobody does."""
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
     shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
@@ -135,8 +135,8 @@ def loss_error(
 
 def _error(got: str, taker: str) -> ConfigError:
     got = " ".join(got.split())
+    otherwise = f"give {taker} check_loss=False" if taker else "compute it from the whole logits"
     return ConfigError(
         "sequence parallel training needs a loss that divides the sum of token losses on shift_labels by "
-        f"num_items_in_batch; got {got}, pass both on to transformers' loss, or give {taker} check_loss=False where "
-        "another loss is meant"
+        f"num_items_in_batch; got {got}, pass both on to transformers' loss, or {otherwise} where another loss is meant"
     )

@@ -1,7 +1,8 @@
 """Registers sequence parallel attention with transformers and switches models to it.
 
 A forward is sharded or local. A local one is that of the unpatched model: with a kv cache (`generate`), under
-`whole_sequences`, and on one rank for all that `shard_batches` did not make. Before a sharded forward its ranks agree,
+`whole_sequences`, and on one rank for all that `shard_batches` did not make. One on a whole batch is sharded, and its
+output whole (`whole_calls`). Before a sharded forward its ranks agree,
 once, that each was given its own tokens with their global positions. A hook on the base model does that and tells the
 attention, through the keyword arguments that flow to every layer. A checkpoint keeps them, so that a layer which is
 computed again in backward is what it was.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
-from ds_seqpar import SequenceParallel
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
@@ -30,7 +31,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
-from . import checkpointing, sharded, tiling
+from . import checkpointing, sharded, tiling, whole_calls
 from .attention_name import NAME, local_attention, use_ours, use_own
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
@@ -81,10 +82,9 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
+    hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
     sp.vocabularies[inner] = vocabulary
     experts = Experts(sp) if has_experts(inner) else None
-    if experts is not None:
-        hooks.append(inner.register_forward_hook(_after_head, with_kwargs=True))
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp,
@@ -95,6 +95,20 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     )
     tiling.tile(inner, sp.config)
     return model
+
+
+@told_once
+def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel:
+    """Makes a SequenceParallel with these settings (`size=2`, as in the "sequence_parallel" section of a DeepSpeed
+    JSON), patches the model with it, and returns it. The model is then called as before, with whole batches that are
+    the same on the ranks of a sequence: those of `sp.data_rank` of `sp.data_size`.
+
+    Collective over the world. Raises ConfigError as `patch_attention` does, and for settings that do not fit.
+    """
+    check_patch(model, None)
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(settings), heads=heads(unwrapped(model)))
+    patch_attention(model, sp)
+    return sp
 
 
 def check_patch(model: nn.Module, sp: SequenceParallel | None) -> None:
@@ -236,23 +250,30 @@ def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
 def _before_head(
     names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Labels without shift_labels would be shifted inside each shard. The base model's hook agrees on it and raises."""
-    given = _named(names, args, kwargs)
-    patch = _patch_of(unwrapped(module))
+    """A whole batch is sharded here. Labels of a sharded one without shift_labels would be shifted inside each shard.
+    The base model's hook agrees on it and raises."""
+    given, inner = _named(names, args, kwargs), unwrapped(module)
+    patch = _patch_of(inner)
     if patch is None or _is_local(patch, module, given):
         return args, kwargs
+    if patch.experts is not None:
+        check_output(inner, given)
+    if whole_calls.is_whole(patch.sp, given):
+        return (), whole_calls.enter(module, patch.agreement, given)
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
-    if patch.experts is not None:
-        check_output(unwrapped(module), given)
     return args, kwargs
 
 
-def _after_head(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    patch = _patch_of(module)
-    if patch is None or patch.experts is None or _is_local(patch, module, kwargs):
+def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    inner = unwrapped(module)
+    patch = _patch_of(inner)
+    if patch is None or _is_local(patch, module, kwargs):
         return output
-    return patch.experts.correct(module, kwargs, output)
+    call = whole_calls.call_of(module, kwargs)
+    if patch.experts is not None and module is not inner.base_model:
+        output = patch.experts.correct(inner, kwargs, output, share=None if call is None else 1 / patch.sp.size)
+    return output if call is None else whole_calls.leave(patch.sp, call, output)
 
 
 def _before_base(
@@ -266,6 +287,8 @@ def _before_base(
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
         return (), {**given, "sequence_parallel": False}
+    if not unshifted and whole_calls.is_whole(patch.sp, given):
+        given = whole_calls.enter(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
     positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.compiler.shards import tokens_of
+from ds_seqpar.batches import is_whole
+from ds_seqpar.compiler import shards
 from ds_seqpar.errors import InputError
 from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
@@ -30,7 +31,7 @@ from ds_seqpar.runtime.trusted import is_trusted
 from .checkpointing import is_checkpointed, layers_of
 from .fingerprint import fingerprint
 
-HOW = "give the model what sp.shard_batches returns, its placement included"
+HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
 class Agreement:
@@ -81,7 +82,7 @@ def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bo
     if wrong := wrong_inputs(given):
         tokens = positions = mask = None  # nothing of them may be fit to be looked at
     else:
-        tokens, wrong = _tokens(given), _misuse(given, unshifted)
+        tokens, wrong = tokens_of(given), _misuse(given, unshifted)
     if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward)
     ask = torch.compiler.disable(agreement.ask) if torch.compiler.is_compiling() else agreement.ask
@@ -89,7 +90,8 @@ def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bo
     return positions
 
 
-def _tokens(given: Mapping[str, Any]) -> Any:
+def tokens_of(given: Mapping[str, Any]) -> Any:
+    """input_ids or inputs_embeds, whichever was given."""
     return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
 
 
@@ -98,7 +100,7 @@ def wrong_inputs(given: Mapping[str, Any]) -> str:
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         return f"a patched model needs input_ids or inputs_embeds; got {'neither' if ids is None else 'both'}, {HOW}"
-    tokens = _tokens(given)
+    tokens = tokens_of(given)
     fits = isinstance(tokens, Tensor) and tokens.dim() == (3 if ids is None else 2) and tokens.shape[0] > 0
     if not fits or (ids is not None and ids.dtype not in (torch.int64, torch.int32)):
         needed = "input_ids (rows, tokens) of int64" if ids is not None else "inputs_embeds (rows, tokens, hidden_size)"
@@ -125,12 +127,12 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
 def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
     """What is wrong whatever the tensors hold, as a sentence."""
     if unshifted:
-        return f"labels must be shifted before sharding; got no shift_labels, {HOW}"
+        return f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
     if given.get("past_key_values") is not None or given.get("use_cache"):
         return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
     if given.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
-    labels, tokens = given.get("shift_labels"), _tokens(given)
+    labels, tokens = given.get("shift_labels"), tokens_of(given)
     if labels is not None and not given.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
         return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"
     return ""
@@ -183,7 +185,7 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
     inner = sp.size // sp.config.ulysses
     if placement.shards.size != inner:
         return InputError(f"a placement must be of the {inner} inner ranks; got {placement.shards.size}, {HOW}")
-    if min(tokens_of(placement.shards, "q", rank) for rank in range(inner)) < sp.config.ulysses:
+    if min(shards.tokens_of(placement.shards, "q", rank) for rank in range(inner)) < sp.config.ulysses:
         return InputError(
             f"a patched model needs a token for each of its {sp.size} ranks; got {placement.tokens} tokens, of which "
             "some ranks would have none, give it longer sequences, or fewer ranks a sequence"
@@ -204,9 +206,17 @@ def _wrong_positions(share: int | Placement | None, got: str = "those of other t
             f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
         )
     return (
-        f"a patched model needs this rank's tokens with their global position_ids; got {got}, {HOW}, or run it on "
-        "whole sequences: with hf_integration.whole_sequences(model)"
+        "a batch with shift_labels, or with position_ids that do not count through its tokens from 0, looks sharded: a "
+        f"patched model needs this rank's tokens with their global position_ids; got {got}, {HOW}"
     )
+
+
+def fits(sp: SequenceParallel, given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a call's position_ids, of which nobody knows who made them, are those of this rank's part of sequences
+    that are shared equally; whether they are those of whole ones."""
+    tokens, positions = tokens_of(given), given["position_ids"]
+    part = shard_error(sp, tokens, positions) is None
+    return part, is_whole(given, *tokens.shape[:2])
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:

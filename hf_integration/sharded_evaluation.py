@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
@@ -19,6 +21,7 @@ from ds_seqpar.documents import documents_of
 from ds_seqpar.errors import ConfigError, InputError, as_error
 from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.whole import WholeTensor
 
 from .evaluation import check_evaluation
 from .experts import having_share
@@ -27,6 +30,16 @@ from .streams import Stream, examples_of, stream_of
 from .tiling import evaluated
 
 Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
+
+
+class _OfGroups:
+    """accelerate's Accelerator with another number of processes."""
+
+    def __init__(self, own: Any, groups: int) -> None:
+        self.own, self.num_processes = own, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
 
 class ShardedEvaluation(Behind):
@@ -38,6 +51,7 @@ class ShardedEvaluation(Behind):
     _eval_steps: dict[str, int]  # by prefix: of the last evaluation
     _eval_items: Tensor | None  # label tokens of the evaluation step, over all ranks
     _stream: Stream | None  # what is being evaluated, if it is iterable
+    accelerator: Any
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
         length = len(dataloader) if has_length(dataloader) else None
@@ -61,6 +75,9 @@ class ShardedEvaluation(Behind):
     ) -> tuple[Tensor | None, Any, Tensor | None]:
         """(loss, logits, labels): the mean token loss of the step's sequences, over all ranks; logits and labels are
         whole, or None. Around the class's own `prediction_step`, which sees this rank's tokens."""
+        loss_only = prediction_loss_only or not self.gather_logits
+        if self.whole_batches:
+            return self._whole_prediction_step(model, dict(inputs), loss_only, ignore_keys)
         if self.check_loss and inputs.get("labels") is not None:
             check_evaluation(self, model)
         inputs, has_labels = dict(inputs), inputs.get("labels") is not None
@@ -69,7 +86,6 @@ class ShardedEvaluation(Behind):
         add_checked_mask(self.sp, inputs, shard)
         for name in [] if has_labels else ["num_items_in_batch", "labels", "shift_labels"]:
             del shard[name]
-        loss_only = prediction_loss_only or not self.gather_logits
         loss, logits, local_labels = self.local_prediction_step(model, shard, loss_only, ignore_keys)
         if loss is not None:
             loss = torch.tensor(self.sp.mean_loss(loss), device=loss.device)
@@ -79,6 +95,17 @@ class ShardedEvaluation(Behind):
             logits = self._preprocess(logits, local_labels)
         logits = self._whole(logits, shard["position_ids"].shape, shard.get("placement"))
         return loss, logits, self._prepare_input(labels) if has_labels else None
+
+    def _whole_prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> tuple:
+        """The same of a class whose loss is of whole outputs."""
+        if isinstance(labels := inputs.get("labels"), Tensor):
+            inputs["labels"] = self._once(inputs, labels)
+        loss, logits, labels = self._own_prediction_step(model, inputs, *args)
+        if loss is not None:
+            loss = torch.tensor(self.sp.mean_loss(loss), device=loss.device)
+        if logits is not None and self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        return loss, tree_map(lambda x: x.whole() if isinstance(x, WholeTensor) else x, logits), labels
 
     def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], loss_only: bool, *args: Any) -> tuple:
         """The class's own `prediction_step` on what `sp.shard_batch` returned. Whether it calls the model, or
@@ -93,12 +120,24 @@ class ShardedEvaluation(Behind):
             self._eval_items = None
 
     def _divided_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        if self.whole_batches:
+            with self._multiplying_by(self.sp.data_size):
+                return self._own_loss(*args, num_items_in_batch=num_items_in_batch, **kwargs)
         items = self._eval_items if num_items_in_batch is None else num_items_in_batch
         # the Trainer multiplies by all ranks what they average: in training the loss for balanced experts is summed
         # over micro-steps and data groups, as the plain one has it, in evaluation it is the mean
         share = 1 / (self.sp.size if self._eval_items is None else dist.get_world_size())
         with having_share(self.model, share):
             return self._own_loss(*args, num_items_in_batch=items, **kwargs)
+
+    @contextlib.contextmanager
+    def _multiplying_by(self, groups: int) -> Iterator[None]:
+        """A context in which the Trainer takes groups for the ranks whose mean is taken, by which it multiplies."""
+        own, self.accelerator = self.accelerator, _OfGroups(self.accelerator, groups)
+        try:
+            yield
+        finally:
+            self.accelerator = own
 
     def _whole(self, x: Any, local: torch.Size, placement: Placement | None) -> Any:
         if isinstance(x, tuple):

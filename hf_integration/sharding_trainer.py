@@ -16,7 +16,11 @@ class ShardingTrainer(Protocol):
 
     sp: SequenceParallel
     gather_logits: bool
+    check_loss: bool
     evaluation_was_tried: bool
+
+    @property
+    def whole_batches(self) -> bool: ...
 
     def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], loss_only: bool, *args: Any) -> tuple: ...
 

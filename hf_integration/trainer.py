@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 
 from ds_seqpar import SequenceParallelConfig, cpu_op
+from ds_seqpar.batches import fingerprint
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
-from ds_seqpar.runtime import trusted
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime import causes, trusted
+from ds_seqpar.runtime.agreement import Alike, agree
 from ds_seqpar.runtime.telling import told_once
 
 from . import randomness, resuming
@@ -32,6 +32,7 @@ from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .evaluation import check_evaluation
 from .job import job_of_trainer
+from .loaders import prepare_loader
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
 from .sharded_evaluation import ShardedEvaluation
 from .streams import Stream
@@ -44,12 +45,15 @@ class SequenceParallelMixin(ShardedEvaluation):
     `per_device_eval_batch_size` then mean sequences for each group of ranks that share one; all figures count
     sequences. `trainer.sp` is the SequenceParallel in use, `sp.data_rank` the group that a rank works for.
 
-    gather_logits: compute_metrics and predict need the logits of whole sequences, on every rank; True gathers them, by
-    default they are refused (compute_metrics) or None (predict). `preprocess_logits_for_metrics` is applied before, to
-    each rank's own logits and (unshifted) labels: a position at a time, such as an argmax, it saves their memory.
+    A loss of one's own - label_smoothing_factor, compute_loss_func, a class's compute_loss - sees whole batches and
+    whole outputs, as the plain Trainer's does (`whole_batches`).
+
+    gather_logits: compute_metrics and predict have the logits of whole sequences, on every rank; False gives none,
+    which saves their memory. `preprocess_logits_for_metrics` is applied before, to each rank's own logits and
+    (unshifted) labels: a position at a time, such as an argmax, it saves it too.
     check_loss: before training, one forward of the shortest sequence must give the sum of token losses on shift_labels
     over num_items_in_batch, and an evaluation step the mean of uneven labels. False is for a class whose `compute_loss`
-    or `prediction_step` means to give something else.
+    or `prediction_step` means to give something else of this rank's part of a batch.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 
@@ -61,7 +65,7 @@ class SequenceParallelMixin(ShardedEvaluation):
     _tr_loss: Any
 
     @told_once
-    def __init__(self, *args: Any, gather_logits: bool = False, check_loss: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
         self._eval_steps = {}
@@ -78,6 +82,11 @@ class SequenceParallelMixin(ShardedEvaluation):
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
         self.callback_handler.callbacks.insert(1, self._throughput)
+
+    @property
+    def whole_batches(self) -> bool:
+        """Whether the model is called with whole batches, for a loss that is computed from its outputs."""
+        return checks.has_own_loss(self)
 
     # ---- the model
 
@@ -103,7 +112,8 @@ class SequenceParallelMixin(ShardedEvaluation):
         return model
 
     def _patch(self, model: nn.Module) -> None:
-        error, base = checks.model_error(model, self.check_loss), checks.unwrapped(model)
+        error = checks.model_error(model, self.check_loss and not self.whole_batches)
+        base = checks.unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
         job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
         self.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
@@ -122,14 +132,10 @@ class SequenceParallelMixin(ShardedEvaluation):
         """accelerate's own preparation, told which data group this rank works for instead of which rank it is."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
-        seeding = loader.worker_init_fn
-        if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
-            loader.worker_init_fn = functools.partial(seeding, rank=self.sp.data_rank)
         settings = self.accelerator
-        prepared = prepare_data_loader(
+        prepared = prepare_loader(
             loader,
-            num_processes=self.sp.data_size,
-            process_index=self.sp.data_rank,
+            self.sp,
             put_on_device=False,  # whole sequences need not be on a device: `training_step` moves this rank's tokens
             even_batches=settings.even_batches,
             rng_types=settings.rng_types.copy(),
@@ -155,13 +161,32 @@ class SequenceParallelMixin(ShardedEvaluation):
             error = checks.as_error("loading data failed", reason)
         if not agree(self.sp.control_world, "training data", None, error=error, number=len(window)):
             return [], None
+        shards = self._checked(window) if self.whole_batches else self._sharded(window)
+        items = self._get_num_items_in_batch(shards, device)
+        return shards, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
+
+    def _sharded(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
         shards = self.sp.shard_batches(window)
         for whole, shard in zip(window, shards, strict=True):
-            del shard["num_items_in_batch"]  # the Trainer's own, below, is for how it scales the loss
+            del shard["num_items_in_batch"]  # the Trainer's own is for how it scales the loss
             add_checked_mask(self.sp, whole, shard)
             self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
-        items = self._get_num_items_in_batch(shards, device)
-        return shards, items.clamp(min=1)  # a window without any label has gradient 0, not 0/0
+        return shards
+
+    def _checked(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Whole batches, which the ranks of a sequence have alike."""
+        peers = Alike(self.sp.data_rank, self.sp.groups.control)
+        value = [fingerprint(batch) for batch in window]
+        agree(self.sp.control_world, "batches", value, alike=peers, advice=causes.of_batches)
+        for batch in window:
+            real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            self._throughput.count(float(real.sum()) / self.sp.size)
+        return window
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args)
+        # of whole batches each rank of a sequence has counted all labels
+        return items / self.sp.size if self.whole_batches and items is not None else items
 
     def _prepare_input(self, data: Any) -> Any:
         moved = super()._prepare_input(data)
@@ -185,7 +210,7 @@ class SequenceParallelMixin(ShardedEvaluation):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         model, loader = super()._prepare_for_training(*args, **kwargs)
-        if self.check_loss:
+        if self.check_loss and not self.whole_batches:
             checks.check_loss(self, model)
             if self.eval_dataset is not None:
                 check_evaluation(self, model)

@@ -35,10 +35,6 @@ ARGUMENTS = {
         "no ParallelismConfig, whose sequence or context parallelism would shard a second time; remove it, the "
         '"sequence_parallel" section of the DeepSpeed JSON says it all',
     ),
-    "label_smoothing_factor": (
-        lambda value: value > 0,
-        "label_smoothing_factor=0, the Trainer's smoother shifts labels inside each rank's tokens",
-    ),
     "average_tokens_across_devices": (
         lambda value: not value,
         "average_tokens_across_devices=True, ranks hold different numbers of label tokens and must divide by their sum",
@@ -161,23 +157,31 @@ def _world_size() -> int:
     return world
 
 
+def has_own_loss(trainer: ShardingTrainer) -> bool:
+    """Whether the loss is computed beside the model, from whole outputs: by label smoothing, by a compute_loss_func, or
+    by a compute_loss of a user's class (check_loss=False: that one is for this rank's part of a batch)."""
+    if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
+        return True
+    libraries = ("transformers", "trl", __package__)
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] not in libraries]
+    return trainer.check_loss and any("compute_loss" in vars(kind) for kind in kinds)
+
+
 def check_trainer(trainer: ShardingTrainer) -> None:
     """Raises ConfigError for what a Trainer was given beside its arguments."""
-    if trainer.compute_loss_func is not None:
-        raise ConfigError(
-            "sequence parallel training needs the model's own loss, labels given to compute_loss_func are this rank's "
-            "and not shifted; got compute_loss_func, leave it out"
-        )
+    if has_own_loss(trainer):
+        if library := [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]:
+            raise ConfigError(
+                "sequence parallel training with a loss of one's own (label_smoothing_factor, compute_loss_func, "
+                f"compute_loss) needs transformers' Trainer, {library[0].__name__} would count tokens once a rank; got "
+                f"a {type(trainer).__name__}, use SequenceParallelTrainer"
+            )
+        return
     if not trainer.model_accepts_loss_kwargs:
         raise ConfigError(
             "sequence parallel training needs a model whose forward takes num_items_in_batch and shift_labels, in its "
             f"**kwargs; got {type(unwrapped(trainer.model)).__name__} that does not, or has accepts_loss_kwargs=False, "
             "pass them on to its loss"
-        )
-    if trainer.compute_metrics is not None and not (trainer.gather_logits or trainer.args.prediction_loss_only):
-        raise ConfigError(
-            "compute_metrics needs whole logits, and a rank has those of its own tokens; got compute_metrics alone, "
-            "pass gather_logits=True (every rank then holds those of whole sequences), or leave it out"
         )
 
 
@@ -271,7 +275,8 @@ def _try_examples(trainer: ShardingTrainer, dataset: Any, together: int) -> None
             ) from reason
         if not TOKENS.intersection(collated):
             _refuse_text(examples[0])
-        check_batch(trainer.sp, collated, causal=True)
+        if not trainer.whole_batches:
+            check_batch(trainer.sp, collated, causal=True)
 
 
 def _refuse_text(example: object, reason: Exception | None = None) -> None:

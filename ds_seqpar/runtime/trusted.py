@@ -29,8 +29,13 @@ def is_trusted(x: object, maker: Any) -> bool:
     return owner() is maker and version == x._version
 
 
+def is_known(x: object) -> bool:
+    """Whether anybody made the tensor, and it is what it was then."""
+    owner = _known[x][0]() if isinstance(x, Tensor) and x in _known else None
+    return is_trusted(x, owner)
+
+
 def keep(x: object, moved: object) -> None:
     """What was made of a tensor on its way to a device is as trusted as that."""
-    owner = _known[x][0]() if isinstance(x, Tensor) and x in _known else None
-    if owner is not None and is_trusted(x, owner) and isinstance(moved, Tensor):
-        remember(moved, owner)
+    if is_known(x) and isinstance(moved, Tensor):
+        remember(moved, _known[x][0]())

@@ -1,7 +1,17 @@
-"""A tiny model of every family that is supported, from its real config class, and what in it is worth varying."""
+"""A tiny model of every family that is supported, from its real config class, and what in it is worth varying. Batches
+of every kind for it."""
+
+import contextlib
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_seqpar import Mask
+from tests import oracle
+from tests.hf.llama import IGNORE, array
+
+SEQ = 51
+PACKS = ((20, 1, 30), (7, 9, 35))  # rows may differ; a document of one token; others longer than a shard
 
 SIZE = {
     "vocab_size": 64,
@@ -66,3 +76,43 @@ def model_of(family, window=None, seed=0, **changes):
             elif "router" in name or "gate.weight" in name:
                 parameter.copy_(torch.randn_like(parameter))
     return model
+
+
+def batch_of(kind):
+    ids = torch.randint(3, 64, (2, SEQ), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "packed":
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKS])
+    if kind in ("left", "right"):
+        at = torch.arange(SEQ)
+        mask = at >= torch.tensor([[0], [13]]) if kind == "left" else at < torch.tensor([[SEQ], [29]])
+        batch |= {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORE)}
+    return batch
+
+
+@contextlib.contextmanager
+def told(model, batch):
+    """gpt-oss makes its masks without a look at position_ids (transformers 5.23), so that documents would see one
+    another: it is given masks."""
+    hook = None
+    if "position_ids" in batch and model.config.model_type == "gpt_oss":
+        given = masks(model.config.sliding_window)
+        hook = model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": given}), with_kwargs=True
+        )
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+def masks(window):
+    found = {}
+    for kind, limit in (("full_attention", None), ("sliding_attention", window)):
+        rows = [Mask(window=limit, documents=Mask.documents_of(row)) for row in PACKS]
+        seen = torch.stack([oracle.seen(mask, range(SEQ), range(SEQ)) for mask in rows])[:, None]
+        found[kind] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return found
+
+
+def gradients(model):
+    return {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}

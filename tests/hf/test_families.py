@@ -2,19 +2,17 @@
 the batch: packed, padded on either side, of a length that does not divide, with windows shorter and longer than a
 shard."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_seqpar import Mask, SequenceParallel, SequenceParallelConfig
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from hf_integration import families
 from tests import oracle
-from tests.hf.families import FAMILIES, SIZE, model_of
-from tests.hf.llama import IGNORE, array, averaged, gap
+from tests.hf.families import FAMILIES, SEQ, SIZE, batch_of, gradients, model_of, told
+from tests.hf.llama import IGNORE, averaged, gap
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -24,23 +22,9 @@ SECTIONS = {
     "r4": {"size": 4, "ulysses": 1, "layout": "zigzag"},
     "mesh": {"size": 4, "ulysses": 1, "schedule": "mesh", "mesh": [2, 1, 2]},
 }
-SEQ = 51
-PACKS = ((20, 1, 30), (7, 9, 35))  # rows may differ; a document of one token; others longer than a shard
 WINDOWS = (5, 20)  # a shard has 12 or 13 tokens
 KINDS = ("odd", "packed", "left", "right")
 NAMES = sorted(FAMILIES)
-
-
-def batch_of(kind):
-    ids = torch.randint(3, 64, (2, SEQ), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    if kind == "packed":
-        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKS])
-    if kind in ("left", "right"):
-        at = torch.arange(SEQ)
-        mask = at >= torch.tensor([[0], [13]]) if kind == "left" else at < torch.tensor([[SEQ], [29]])
-        batch |= {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, IGNORE)}
-    return batch
 
 
 def plain(model, batch):
@@ -58,34 +42,6 @@ def plain(model, batch):
         output = model(**given, use_cache=False)
     output.loss.backward()
     return output.logits.detach(), output.loss.item(), gradients(model)
-
-
-@contextlib.contextmanager
-def told(model, batch):
-    """gpt-oss makes its masks without a look at position_ids (transformers 5.23), so that documents would see one
-    another: it is given masks."""
-    hook = None
-    if "position_ids" in batch and model.config.model_type == "gpt_oss":
-        given = masks(model.config.sliding_window)
-        hook = model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": given}), with_kwargs=True
-        )
-    yield
-    if hook is not None:
-        hook.remove()
-
-
-def masks(window):
-    found = {}
-    for kind, limit in (("full_attention", None), ("sliding_attention", window)):
-        rows = [Mask(window=limit, documents=Mask.documents_of(row)) for row in PACKS]
-        seen = torch.stack([oracle.seen(mask, range(SEQ), range(SEQ)) for mask in rows])[:, None]
-        found[kind] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    return found
-
-
-def gradients(model):
-    return {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def sharded(model, sp, batch):

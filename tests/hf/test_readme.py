@@ -74,7 +74,7 @@ def test_the_launcher_of_deepspeed_starts_it(tmp_path):
 
 
 def test_there_is_a_snippet_for_each_of_the_four_ways_and_for_masks():
-    names = ["train.py", "finetune.py", "evaluate.py", "own_model.py", "masks.py"]
+    names = ["train.py", "finetune.py", "loop.py", "own_model.py", "masks.py"]
     assert [command_of(snippet)[0] for snippet in PYTHON] == names
 
 

@@ -135,19 +135,6 @@ def forward(sp, spoil, training=True):
         model(**(spoil(sp, batch) or batch))
 
 
-def whole_sequence(sp, batch):
-    ids = ragged(SECTION, 1, 1)[0]["input_ids"]
-    return {"input_ids": ids}
-
-
-def whole_sequence_with_labels(sp, batch):
-    return ragged(SECTION, 1, 1)[0]
-
-
-def whole_sequence_with_positions(sp, batch):
-    return {**whole_sequence(sp, batch), "position_ids": torch.arange(SEQ)[None]}
-
-
 def no_positions(sp, batch):
     del batch["position_ids"]
 
@@ -187,12 +174,9 @@ def no_tokens(sp, batch):
 
 
 SPOILT = {
-    whole_sequence: ("global position_ids", "got none", "sp.shard_batches", "hf_integration.whole_sequences(model)"),
-    whole_sequence_with_labels: ("got no shift_labels", "sp.shard_batches"),
-    whole_sequence_with_positions: ("global position_ids", "other tokens"),
-    no_positions: ("global position_ids", "got none"),
+    no_positions: ("looks sharded", "global position_ids", "got none", "or a whole batch"),
     another_ranks_positions: ("global position_ids", "other tokens"),
-    labels_alone: ("got no shift_labels", "sp.shard_batches"),
+    labels_alone: ("looks sharded", "got no shift_labels", "sp.shard_batches", "or a whole batch"),
     padding: ("padding mask", "with zeros"),
     with_cache: ("kv cache", "use_cache"),
     with_past: ("kv cache", "past_key_values"),
@@ -218,7 +202,7 @@ def length_that_does_not_fit(sp):
     model = small()
     patch_attention(model, ring)
     try:
-        model(input_ids=torch.zeros(1, 11, dtype=torch.int64), position_ids=torch.arange(11)[None])
+        model(input_ids=torch.zeros(1, 11, dtype=torch.int64), position_ids=torch.arange(5, 16)[None])
     finally:
         assert not ring.comm.received
 

@@ -441,7 +441,7 @@ def runs(folder, sections):
     found = []
     for section in sections:
         sizes = {"size": dist.get_world_size(), **section}
-        how = {"parts": {"gather_logits": True}, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        how = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
         trainer = trainers.make(folder, 4, sizes, stage=3, **how)
         history = trainers.trained(trainer)
         predicted = trainer.predict(trainers.documents(4, seed=9))

@@ -119,7 +119,6 @@ class Counts(TrainerCallback):
 def evaluations(folder, size, counts, preprocess=None):
     """For sets of these sizes: loss, steps, accuracy, and what predict returns."""
     parts = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": preprocess}
-    parts |= {"gather_logits": True} if size else {}
     trainer = make(folder, SHARED[size], section(size), stage=3, parts=parts)
     found, counted = {}, Counts()
     trainer.add_callback(counted)
@@ -229,7 +228,6 @@ def without_labels(folder, size, sequences):
     """Training where no token counts, then logits of examples that have no labels at all."""
     silent = [{**example, "labels": torch.full_like(example["labels"], IGNORE)} for example in documents(16)]
     parts = {"train_dataset": silent, "eval_dataset": silent[:6] + documents(2)}
-    parts |= {"gather_logits": True} if size else {}
     trainer = make(folder, sequences, section(size), stage=3, parts=parts, max_steps=2, eval_strategy="epoch")
     run = trained(trainer)
     trainer.data_collator = default_data_collator

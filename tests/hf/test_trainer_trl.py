@@ -149,3 +149,16 @@ def test_what_else_trl_has_is_refused_whatever_its_name():
     with pytest.raises(ConfigError, match=r"other training.*got a NewTrainer"):
         check_kind(type("Shared", (SequenceParallelMixin, experimental), {}))
     check_kind(type("Shared", (SequenceParallelMixin, SFTTrainer), {}))
+
+
+def with_a_loss(folder):
+    try:
+        sft(folder, 2, {"compute_loss_func": print})
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_loss_of_ones_own_would_be_counted_by_rank(tmp_path):
+    for message in on_ranks(2, with_a_loss, tmp_path):
+        assert is_one_sentence(message)
+        assert missing(message, "compute_loss_func", "SFTTrainer", "use SequenceParallelTrainer") == []

@@ -1,0 +1,367 @@
+"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody looks.
+
+A `WholeTensor` is to its user the whole tensor: it has its shape, and every function of torch gives of it what it gives
+of the whole, gradients too. Inside it has this rank's part. What works token by token (conversions, arithmetic, softmax
+and choices along the last dim, slices of rows and tokens) is done on the part, and gives another such tensor. Anything
+else gathers the whole first, once, from all ranks of the sequence.
+
+All ranks of a sequence compute the same from the whole, so that each of them gets the whole gradient of it. A rank
+takes its own part of that, times the ranks of the sequence: gradients are averaged over all ranks of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .errors import InputError
+from .placement import Placement
+from .runtime.agreement import agree
+from .runtime.comm import failing
+from .sharding import Sharding
+from .spread import Spread
+
+Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name) -> its result; None: it needs the whole
+
+
+class WholeTensor(Tensor):
+    """See above. part (1 or rows, own tokens, ...): this rank's, without autograd. flat: rows and tokens are one dim of
+    the whole. piece: it is a view, or a slice, of another."""
+
+    part: Tensor
+    spread: Spread
+    flat: bool
+    piece: bool
+    _gathered: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, piece: bool = False
+    ) -> WholeTensor:
+        lead = (spread.rows * spread.tokens,) if flat else (spread.rows, spread.tokens)
+        made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
+        made.part, made.spread, made.flat, made.piece, made._gathered = part, spread, flat, piece, None
+        return made
+
+    @property
+    def placement(self) -> Placement | None:
+        """That of the batch, where it has one: `sp.gather` and `sp.shard` take it."""
+        return self.spread.placement
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, (rows, own tokens, ...), or (1, own tokens, ...) where rows lie end to end. Autograd
+        follows it: the loss of all ranks' parts is `sp.sum_over_ranks` of what each makes of its own."""
+        return _Local.apply(self)
+
+    def whole(self) -> Tensor:
+        """The whole as a plain tensor. Collective over the ranks of the sequence, the first time."""
+        return _Gathered.apply(self)
+
+    def gathered(self) -> Tensor:
+        """The same, which autograd does not follow."""
+        if self._gathered is None:
+            whole = self.spread.gathered(self.part)
+            self._gathered = whole.flatten(0, 1) if self.flat else whole
+        return self._gathered
+
+    @property
+    def lead(self) -> int:
+        """How many dims rows and tokens are."""
+        return 1 if self.flat else 2
+
+    def is_like(self, other: WholeTensor) -> bool:
+        """Whether both have the same tokens, in the same dims."""
+        return self.spread.is_like(other.spread) and self.flat == other.flat
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and (found := _item(*args)) is not None:
+                return found
+            if func is Tensor.__setitem__:
+                _check_change(args[0])
+                tree_map(_gathered, (args, kwargs))
+            if func in PLAIN:
+                args, kwargs = tree_map(_plain, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        changed = args[0] if func._schema.is_mutable and args and isinstance(args[0], WholeTensor) else None
+        if changed is not None:
+            name = name.removesuffix("_")
+            _check_change(changed)
+        found, rule = None, RULES.get(name)
+        if rule is not None and any(x._gathered is None for x in _wholes(args, kwargs)):
+            found = rule(func, _by_name(func, args, kwargs))
+        if found is None:
+            found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return found if changed is None else changed
+
+
+def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
+    """The whole tensor of every rank's part; autograd follows it to the part. It communicates where it is looked at,
+    and in backward."""
+    return _Made.apply(part, spread)
+
+
+def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
+    """The sum over the ranks of a sequence of each one's part of the loss, a scalar. Collective over them, in backward
+    too. A part's gradient is `size` times the loss's own: ranks are averaged."""
+    return _Sum.apply(own, sp)
+
+
+def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
+    """This rank's part of a tensor that is whole, plain or not."""
+    if isinstance(x, WholeTensor):
+        if x._gathered is None and x.spread.is_like(spread):
+            return x.part
+        x = x.gathered()
+    return spread.part(x.unflatten(0, (spread.rows, -1)) if flat else x)
+
+
+def _agree_on_backward(sp: Sharding, name: str) -> None:
+    """A rank that looks at something instead would wait for those that are in attention's backward."""
+    agree(sp.groups.control, f"backward through whole {name}", None)
+
+
+class _Made(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, spread: Spread) -> WholeTensor:
+        ctx.spread = spread
+        return WholeTensor(part.detach(), spread)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _agree_on_backward(ctx.spread.sp, ctx.spread.name)
+        return part_of(grad, ctx.spread) * ctx.spread.sp.size, None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
+        ctx.sp, total = sp, own.detach().clone()
+        with failing("the sum of the loss over ranks", sp.groups.sp):
+            dist.all_reduce(total, group=sp.groups.sp)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _agree_on_backward(ctx.sp, "loss")
+        return grad * ctx.sp.size, None
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor) -> Tensor:
+        ctx.spread, ctx.flat = x.spread, x.flat
+        return x.gathered().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return WholeTensor(part_of(grad, ctx.spread, ctx.flat), ctx.spread, ctx.flat)
+
+
+class _Local(Function):
+    """Its gradient is that of the part alone: `_Made` multiplies by the ranks, as `sum_over_ranks` has done already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor) -> Tensor:
+        ctx.spread, ctx.flat = x.spread, x.flat
+        return part_of(x, x.spread, x.flat).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return WholeTensor(grad / ctx.spread.sp.size, ctx.spread, ctx.flat)
+
+
+class _Narrowed(Function):
+    """Some rows and tokens, which stay where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
+        ctx.shape, ctx.spread, ctx.rows = x.part.shape, x.spread, rows
+        ctx.narrow, kept = x.spread.narrow(rows, tokens)
+        ctx.kept = kept.to(x.device)
+        part = x.part if x.spread.joined else x.part[rows]
+        return WholeTensor(part.index_select(1, ctx.kept), ctx.narrow, piece=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own = part_of(grad, ctx.narrow)
+        whole = own.new_zeros(ctx.shape)
+        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.kept, own)
+        return WholeTensor(whole, ctx.spread), None, None
+
+
+def _item(x: Any, index: Any) -> Any:
+    """x[index], if that takes rows and tokens by slices or numbers; None: it does not."""
+    if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
+        return None
+    index = list(index) if isinstance(index, tuple) else [index]
+    if any(i is None for i in index):
+        return None
+    if (at := next((at for at, i in enumerate(index) if i is Ellipsis), None)) is not None:
+        index[at : at + 1] = [slice(None)] * (x.dim() - len(index) + 1)
+    index += [slice(None)] * (2 - len(index))
+    chosen, rest = index[:2], index[2:]
+    slices = [_as_slice(i, size) for i, size in zip(chosen, x.shape, strict=False)]
+    if None in slices or slices == [slice(None)] * 2:
+        return None
+    found = _Narrowed.apply(x, *slices)
+    for dim in (1, 0):
+        if isinstance(chosen[dim], int):
+            found = found.select(dim, 0)
+    return found[(*(slice(None) for i in chosen if isinstance(i, slice)), *rest)] if rest else found
+
+
+def _as_slice(index: Any, size: int) -> slice | None:
+    if isinstance(index, slice) and (index.step is None or index.step > 0):
+        return index
+    if type(index) is int and -size <= index < size:
+        return slice(index % size, index % size + 1)
+    return None
+
+
+def _check_change(x: Any) -> None:
+    if isinstance(x, WholeTensor) and x.piece:
+        raise InputError(
+            "a view or a slice of a model's whole output cannot be changed in place; got one of "
+            f"{x.spread.name}, make a new tensor, or change .whole() of the output"
+        )
+
+
+def _plain(x: Any) -> Any:
+    return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
+
+
+def _gathered(x: Any) -> Any:
+    return x.gathered() if isinstance(x, WholeTensor) else x
+
+
+def _wholes(*arguments: Any) -> list[WholeTensor]:
+    return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
+
+
+def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operator, those that were left out too."""
+    known = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return {**known, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+
+
+# ---- what is done on the part
+
+
+def _by_element(func: Any, named: dict[str, Any]) -> Any:
+    """What each element of the result needs is in the same place of all arguments."""
+    like = next(x for x in _wholes(named) if x._gathered is None)
+    if not all(_lies_over(x, like) for x in tree_leaves(named) if isinstance(x, Tensor)):
+        return None
+    return _on_parts(func, named, like)
+
+
+def _by_token(func: Any, named: dict[str, Any]) -> Any:
+    """It works along dims that are neither rows nor tokens."""
+    like = next(x for x in _wholes(named) if x._gathered is None)
+    dims = like.dim() + (func.overloadpacket.__name__ == "unsqueeze")
+    given = named.get("dim")
+    along = [d % dims for d in (given if isinstance(given, list | tuple) else [given]) if d is not None]
+    same = [x.shape[: like.lead] == like.shape[: like.lead] for x in tree_leaves(named) if isinstance(x, Tensor)]
+    if not along or min(along) < like.lead or not all(same):
+        return None
+    from_end = [d - dims for d in along]
+    return _on_parts(func, {**named, "dim": from_end if isinstance(given, list | tuple) else from_end[0]}, like)
+
+
+def _reshaped(func: Any, named: dict[str, Any]) -> Any:
+    """Rows and tokens stay, or become one dim, or two again."""
+    x, size = named["self"], list(named["size"])
+    if -1 in size:
+        known = -torch.Size(size).numel()
+        size[size.index(-1)] = x.numel() // known if known else 0
+    rows, tokens = x.spread.rows, x.spread.tokens
+    for flat, lead in ((False, [rows, tokens]), (True, [rows * tokens])):
+        rest = size[len(lead) :]
+        if size[: len(lead)] == lead and torch.Size(rest).numel() == x.part.shape[2:].numel():
+            return WholeTensor(x.part.reshape(*x.part.shape[:2], *rest), x.spread, flat, piece=True)
+    return None
+
+
+def _filled(func: Any, named: dict[str, Any]) -> Any:
+    """A new tensor of the same tokens."""
+    x, size = named["self"], list(named["size"])
+    if size[: x.lead] != list(x.shape[: x.lead]):
+        return None
+    return WholeTensor(
+        func(**{**named, "self": x.part, "size": [*x.part.shape[:2], *size[x.lead :]]}), x.spread, x.flat
+    )
+
+
+def _on_parts(func: Any, named: dict[str, Any], like: WholeTensor) -> Any:
+    parts = tree_map(lambda x: _laid_over(x, like) if isinstance(x, Tensor) else x, named)
+    piece = func.is_view
+    found = func(**parts)
+    return tree_map(lambda x: WholeTensor(x, like.spread, like.flat, piece) if isinstance(x, Tensor) else x, found)
+
+
+def _lies_over(x: Tensor, like: WholeTensor) -> bool:
+    """Whether every rank can tell which of x belongs to its tokens."""
+    if isinstance(x, WholeTensor):
+        return x.dim() == like.dim() and x.is_like(like)
+    missing = like.dim() - x.dim()
+    lead = x.shape[: max(0, like.lead - missing)]
+    return missing >= 0 and all(
+        size in (1, whole) for size, whole in zip(reversed(lead), reversed(like.shape[: like.lead]), strict=False)
+    )
+
+
+def _laid_over(x: Tensor, like: WholeTensor) -> Tensor:
+    """What of x belongs to this rank's tokens."""
+    missing, spread = like.dim() - x.dim(), like.spread
+    if isinstance(x, WholeTensor) or missing >= like.lead:
+        return part_of(x, spread, like.flat) if isinstance(x, WholeTensor) else x
+    x = x[(None,) * missing]
+    if x.shape[: like.lead].numel() == 1:
+        return x[None] if like.flat else x
+    x = x.expand(*like.shape[: like.lead], *x.shape[like.lead :])
+    return part_of(x, spread, like.flat)
+
+
+BY_ELEMENT = """
+    add sub rsub mul div true_divide floor_divide remainder neg abs sign reciprocal pow sqrt rsqrt exp exp2 expm1 log
+    log2 log1p sigmoid tanh softplus relu gelu silu clamp clamp_min clamp_max minimum maximum where masked_fill lerp
+    eq ne lt le gt ge isnan isinf isfinite logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or
+    _to_copy clone detach alias zeros_like ones_like empty_like full_like nan_to_num logaddexp xlogy
+    sigmoid_backward tanh_backward threshold_backward gelu_backward silu_backward softplus_backward log_sigmoid_backward
+"""
+BY_TOKEN = """
+    _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data logsumexp sum mean amax amin max min argmax
+    argmin topk sort cumsum gather scatter_add slice select squeeze unsqueeze any all
+"""
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(BY_ELEMENT.split(), _by_element),
+    **dict.fromkeys(BY_TOKEN.split(), _by_token),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshaped),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _filled),
+}
+MEMORY = """
+    numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
+"""
+PLAIN = {*(getattr(Tensor, name) for name in MEMORY.split()), vars(torch._C.TensorBase)["data"].__get__}

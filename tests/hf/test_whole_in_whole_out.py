@@ -1,0 +1,287 @@
+"""A patched model takes whole batches and gives whole outputs: those of the plain model, for any loss made of them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.whole import WholeTensor
+from hf_integration import patch_attention
+from tests import oracle
+from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
+from tests.hf.llama import IGNORE, averaged, gap, small
+from tests.launch import on_engine_ranks as on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+SECTIONS = {
+    "r2": {"size": 2, "ulysses": 1},
+    "u2": {"size": 2, "ulysses": 2},
+    "u2r2": {"size": 4, "ulysses": 2},
+    "r4": {"size": 4, "ulysses": 1, "layout": "zigzag"},
+    "u4": {"size": 4, "ulysses": 4},
+}
+KINDS = ("odd", "packed", "left", "right")
+NAMES = sorted(FAMILIES)
+
+
+def collated(kind):
+    """A batch as collators make it: no label counts that is predicted across a document's end, or from padding."""
+    batch = batch_of(kind)
+    labels = batch["labels"]
+    if "position_ids" in batch:
+        labels[batch["position_ids"] == 0] = IGNORE
+    if kind == "left":
+        labels[F.pad(batch["attention_mask"], (1, 0))[:, :-1] < batch["attention_mask"]] = IGNORE
+    return batch
+
+
+def real(batch):
+    """(rows, tokens, 1): 0 for padding, of which everybody may compute something else."""
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+
+
+def cross_entropy(output, batch):
+    return output.loss
+
+
+def preference(output, batch):
+    """DPO's, of the first row over the second: no sum over tokens."""
+    logps = output.logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    picked = torch.gather(logps, 2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
+    sums = (picked * (labels != IGNORE)).sum(-1)
+    return -F.logsigmoid(0.1 * (sums[0] - sums[1]))
+
+
+def own(output, batch):
+    """A ratio and a maximum of whole logits, and of the hidden states behind them, of tokens that are no padding."""
+    logits, hidden = output.logits * real(batch), output.hidden_states[-1] * real(batch)
+    ratio = logits.float().pow(2).mean((1, 2)) / (1 + logits.amax((1, 2)).abs())
+    return ratio.sum().sqrt() + torch.einsum("bsd,btd->bst", hidden, hidden).mean().tanh()
+
+
+LOSSES = {loss.__name__: loss for loss in (cross_entropy, preference, own)}
+
+
+def computed(model, batch, loss):
+    """(loss, logits, last hidden states) of the model on a whole batch, patched or not, after backward."""
+    model.zero_grad()
+    with told(model, batch):
+        output = model(**batch, use_cache=False, output_hidden_states=True)
+    found = LOSSES[loss](output, batch)
+    found.backward()
+    return found.item(), output.logits.detach(), output.hidden_states[-1].detach()
+
+
+def expected_of(case):
+    name, kind, loss = case
+    model, batch = model_of(name), collated(kind)
+    return *computed(model, batch, loss), gradients(model)
+
+
+def compared(cases, expected):
+    """By case the errors of the loss, the logits, the hidden states and all gradients."""
+    sps, found = {}, {}
+    for name, kind, loss, section in cases:
+        sp = sps.setdefault(section, SequenceParallel(SequenceParallelConfig(**SECTIONS[section])))
+        model, batch, wanted = model_of(name).patch_attention(sp), collated(kind), expected[name, kind, loss]
+        value, *tensors = computed(model, batch, loss)
+        assert all(isinstance(x, WholeTensor) for x in tensors)
+        errors = [oracle.error(a * real(batch), b * real(batch)) for a, b in zip(tensors, wanted[1:3], strict=True)]
+        found[name, kind, loss, section] = abs(value / wanted[0] - 1), *errors, gap(averaged(model), wanted[3])
+    return found
+
+
+def grid(world):
+    """All cases of so many ranks, and a few of them in which every family, kind of batch and loss occurs."""
+    sections = [name for name, section in SECTIONS.items() if section["size"] <= world][-3:]
+    few = [
+        (name, KINDS[at % 4], list(LOSSES)[(at + at // 4) % 3], sections[at % len(sections)])
+        for at, name in enumerate(NAMES)
+    ]
+    every = [(n, k, loss, s) for n in NAMES for k in KINDS for loss in LOSSES for s in sections]
+    return few[world // 4 :: 2], every
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        *(pytest.param(world, grid(world)[0], id=f"{world}-few") for world in (2, 4)),
+        *(pytest.param(world, grid(world)[1], id=f"{world}-whole", marks=pytest.mark.whole) for world in (2, 4)),
+    ],
+)
+def test_a_family_is_the_plain_model(world, cases):
+    expected = {case[:3]: expected_of(case[:3]) for case in cases}
+    for found in on_ranks(world, compared, cases, expected, timeout=1800):
+        assert len(found) == len(cases)
+        for case, errors in found.items():
+            assert max(errors) < 1e-5, (case, errors)
+
+
+# --- a LLaMA, in fp64, called in other ways
+
+
+def exact(**changes):
+    return small(**changes).double()
+
+
+def lora():
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(exact(), config)
+
+
+def checkpointed():
+    model = exact()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def embedded(model, batch):
+    rest = {name: x for name, x in batch.items() if name != "input_ids"}
+    return model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), **rest).loss
+
+
+def last_logits(model, batch):
+    rest = {name: x for name, x in batch.items() if name != "labels"}
+    return (model(**rest, logits_to_keep=3).logits * real(batch)[:, -3:]).exp().mean()
+
+
+def base(model, batch):
+    rest = {name: x for name, x in batch.items() if name != "labels"}
+    return (model.model(**rest).last_hidden_state * real(batch)).pow(2).mean((1, 2)).sqrt().sum()
+
+
+def as_tuple(model, batch):
+    loss, logits = model(**batch, return_dict=False)[:2]
+    return loss * (logits * real(batch)).pow(2).mean().sqrt()
+
+
+def counted(model, batch):
+    """Positions as generation makes them of a mask: anything where padding is."""
+    at = batch.get("position_ids", (real(batch)[..., 0].cumsum(1) - 1).masked_fill(real(batch)[..., 0] == 0, 1))
+    return model(**{**batch, "position_ids": at}).loss
+
+
+def one_row(model, batch):
+    """Slices of rows and tokens, by slices and by numbers."""
+    logits = model(**batch).logits
+    return logits[1, 13:-22].pow(2).mean() * logits[:, 17, 5:].exp().mean()
+
+
+def hidden(model, batch):
+    states = model(**batch, output_hidden_states=True).hidden_states
+    return sum((x * real(batch)).float().pow(2).mean() for x in states).sqrt()
+
+
+# way -> (the model, its loss of a batch, changes of the configuration)
+WAYS = {
+    "by position": (exact, lambda model, batch: model(batch["input_ids"], labels=batch["labels"]).loss, {}),
+    "divided": (exact, lambda model, batch: model(**batch, num_items_in_batch=torch.tensor(7)).loss, {}),
+    "embeddings": (exact, embedded, {}),
+    "the last logits": (exact, last_logits, {}),
+    "the base model": (exact, base, {}),
+    "as a tuple": (exact, as_tuple, {}),
+    "positions": (exact, counted, {}),
+    "slices": (exact, one_row, {}),
+    "hidden states": (exact, hidden, {}),
+    "adapters": (lora, lambda model, batch: model(**batch).loss, {}),
+    "checkpoints": (checkpointed, lambda model, batch: preference(model(**batch), batch), {}),
+    "tiles": (exact, lambda model, batch: model(**batch).loss, {"mlp_tiles": 2, "loss_tiles": 3}),
+}
+
+
+def ways(section, kinds):
+    """By way and kind of batch the errors of loss and gradients, beside the plain model."""
+    found = {}
+    for changes in ({}, {"mlp_tiles": 2, "loss_tiles": 3}):
+        sp = SequenceParallel(SequenceParallelConfig(**section, **changes))
+        for way, (make, loss_of, its) in WAYS.items():
+            for kind in kinds if its == changes else ():
+                model, batch = make(), collated("odd" if way == "by position" else kind)
+                batch["use_cache"] = False  # with one the plain model does not see documents
+                wanted = loss_of(model, batch)
+                wanted.backward()
+                its_gradients = gradients(model)
+                model.zero_grad()
+                patch_attention(model, sp)
+                loss = loss_of(model, batch)
+                loss.backward()
+                found[way, kind] = abs(loss.item() / wanted.item() - 1), gap(averaged(model), its_gradients)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "section", "kinds"),
+    [
+        pytest.param(2, SECTIONS["r2"], ["packed"], id="r2"),
+        pytest.param(4, SECTIONS["u2r2"], ["left"], id="u2r2"),
+        *(
+            pytest.param(section["size"], section, KINDS, id=f"{name}-whole", marks=pytest.mark.whole)
+            for name, section in SECTIONS.items()
+        ),
+    ],
+)
+def test_other_ways_to_call_it(world, section, kinds):
+    for found in on_ranks(world, ways, section, kinds, timeout=600):
+        assert len(found) == len(WAYS) * len(kinds)
+        for case, errors in found.items():
+            assert max(errors) < 1e-6, (case, errors)  # transformers computes its loss in fp32
+
+
+def scored(model, batch):
+    """A preference by the log-probabilities of trl's fused head, and the entropy beside them."""
+    output = model(**batch, fused_lm_head=True)
+    counted = output.label_mask
+    sums = (output.log_probs * counted).sum(-1)
+    return -F.logsigmoid(sums[0] - sums[1]) + 0.1 * output.loss + output.entropy[counted].mean().detach()
+
+
+def fused(kinds):
+    from trl.trainer.utils import add_fused_lm_head
+
+    sp, found = SequenceParallel(SequenceParallelConfig(**SECTIONS["r2"])), {}
+    for kind in kinds:
+        model, batch = small(), collated(kind)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        wanted = scored(model, batch)
+        wanted.backward()
+        its_gradients = gradients(model)
+        model.zero_grad()
+        patch_attention(model, sp)
+        loss = scored(model, batch)
+        loss.backward()
+        found[kind] = abs(loss.item() / wanted.item() - 1), gap(averaged(model), its_gradients)
+    return found
+
+
+def test_a_fused_head_scores_whole_sequences():
+    for found in on_ranks(2, fused, ["odd", "left"]):
+        for kind, errors in found.items():
+            assert max(errors) < 1e-5, kind
+
+
+def costs(forwards):
+    """By forward: elements that arrived, and what attention did, of a step that uses the loss alone."""
+    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    model, found = small().patch_attention(sp), {}
+    for kind in KINDS:
+        for name, batch in (("whole", collated(kind)), ("sharded", sp.shard_batch(collated(kind)))):
+            if name not in forwards:
+                continue
+            sp.comm.received.clear()
+            with sp.record() as record:
+                model(**batch).loss.backward()
+            found[name, kind] = dict(sp.comm.received), [(event.kind, event.label) for event in record.events]
+    return found
+
+
+def test_a_step_by_its_loss_costs_what_a_sharded_one_costs():
+    """The same elements, transfers and products, in the same order."""
+    for found in on_ranks(4, costs, ("whole", "sharded")):
+        for kind in KINDS:
+            (received, events), (its_received, its_events) = found["whole", kind], found["sharded", kind]
+            assert received == its_received
+            assert events == its_events

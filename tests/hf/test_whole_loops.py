@@ -1,0 +1,226 @@
+"""Loops that know nothing of sequence parallelism train a patched model as they train the plain one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_seqpar
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from tests import scripts
+from tests.hf.llama import MODES, RATE, array, gap, norm, part, ragged, settings, small, weights
+from tests.hf.test_whole_in_whole_out import preference
+from tests.launch import on_engine_ranks as on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+DOCS = (Path(__file__).parents[2] / "docs" / "whole.md").read_text(encoding="utf-8")
+DDP = """
+import contextlib, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import LlamaConfig, LlamaForCausalLM
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.randint(0, 64, (24, 50))
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+)
+sampler = DistributedSampler(data, shuffle=False)
+loader = DataLoader(data, batch_size=2, sampler=sampler)
+ddp, steps, losses, norms = DistributedDataParallel(model), 2, [], []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for number, ids in enumerate(loader):
+    last = (number + 1) % steps == 0
+    with contextlib.nullcontext() if last else ddp.no_sync():
+        loss = ddp(input_ids=ids, labels=ids).loss / steps
+        loss.backward()
+    losses.append(loss.item() * steps)
+    if last:
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+weights = [float(p.detach().double().norm()) for p in model.parameters()]
+print(json.dumps([losses, norms, weights]))
+dist.destroy_process_group()
+"""
+CHANGES = {
+    "from transformers import LlamaConfig": (
+        "from hf_integration import share_sequences\nfrom transformers import LlamaConfig"
+    ),
+    "sampler = DistributedSampler(data, shuffle=False)": (
+        "sp = share_sequences(model, size=2)\n"
+        "sampler = DistributedSampler(data, num_replicas=sp.data_size, rank=sp.data_rank, shuffle=False)"
+    ),
+}
+ACCELERATE = """
+import json
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+data = torch.randint(0, 64, (24, 50))
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+)
+loader = DataLoader(data, batch_size=2, shuffle=True)
+optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=0.5), [], []
+wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for ids in loader:
+    with accelerator.accumulate(wrapped):
+        loss = wrapped(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        if accelerator.sync_gradients:
+            norms.append(float(accelerator.clip_grad_norm_(wrapped.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+weights = [float(p.detach().double().norm()) for p in model.parameters()]
+print(json.dumps([losses, norms, weights]))
+"""
+WITH_ACCELERATE = {
+    "from transformers import LlamaConfig": (
+        "from hf_integration import prepare_loader, share_sequences\nfrom transformers import LlamaConfig"
+    ),
+    "loader = DataLoader(data, batch_size=2, shuffle=True)": (
+        "sp = share_sequences(model, size=2)\nloader = prepare_loader(DataLoader(data, batch_size=2, shuffle=True), sp)"
+    ),
+}
+
+
+def printed(ran):
+    assert not ran.failed, ran.stderr[-3000:]
+    return [json.loads(line) for line in re.findall(r"^\[\[.*\]\]$", ran.stdout, re.M)]
+
+
+@pytest.mark.parametrize(
+    ("script", "changes"), [(DDP, CHANGES), (ACCELERATE, WITH_ACCELERATE)], ids=["own loop", "accelerate"]
+)
+def test_three_lines_make_a_script_sequence_parallel(script, changes, tmp_path):
+    """The plain script on 2 ranks, the changed one on 4, of which pairs share a sequence."""
+    changed = script
+    for line, lines in changes.items():
+        assert changed.count(line) == 1
+        changed = changed.replace(line, lines)
+    new = [line for line in changed.splitlines() if line not in script.splitlines()]
+    assert len(new) <= 3
+    assert [line for line in new if f"+{line}" not in DOCS] == []
+    found = []
+    for ranks, text in ((2, script), (4, changed)):
+        path = tmp_path / f"on_{ranks}.py"
+        path.write_text(text)
+        found.append(printed(scripts.run(ranks, tmp_path, path)))
+    plain, shared = found
+    for rank, run in enumerate(shared):
+        for its, wanted in zip(run, plain[rank // 2], strict=True):
+            assert its == pytest.approx(wanted, rel=1e-6)
+
+
+# --- losses that are no sum over tokens, whoever averages the gradients
+
+
+SECTION, STEPS = MODES["r2"], 2  # on 4 ranks: two groups, of two rows each
+
+
+def losses_of(model, sp=None):
+    """The loss of each micro-batch: of all groups, or of this rank's."""
+    for batch in ragged(SECTION, 2, STEPS):
+        groups = range(2) if sp is None else [sp.data_rank]
+        for group in groups:
+            mine = part(batch, group, 2)
+            output = model(**mine)
+            yield preference(output, mine) * output.loss.sqrt() + output.logits[..., :3].amax()
+
+
+def alone():
+    """(gradients, losses) of one process: the mean over groups and micro-batches."""
+    model = small()
+    losses = list(losses_of(model))
+    torch.stack(losses).mean().backward()
+    return {name: array(p.grad) for name, p in model.named_parameters()}, [loss.item() for loss in losses]
+
+
+def on_engine(stages):
+    """By stage: (gradients as SGD took them, DeepSpeed's norm, losses)."""
+    found = {}
+    for stage in stages:
+        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(SECTION, stage, STEPS, 2))
+        losses = []
+
+        def update(engine, losses=losses):
+            for loss in losses_of(engine, engine.sequence_parallel):
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+
+        found[stage] = *stepped(engine, update), losses
+    return found
+
+
+def stepped(engine, update):
+    before = weights(engine.module)
+    update(engine)
+    after = weights(engine.module)
+    norm = engine.get_global_grad_norm()
+    return {name: (before[name] - after[name]) / RATE for name in before}, None if norm is None else float(norm)
+
+
+@pytest.mark.parametrize("stages", [["0", "3"], pytest.param(["1", "2", "3_all_reduce"], marks=pytest.mark.whole)])
+def test_zero_takes_the_mean_that_is_right(stages):
+    expected, losses = alone()
+    for rank, found in enumerate(on_ranks(4, on_engine, stages)):
+        for stage, (gradients, its_norm, its_losses) in found.items():
+            assert gap(gradients, expected) < 1e-5, stage
+            assert its_losses == pytest.approx(losses[rank // 2 :: 2], rel=1e-6), stage
+            assert its_norm is None or its_norm == pytest.approx(norm(expected), rel=1e-5), stage
+
+
+WRAPPERS = {
+    "DDP": DistributedDataParallel,
+    "DDP that looks for unused parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    "DDP of a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "FSDP2": lambda model: fully_shard([fully_shard(layer) for layer in model.model.layers] and model),
+}
+
+
+def wrapped(names):
+    """By wrapper the gradients after two micro-batches."""
+    sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
+    for name in names:
+        model = small().patch_attention(sp)
+        around = WRAPPERS[name](model)
+        for loss in losses_of(around, sp):
+            (loss / STEPS).backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found[name] = {name: array(getattr(x, "full_tensor", lambda x=x: x)()) for name, x in grads.items()}
+    return found
+
+
+def test_wrappers_take_it_too():
+    expected, _ = alone()
+    for found in on_ranks(4, wrapped, list(WRAPPERS)):
+        for name, gradients in found.items():
+            assert gap(gradients, expected) < 1e-5, name

@@ -1,0 +1,193 @@
+"""Whole calls that cannot be, and ranks that do not look at a whole output together: a sentence on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.errors import CommunicationError
+from tests.dist.ranks import is_one_sentence, refusal
+from tests.hf.llama import MODES, small
+from tests.launch import on_engine_ranks, on_ranks
+from tests.words import missing
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+def ids(seed=0):
+    return torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def of_ranks_own():
+    return {"input_ids": ids(dist.get_rank()), "labels": ids(dist.get_rank())}
+
+
+def half(sp, *names):
+    """A sharded batch with these of its parts alone."""
+    shard = sp.shard_batch({"input_ids": ids(), "labels": ids()})
+    return {name: shard[name] for name in names}
+
+
+# what is wrong -> (the batch, words that every rank is told)
+WRONG = {
+    "samples of their own": (
+        lambda sp: of_ranks_own(),
+        ["same whole batch", "DistributedSampler", "num_replicas=sp.data_size", "whole_sequences(model)"],
+    ),
+    "other samples on one rank": (
+        lambda sp: {"input_ids": ids(int(sp.rank == 1))},
+        ["same whole batch", "rank 1: input_ids"],
+    ),
+    "other lengths": (lambda sp: {"input_ids": ids()[:, : 16 - sp.rank]}, ["same whole batch", "rank 0: input_ids"]),
+    "labels on one rank": (
+        lambda sp: {"input_ids": ids(), **({"labels": ids()} if sp.rank else {})},
+        ["same whole batch", "rank 0: no labels"],
+    ),
+    "another divisor": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "num_items_in_batch": torch.tensor(7 + sp.rank)},
+        ["same whole batch", "rank 1: num_items_in_batch 8.0"],
+    ),
+    "parts without positions": (
+        lambda sp: half(sp, "input_ids"),
+        ["same whole batch", "parts of one sequence need all that sp.shard_batches"],
+    ),
+    "parts with labels that are not shifted": (
+        lambda sp: half(sp, "input_ids", "labels", "position_ids"),
+        ["looks sharded", "no shift_labels", "or a whole batch"],
+    ),
+    "parts with shifted labels, without positions": (
+        lambda sp: half(sp, "input_ids", "labels", "shift_labels"),
+        ["looks sharded", "position_ids; got none", "or a whole batch"],
+    ),
+    "whole ones with shifted labels": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "shift_labels": ids()},
+        ["looks sharded", "position_ids; got none", "or a whole batch"],
+    ),
+    "whole ones with another rank's positions": (
+        lambda sp: {"input_ids": ids()[:, :8], "position_ids": sp.position_ids(16)[None].flip(1)},
+        ["looks sharded", "those of other tokens"],
+    ),
+    "a cache": (lambda sp: {"input_ids": ids(), "labels": ids(), "use_cache": True}, ["no kv cache", "use_cache"]),
+    "full attention": (lambda sp: {"input_ids": ids(), "is_causal": False}, ["is_causal=False"]),
+    "some logits and a loss": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "logits_to_keep": 2},
+        ["logits_to_keep", "leave one of them out"],
+    ),
+    "chosen logits": (
+        lambda sp: {"input_ids": ids(), "logits_to_keep": torch.tensor([3])},
+        ["logits_to_keep", "a number of tokens"],
+    ),
+    "a mask of four dims": (
+        lambda sp: {"input_ids": ids(), "attention_mask": torch.ones(2, 1, 16, 16)},
+        ["attention_mask", "(2, 16)"],
+    ),
+    "padding between tokens": (
+        lambda sp: {"input_ids": ids(), "attention_mask": (torch.arange(16) % 5 > 0).long().expand(2, -1)},
+        ["zeros between ones"],
+    ),
+    "a token that the model does not have": (
+        lambda sp: {"input_ids": ids() + 40},
+        ["input_ids must be from 0 to 63", "at token"],
+    ),
+    "a tensor of something else": (
+        lambda sp: {"input_ids": ids(), "weights": torch.ones(3)},
+        ["weights (3,)", "take it out"],
+    ),
+}
+
+
+def wrong_calls(names):
+    """What a forward says, by name; then a right one, for which ranks must be in step."""
+    sp, found = SequenceParallel(SequenceParallelConfig(**MODES["r2"])), {}
+    model = small().patch_attention(sp)
+    for name in names:
+        batch = WRONG[name][0](sp)
+        sp.comm.received.clear()
+        found[name] = (*refusal(model, **batch), bool(sp.comm.received))
+        model(input_ids=ids(), labels=ids()).loss.backward()
+    return found
+
+
+def test_a_batch_that_no_whole_one_can_be():
+    for found in on_engine_ranks(2, wrong_calls, list(WRONG)):
+        for name, (_, words) in WRONG.items():
+            kind, message, sent = found[name]
+            assert kind in ("InputError", "DisagreementError"), name
+            assert is_one_sentence(message), message
+            assert missing(message, *words) == [], (name, message)
+            assert not sent
+
+
+def own_mean(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
+    """A loss of this rank's labels alone."""
+    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+
+def with_own_loss():
+    model = small().patch_attention(SequenceParallel(SequenceParallelConfig(**MODES["r2"])))
+    model.loss_function = own_mean
+    said = refusal(model, input_ids=ids(), labels=ids())
+    return *said, model(input_ids=ids()).logits.float().mean().isfinite().item()
+
+
+def test_a_loss_function_that_would_be_wrong():
+    for kind, message, other in on_engine_ranks(2, with_own_loss):
+        assert kind == "ConfigError"
+        assert missing(message, "num_items_in_batch", "loss_function that", "from the whole logits") == []
+        assert other
+
+
+# --- looking at whole outputs
+
+# what rank 1 does while rank 0 looks -> what the sentence calls it
+ELSEWHERE = {
+    "the next forward": (lambda sp, model, output: model(input_ids=ids()), "rank 1: whole batch"),
+    "a sharded forward": (lambda sp, model, output: model(**sp.shard_batch({"labels": ids()})), "rank 1: batches"),
+    "backward": (lambda sp, model, output: output.loss.backward(), "rank 1: backward through whole loss"),
+    "backward of another output": (
+        lambda sp, model, output: output.hidden_states[-1].local.sum().backward(),
+        "rank 1: backward through whole hidden_states",
+    ),
+    "another output": (lambda sp, model, output: str(output.hidden_states[0]), "rank 1: gather of whole hidden_states"),
+    "a mean": (lambda sp, model, output: sp.mean_loss(output.loss), "rank 1: losses"),
+}
+
+
+def looked_at_alone():
+    sp, found = SequenceParallel(SequenceParallelConfig(**MODES["r2"])), []
+    model = small().patch_attention(sp)
+    for elsewhere, _ in ELSEWHERE.values():
+        output = model(input_ids=ids(), labels=ids(), output_hidden_states=True)
+        if sp.rank == 0:
+            found.append(refusal(lambda output=output: f"{output.logits}"))
+        else:
+            found.append(refusal(elsewhere, sp, model, output))
+    return found, model(input_ids=ids()).logits[0, 0, 0].isfinite().item()
+
+
+def test_a_rank_that_looks_alone_is_told():
+    for found, in_step in on_engine_ranks(2, looked_at_alone):
+        assert in_step
+        for (_, words), (kind, message) in zip(ELSEWHERE.values(), found, strict=True):
+            assert kind == "DisagreementError"
+            assert missing(message, "the same calls", "gather of whole logits, which all ranks must make", words) == []
+            assert is_one_sentence(message)
+
+
+def nobody_comes():
+    """What rank 0 raises, while rank 1 waits for it to have raised."""
+    model = small().patch_attention(SequenceParallel(SequenceParallelConfig(**MODES["r2"])))
+    output, store = model(input_ids=ids()), dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["raised"])
+        return ""
+    with pytest.raises(CommunicationError) as raised:
+        print(output.logits)
+    store.set("raised", "1")
+    return str(raised.value)
+
+
+def test_a_rank_that_does_nothing_is_waited_for_no_longer_than_the_timeout():
+    message, _ = on_ranks(2, nobody_comes, patience=2)
+    assert missing(message, "gather of whole logits", "timed out after 2 s", "not only rank 0") == []
