@@ -12,6 +12,7 @@ from ..compiler.topology import divisors
 from ..config import PLANNED_FOR, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
+from .footprint import taken
 from .machine import Machine, Wire
 from .plan import Choice, chosen, plan
 from .request import Model, Request
@@ -127,7 +128,7 @@ def choose(request: Request) -> Choice:
 def line_of(choice: Choice) -> str:
     """The choice, the runner-up, and what would have to change for it to win."""
     request, best = choice.request, choice.best
-    machine, needed = request.machine, best.memory.peak.total
+    machine, needed = request.machine, taken(best.memory, request.room)
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     line = (
         f'{SECTION}: "auto" for {what} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from . import prices
 from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
-from .footprint import Footprint, attention_figures, footprint
+from .footprint import Footprint, attention_figures, fits, footprint, taken
 from .machine import PER_PRODUCT, Machine
 from .request import Request
 from .steptime import StepTime, call_of, carried_seconds, step_time
@@ -187,14 +187,14 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
         for spared in memory_settings(request, candidate.ulysses):
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
-            without = footprint(step, NOTHING).peak.total
+            without = taken(footprint(step, NOTHING), request.room)
             if without > request.limit:  # whatever attention takes, which is a hundred times the work to find
                 least = min(least, without)
                 continue
             figures = attention_figures(step)
             memory = footprint(step, figures)
-            least = min(least, memory.peak.total)
-            if memory.peak.total <= request.limit and request.hosted(memory.host):
+            least = min(least, taken(memory, request.room))
+            if fits(memory, request.room):
                 return _prediction(request, candidate, config, spared, figures, memory)
     except ConfigError as error:
         return str(error)
@@ -319,7 +319,8 @@ def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
         if more := {name: value for name, value in settings.items() if name not in common(given)}:
             rungs.append({**rungs[-1], **more})
     for settings in LAST_SPARING if request.checkpointing else ():
-        if not set(settings) & set(common(given)):
+        away = request.machine.apart or "offload_checkpoints" not in settings
+        if away and not set(settings) & set(common(given)):
             rungs.append({**rungs[_lean(rungs)], **settings})
     return rungs
 
