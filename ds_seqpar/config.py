@@ -318,6 +318,9 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages:
         )
 
 
+HOST_PIECE = 2**26  # bytes of host memory that offloaded checkpoints are put into, but for their ends
+
+
 def most_logits(vocab: int, hidden: int) -> int:
     """Bytes of a tile's logits in fp32, at most, with loss_tiles "auto": a quarter of the head's gradient in fp32,
     which is there beside them; 256 MiB where that is less."""

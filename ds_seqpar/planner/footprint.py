@@ -20,7 +20,7 @@ from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE
-from ..config import SequenceParallelConfig, most_logits
+from ..config import HOST_PIECE, SequenceParallelConfig, most_logits
 from .calls import call_figures
 from .request import Room, Step
 from .states import States, rounded, states
@@ -46,7 +46,7 @@ HOST_PARTS = {
     "buffers": "between drives and the device",
     "checkpoints": "inputs of layers",
     "kept attention": "what checkpoints keep of attention",
-    "rounding": "what torch takes more for pinned memory: it rounds each tensor up to a power of two",
+    "rounding": "what torch takes more for pinned memory: it rounds each up to a power of two",
 }
 
 
@@ -374,7 +374,7 @@ class _Step:
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []
             host["checkpoints"], host["kept attention"] = layers * self.hidden, layers * sum(kept)
-            pinned += layers * [self.hidden, *kept]
+            pinned += layers * [size % HOST_PIECE for size in (self.hidden, *kept)]
         host["rounding"] = sum(rounded(size) - size for size in pinned)
         in_host = _moment("in host memory", host, HOST_PARTS)
         return Footprint(_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives)
