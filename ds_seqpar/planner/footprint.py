@@ -374,8 +374,8 @@ class _Step:
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []
             host["checkpoints"], host["kept attention"] = layers * self.hidden, layers * sum(kept)
-            pinned += layers * [size % HOST_PIECE for size in (self.hidden, *kept)]
-        host["rounding"] = sum(rounded(size) - size for size in pinned)
+            pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
+        host["rounding"] = sum(count * (rounded(size) - size) for count, size in pinned)
         in_host = _moment("in host memory", host, HOST_PARTS)
         return Footprint(_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives)
 

@@ -15,12 +15,12 @@ MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each 
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Bytes of a rank by name of part. pinned: sizes of what is pinned in host memory, tensor by tensor. stays:
+    """Bytes of a rank by name of part. pinned: what is pinned in host memory, as (tensors, bytes of each). stays:
     elements of the rank's share whose optimiser states are in its own memory; drives: bytes on drives."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
-    pinned: tuple[int, ...]
+    pinned: tuple[tuple[int, int], ...]
     stays: int
     drives: int = 0
 
@@ -61,7 +61,7 @@ def _first(model: Model, zero: Zero, own: int, size: int) -> States:
         "gradients": MASTER * own + largest,
         "optimiser": 2 * MASTER * own,
     }
-    pinned = (MASTER * own, size * own, MASTER * own, largest) if zero.offload_optimizer.pin_memory else ()
+    pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * own), (1, size * own), (1, largest))
     return States(device, host, pinned, stays=0)
 
 
@@ -72,9 +72,10 @@ def _third(zero: Zero, own: int, size: int) -> States:
     if offload.device == "nvme":
         buffers = MASTER * offload.buffer_count * group
         host = {"gradients": size * own, "buffers": buffers}
-        return States({"parameters": size * own}, host, _pinned(offload.pin_memory, size * own), 0, 4 * MASTER * own)
-    groups = math.ceil(own / max(1, group))
-    stays = min(own, int((1 - offload.ratio) * groups) * group)
+        pinned = _pinned(offload.pin_memory, (1, size * own))
+        return States({"parameters": size * own}, host, pinned, stays=0, drives=4 * MASTER * own)
+    group = max(1, group)
+    stays = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
     away = own - stays
     device = {
         "parameters": size * own + MASTER * stays,
@@ -82,8 +83,8 @@ def _third(zero: Zero, own: int, size: int) -> States:
         "optimiser": 2 * MASTER * stays,
     }
     host = {"parameters": MASTER * away, "gradients": MASTER * away + size * own, "optimiser": 2 * MASTER * away}
-    each = [MASTER * group] * (away // max(1, group)) + [MASTER * (away % max(1, group))]
-    return States(device, host, _pinned(offload.pin_memory, size * own, *each), stays)
+    gradients = (away // group, MASTER * group), (1, MASTER * (away % group))
+    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), stays)
 
 
 def _without_parameters(found: States, zero: Zero, own: int, size: int) -> States:
@@ -97,8 +98,8 @@ def _without_parameters(found: States, zero: Zero, own: int, size: int) -> State
         host["buffers"] = host.get("buffers", 0) + size * pool
     device = {**found.device, "parameters": found.device["parameters"] - size * own}
     drives = found.drives + size * (own - kept)
-    return dataclasses.replace(found, device=device, host=host, pinned=(*found.pinned, size * kept), drives=drives)
+    return dataclasses.replace(found, device=device, host=host, pinned=(*found.pinned, (1, size * kept)), drives=drives)
 
 
-def _pinned(pin: bool, *sizes: int) -> tuple[int, ...]:
+def _pinned(pin: bool, *sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     return sizes if pin else ()
