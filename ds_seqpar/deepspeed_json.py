@@ -167,16 +167,16 @@ class Zero:
     def of(cls, section: Mapping[str, Any]) -> Zero:
         """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting of a wrong type."""
         names = {f.name for f in dataclasses.fields(cls)}
-        known: dict[str, Any] = {new: {"device": "cpu"} for old, new in OLD_NAMES.items() if section.get(old)}
+        known: dict[str, Any] = {new: Offload(device="cpu") for old, new in OLD_NAMES.items() if section.get(old)}
         for name, value in section.items():
-            if value != "auto" and (field := name.removeprefix("stage3_")) in names:
-                known[field] = value
-        for field, value in known.items():
-            given = Given("zero_optimization", value, field)
-            default = getattr(cls, field)
+            if value == "auto" or (field := name.removeprefix("stage3_")) not in names:
+                continue
+            given, default = Given("zero_optimization", value, name), getattr(cls, field)
             if isinstance(default, Offload):
                 known[field] = default.read(given)
-            elif field != "overlap_comm":
+            elif field == "overlap_comm":
+                known[field] = value
+            else:
                 known[field] = int(given.number(least=0, most=LARGEST))
         return cls(**known)
 
