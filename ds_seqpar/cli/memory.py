@@ -98,6 +98,11 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
+    if config.unsaid:
+        raise ConfigError(
+            f'{SECTION}.memory "auto" leaves open what is to be counted; got it without {", ".join(config.unsaid)}, '
+            "ask plan --machine, which chooses them, or say them"
+        )
     sharing = ranks if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.SHARING, "say --set size=8, or what is meant")
     model = numbers_of(args.model)

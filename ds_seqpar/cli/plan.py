@@ -11,7 +11,7 @@ from .. import limits
 from ..compiler.draw import draw_timelines
 from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
-from ..config import PLANNED_FOR, SequenceParallelConfig
+from ..config import ASKING, SequenceParallelConfig
 from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
 from ..errors import ConfigError
 from ..files import read_text
@@ -21,7 +21,7 @@ from ..planner.machine import DEFAULT, Machine, presets
 from ..planner.plan import SIMULATED, Choice, over_floor, plan
 from ..planner.plan import section_of as section
 from ..planner.request import Request
-from ..planner.search import Prediction, timelines
+from ..planner.search import Prediction, in_words, timelines
 from ..planner.steptime import TIMES
 from .memory import DIGITS, content_of, count, fill_in, gibibytes, told
 
@@ -97,7 +97,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),
         checkpointing=not args.no_checkpointing,
-        given={name: value for name, value in section_of(content).items() if name not in PLANNED_FOR},
+        given={name: value for name, value in section_of(content).items() if name not in ASKING},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
         memory=None if args.memory is None else gibibytes("--memory", args.memory),
     )
@@ -171,8 +171,8 @@ def _row(choice: Choice, one: Prediction) -> list[str]:
 def _extras(one: Prediction) -> str:
     words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
     words += ["overlap"] * one.config.overlap
-    words += [name if value is True else f"{name} {value}" for name, value in one.spared.items()]
-    return f" ({', '.join(words).replace('keep_attention False', 'attention runs twice')})" if words else ""
+    words += in_words(one.spared)
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _links(best: Prediction, layers: int) -> list[str]:

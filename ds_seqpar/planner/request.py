@@ -73,7 +73,8 @@ class Request:
     """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
     () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
     settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
-    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors."""
+    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors.
+    regardless: whether memory decides nothing."""
 
     model: Model
     machine: Machine
@@ -89,6 +90,7 @@ class Request:
     sequences: int | None = None
     sizes: tuple[int, ...] = ()
     memory: int | None = None
+    regardless: bool = False
 
     def __post_init__(self) -> None:
         for what, value, most in (
@@ -138,7 +140,8 @@ class Request:
 
     @property
     def room(self) -> Room:
-        return Room.of(self.machine, self.world, self.memory)
+        room = Room.of(self.machine, self.world, self.memory)
+        return room._replace(limit=2**62, host=math.inf) if self.regardless else room
 
     @functools.cached_property
     def pairs(self) -> int:

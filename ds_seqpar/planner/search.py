@@ -180,11 +180,15 @@ def _exchanged(request: Request, candidate: Candidate, wide: int, narrow: int) -
 
 
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
-    """By its closed form, with as few settings that spare memory as it needs; or why it cannot be."""
-    least = math.inf
+    """By its closed form, with as few settings that spare memory as it needs; or why it cannot be. Of those that are
+    last resorts the faster one is taken."""
+    least, best = math.inf, None
+    ways: dict[int, list[Closed]] = {}  # by stages of heads
     try:
         plain = configured(request, candidate)
         for spared in memory_settings(request, candidate.ulysses):
+            if best is not None and not (LAST & set(best.spared) and len(spared) == len(best.spared)):
+                break
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
             without = taken(footprint(step, NOTHING), request.room)
@@ -195,9 +199,12 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
             memory = footprint(step, figures)
             least = min(least, taken(memory, request.room))
             if fits(memory, request.room):
-                return _prediction(request, candidate, config, spared, figures, memory)
+                one = _prediction(request, candidate, config, spared, figures, memory, ways)
+                best = one if best is None or one.seconds < best.seconds else best
     except ConfigError as error:
         return str(error)
+    if best is not None:
+        return best
     if least <= request.limit:
         return "what would have to leave the device does not fit the host"
     return f"{least / GIB:.1f} GiB a rank are needed at least, there are {request.limit / GIB:.1f}"
@@ -211,11 +218,13 @@ def configured(request: Request, candidate: Candidate, **spared: Any) -> Sequenc
 
 def _prediction(
     request: Request, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
-    figures: Figures, memory: Footprint,
+    figures: Figures, memory: Footprint, known: dict[int, list[Closed]],
 ) -> Prediction:  # fmt: skip
     stages = config.head_stages
     call = call_of(request.step(config), stages)
-    ways = [closed(request.machine, call, way) for way in DIRECTIONS]
+    if stages not in known:
+        known[stages] = [closed(request.machine, call, way) for way in DIRECTIONS]
+    ways = known[stages]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
     carried = [stages * carried_seconds(request.machine, request.world, way) for way in ways]
     took = step_time(request.step(config), request.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
@@ -293,6 +302,7 @@ LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"keep_attention": False},
     {"offload_checkpoints": True, "keep_attention": False},
 )
+LAST = {name for settings in LAST_SPARING for name in settings}
 NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
 COMMON = (
     "travel_dtype",
@@ -323,6 +333,16 @@ def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
         if away and not set(settings) & set(common(given)):
             rungs.append({**rungs[_lean(rungs)], **settings})
     return rungs
+
+
+def leanest(request: Request, ulysses: int) -> dict[str, Any]:
+    """All that spares memory and is not given."""
+    return memory_settings(request, ulysses)[-1]
+
+
+def in_words(spared: Mapping[str, Any]) -> list[str]:
+    words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
+    return ["attention runs twice" if word == "keep_attention False" else word for word in words]
 
 
 def _lean(rungs: list[dict[str, Any]]) -> int:

@@ -91,7 +91,8 @@ def step_time(
     projections = 2 * m.hidden * (m.heads + m.kv_heads) * m.head_dim  # q and o; k and v
     mlp = 3 * m.hidden * m.intermediate
     passes = 2 * (projections + mlp) * rows
-    tiled = 2 * mlp * rows if step.config.mlp_tiles != 1 else 0  # backward computes each tile again
+    # backward computes each tile again, which is what a checkpoint does anyway
+    tiled = 2 * mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
     again = step.checkpointing and not step.config.keep_attention
     touched = rows * touched_bytes(step)
     small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much

@@ -139,6 +139,7 @@ REFUSED = [
     (["--set", "head_stages=4"], ("head_stages", "got 4", "at most")),
     (["--ranks", 16, "--set", "ulysses=16"], ("ulysses 16", "8 query")),
     (["--machine", "h1000"], ("h1000", "h100-ib")),
+    (["--set", "memory=auto"], ("memory", "plan --machine", "loss_tiles")),
     (["--memory", 80], ("--memory", "--machine")),
     (["--set", "zero_optimization.offload_optimizer.device=gpu"], ("offload_optimizer.device", "gpu")),
     (["--set", "zero_optimization.offload_optimizer.super_offload=true"], ("super_offload", "leave it out")),

@@ -121,7 +121,7 @@ def test_queries_travel_back_with_many_key_value_heads_and_they_with_few():
 def test_short_sequences_take_fewer_ranks():
     """The longer one does not fit one rank."""
     model = _model(32, 8, layers=32)
-    found = [_best(machine=H100, seq=seq, model=model, given={"ulysses": 1}).config.size for seq in (4096, 2**18)]
+    found = [_best(machine=H100, seq=seq, model=model, given={"ulysses": 1}).config.size for seq in (4096, 2**20)]
     assert found[0] == 1
     assert found[1] >= 2
 
