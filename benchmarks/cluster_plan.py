@@ -150,7 +150,7 @@ def critical_path(spec: Spec, problem: Problem, rate: float, unit: float) -> flo
         between=Wire(latency=0, rate=rate), uplink=None, duplex=True, stolen=0,
         attention={DTYPES[problem.dtype]: {"forward": kinds, "backward": kinds}}, gemm={DTYPES[problem.dtype]: flops},
         memory_rate=math.inf, elementwise_rate=math.inf, offload_rate=math.inf, instruction=0, ahead=False,
-        host_memory=0, memory=0, spare=0, sources={},
+        host_memory=0, host_rate=math.inf, memory=0, spare=0, sources={},
     )  # fmt: skip
     return predicted(spec, dataclasses.replace(problem, nodes=problem.world, per_node=1), machine)
 

@@ -2,9 +2,11 @@
 
     python -m benchmarks.footprint --lengths 4096,8192 --contenders u4,u2r2,ring,a2d --vocab 16384
     python -m benchmarks.footprint --contenders u4+mlp_tiles=8+loss_tiles=8,u4+checkpointing=false --peak
+    python -m benchmarks.footprint --zero stage=2 --zero 'offload_optimizer={"device": "cpu"}'
 
 Models, contenders and their settings are those of benchmarks.memory. *Between steps*: the storages of all tensors there
-are. *Step*: with those that a step made, the most alive at once. Needs no launcher.
+are. *Step*: with those that a step made, the most alive at once. What ZeRO offloads is beside it on a CPU, so predicted
+is what a rank and its host have together. Needs no launcher.
 """
 
 from __future__ import annotations
@@ -67,6 +69,11 @@ def predicted(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     return footprint(step_of(model, options, seq, ranks))
 
 
+def checkpoints(said: Any) -> int:
+    """Bytes of host memory that a step takes, and gives back."""
+    return sum(said.host.parts.get(name, 0) for name in ("checkpoints", "kept attention"))
+
+
 def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     """The step that a contender of `memory_peers` makes, as the planner knows it."""
     from benchmarks import memory_peers as peers
@@ -113,12 +120,13 @@ def main() -> None:
             said = predicted(model, contender["options"], seq, args.ranks)
             ranks = on_ranks(args.ranks, measured, model, contender["options"], seq, timeout=900)
             most = max(ranks, key=lambda one: max(one.phases.values()))
-            rows = [("between steps", said.resting.total + said.host, most.resting)]
+            host = said.host.total - said.host.parts.get("rounding", 0)  # processors pin nothing
+            rows = [("between steps", said.resting.total + host - checkpoints(said), most.resting)]
             for phase in ("forward", "backward", "step"):
                 moments = [moment for moment in said.moments if moment.name.startswith(phase)]
-                rows.append((phase, max(m.total for m in moments) + said.host, most.resting + most.phases[phase]))
+                rows.append((phase, max(m.total for m in moments) + host, most.resting + most.phases[phase]))
             peak = most.resting + max(most.phases.values())
-            rows.append((f"peak: {said.peak.name}", said.peak.total + said.host, peak))
+            rows.append((f"peak: {said.peak.name}", said.peak.total + host, peak))
             for what, a, b in rows:
                 print(f"| {name} | {seq} | {what} | {a / MIB:.1f} | {b / MIB:.1f} | {a / b - 1:+.1%} |", flush=True)
             if args.peak:

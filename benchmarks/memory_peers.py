@@ -70,12 +70,14 @@ class Model:
         return torch.randint(self.vocab, (1, LONGEST), generator=torch.Generator().manual_seed(1))[:, :seq].clone()
 
     def settings(self) -> dict[str, Any]:
+        zero = ZERO | dict(self.zero)
+        adam = {"torch_adam": "offload_optimizer" not in zero}  # else DeepSpeed's own for processors, which it builds
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": ZERO | dict(self.zero),
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **adam}},
+            "zero_optimization": zero,
             "bf16": {"enabled": self.bf16},
             "steps_per_print": 10**9,
         }

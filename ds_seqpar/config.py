@@ -25,6 +25,9 @@ TRAVELS = ("auto", *TRAVELLERS)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
 PLANNED = ("size", "ulysses", "schedule", "head_stages")  # with none of them "auto" there is nothing to plan
+# which spare memory
+SPARING = ("loss_tiles", "mlp_tiles", "head_stages", "keep_exchanged", "offload_checkpoints", "keep_attention")
+ASKING = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and are no part of it
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -71,7 +74,10 @@ class SequenceParallelConfig:
         "auto": with a machine, the longest that a Trainer's data set says it has.
     machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
         with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
+    memory: "auto": of what spares memory, where the section does not say it (head_stages, keep_attention,
+        offload_checkpoints, mlp_tiles, loss_tiles), the fastest that fits the machine is planned. "given": nothing is.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
+    unsaid: what "memory" has still to choose, by name.
     """
 
     size: Count = "auto"
@@ -92,18 +98,29 @@ class SequenceParallelConfig:
     loss_tiles: Count = 1
     seq_len: Count = "auto"
     machine: str = "auto"
+    memory: str = "given"
     own: tuple[tuple[str, Value], ...] = ()
+    unsaid: tuple[str, ...] = ()
 
-    def __init__(self, *, own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (), **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        own: Mapping[str, Value] | tuple[tuple[str, Value], ...] = (),
+        unsaid: tuple[str, ...] | None = None,
+        **settings: Any,
+    ) -> None:
         """settings: those above and the schedules' own, by name; they win over `own`. Raises ConfigError for a setting
         that does not exist, or whose value cannot be right whatever the others are."""
         settings = {**dict(own), **settings}
         check_names(settings)
+        if unsaid is None:
+            unsaid = tuple(name for name in SPARING if name not in settings) if settings.get("memory") == "auto" else ()
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, settings.pop(field.name, field.default))
         known = schedules.settings()
         given = {name: known[name][0].checked(value) for name, value in settings.items()}
         object.__setattr__(self, "own", tuple(sorted(item for item in given.items() if item[1] != "auto")))
+        object.__setattr__(self, "unsaid", unsaid)
         self._check()
 
     def _check(self) -> None:
@@ -132,7 +149,8 @@ class SequenceParallelConfig:
                 'use "bf16", which takes as many bytes'
             )
         for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
-                             ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS)):  # fmt: skip
+                             ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS),
+                             ("memory", ("given", "auto"))):  # fmt: skip
             choose(f"{SECTION}.{field}", getattr(self, field), names)
         schedules.schedule(self.schedule)
 
@@ -263,9 +281,10 @@ class SequenceParallelConfig:
 
     @property
     def asks_for_plan(self) -> bool:
-        """Whether `seq_len` or `machine` is said, and one of `PLANNED` is left open."""
+        """Whether `seq_len` or `machine` is said and one of `PLANNED` left open, or `memory` has settings to choose."""
         said = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
-        return said and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
+        shape = said and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
+        return shape or bool(self.unsaid)
 
     def kept(self, stages: int, checkpointed: bool, keeps: bool) -> Kept:
         """What forward leaves for backward, of a resolved config. checkpointed: whether a checkpoint is around it;
@@ -285,10 +304,10 @@ class SequenceParallelConfig:
 
 def setting_names() -> tuple[str, ...]:
     """Every setting there is: the common ones and the schedules' own."""
-    common = [field.name for field in dataclasses.fields(SequenceParallelConfig) if field.name != "own"]
-    if twice := [name for name in (*common, "own") if name in schedules.settings()]:
+    every = [field.name for field in dataclasses.fields(SequenceParallelConfig)]
+    if twice := [name for name in every if name in schedules.settings()]:
         raise ConfigError(f"a schedule's settings need names of their own; got {', '.join(twice)}, rename it")
-    return (*common, *schedules.settings())
+    return (*(name for name in every if name not in ("own", "unsaid")), *schedules.settings())
 
 
 def check_names(settings: Mapping[str, Any]) -> None:
@@ -330,6 +349,9 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages:
             f"{SECTION}.head_stages must leave every stage a key/value head, and a query head for each of {ulysses} "
             f"Ulysses members; got {stages} for {q_heads} query and {kv_heads} key/value heads, use at most {most}"
         )
+
+
+HOST_PIECE = 2**26  # bytes of host memory that offloaded checkpoints are put into, but for their ends
 
 
 def most_logits(vocab: int, hidden: int) -> int:

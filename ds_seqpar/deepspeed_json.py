@@ -28,6 +28,8 @@ REFUSED = {
     "zero_optimization.zenflow": "it accumulates by itself, and steps with gradients of other windows; remove it",
 }
 NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
+# flags of former releases, which DeepSpeed reads still
+OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 # DeepSpeed's own, which are near
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
@@ -115,6 +117,39 @@ def _is_meant(key: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What ZeRO moves off a rank's device: "offload_optimizer" or "offload_param", with DeepSpeed's defaults.
+
+    device: "none", "cpu" (host memory) or "nvme". ratio: the share of sub-groups that moves. buffer_count, buffer_size
+    (elements): of the pool between drives and host memory. max_in_cpu: elements that stay in host memory all the same.
+    """
+
+    device: str = "none"
+    pin_memory: bool = True
+    ratio: float = 1.0
+    super_offload: bool = False
+    buffer_count: int = 4
+    buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+
+    def read(self, given: Given) -> Offload:
+        """The same with what the JSON says. Raises ConfigError for a value of a wrong type."""
+        if not given.value:
+            return self
+        values = {name: inner for name, inner in given.object().items() if inner.value != "auto"}
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            default = getattr(self, name, None)
+            if isinstance(default, bool):
+                found[name] = value.flag()
+            elif isinstance(default, str):
+                found[name] = value.text()
+            elif isinstance(default, int | float):
+                found[name] = type(default)(value.number(least=0, most=LARGEST))
+        return dataclasses.replace(self, **found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Zero:
     """Settings of ZeRO, in elements, with DeepSpeed's defaults."""
 
@@ -123,18 +158,39 @@ class Zero:
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
     overlap_comm: bool | None = None
+    offload_optimizer: Offload = Offload()
+    offload_param: Offload = Offload(buffer_count=5)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Zero:
-        """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting that is no number."""
+        """From "zero_optimization" of a DeepSpeed JSON. Raises ConfigError for a setting of a wrong type."""
         names = {f.name for f in dataclasses.fields(cls)}
-        known: dict[str, Any] = {}
+        known: dict[str, Any] = {new: Offload(device="cpu") for old, new in OLD_NAMES.items() if section.get(old)}
         for name, value in section.items():
             if value == "auto" or (field := name.removeprefix("stage3_")) not in names:
                 continue
-            if field == "overlap_comm":
+            given, default = Given("zero_optimization", value, name), getattr(cls, field)
+            if isinstance(default, Offload):
+                known[field] = default.read(given)
+            elif field == "overlap_comm":
                 known[field] = value
             else:
-                known[field] = int(Given("zero_optimization", value, name).number(least=0, most=LARGEST))
+                known[field] = int(given.number(least=0, most=LARGEST))
         return cls(**known)
+
+    @property
+    def optimiser_away(self) -> bool:
+        """Whether the optimiser works in host memory."""
+        return self.stage > 0 and self.offload_optimizer.device != "none"
+
+    @property
+    def parameters_away(self) -> bool:
+        """Whether a rank's share of parameters is in host memory or on drives. DeepSpeed does that at stage 3 only."""
+        return self.stage == 3 and self.offload_param.device != "none"
+
+    @property
+    def drives(self) -> bool:
+        """Whether anything is on drives. The stages 1 and 2 keep in host memory what is meant for them."""
+        return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)

@@ -112,6 +112,8 @@ def _found(its: Calibration) -> dict[str, Any]:
         "offload_rate": its.offload_rate(),
         "host": {"instruction": its.instruction(), "ahead": its.kind != "cpu"},
         "host_memory": float(host_memory()),
+        "host_rate": its.host_rate(),
+        "nvme_rate": None,
         "memory": its.memory(),
         "spare": 0.1,
         "zero": zero_costs(its),
@@ -122,6 +124,7 @@ def _found(its: Calibration) -> dict[str, Any]:
         "per_node": "what the launcher says",
         "memory": "what the device has; of a CPU, a share of the host",
         "host_memory": "what the host has",
+        "nvme_rate": "not measured: say what the drives have",
         "spare": "supposed",
     }
     found["sources"]["host"] += "; ahead: what the kind of device does"

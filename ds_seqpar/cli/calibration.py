@@ -148,10 +148,14 @@ class Calibration:
             found[name] = 2 * side**3 / self.seconds(functools.partial(torch.mm, a, b))
         return found
 
-    def memory_rate(self) -> float:
-        """Bytes read and written by an addition, as results are merged."""
-        x, y = (self.random(MOVED[self.kind] // 4, dtype=torch.float32) for _ in range(2))
+    def memory_rate(self, device: torch.device | None = None) -> float:
+        """Bytes read and written by an addition, as results are merged. device: default: the rank's."""
+        x, y = (torch.randn(MOVED[self.kind] // 4, device=device or self.device) for _ in range(2))
         return 3 * 4 * x.numel() / self.seconds(lambda: x.add_(y))
+
+    def host_rate(self) -> float:
+        """The same of a node's host memory, by all its ranks together."""
+        return self.per_node * self.memory_rate(torch.device("cpu"))
 
     def elementwise_rate(self) -> float:
         """Bytes read and written by products of elements, as in a layer: of one tensor after another, to new ones that

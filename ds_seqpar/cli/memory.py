@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,25 @@ from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
 from ..errors import ConfigError, nearest
 from ..files import parse_json, shown
 from ..models import numbers_of
-from ..planner.footprint import PARTS, Footprint, bytes_a_token, footprint, shortened
-from ..planner.request import Step
+from ..planner.footprint import (
+    HOST_PARTS,
+    PARTS,
+    Footprint,
+    Longest,
+    Moment,
+    bytes_a_token,
+    fits,
+    footprint,
+    longest,
+    shortened,
+    taken,
+)
+from ..planner.machine import Machine, presets
+from ..planner.request import Room, Step
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 GIB, KIB = 2**30, 2**10
+MOST_GIB = 2**40  # of --memory
 DIGITS = 18  # of a number on the command line: products of three of them are finite
 # of the parts of a step's memory, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
@@ -40,18 +55,42 @@ def add_parser(commands: Any) -> None:
         help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
     )  # fmt: skip
     parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
+    parser.add_argument(
+        "--machine", metavar="NAME",
+        help=f"say also what its node needs and what length fits: {', '.join(presets())}, or a JSON file",
+    )  # fmt: skip
+    parser.add_argument("--memory", metavar="GIB", help="with --machine: a rank's, for tensors; default: what it has")
     parser.add_argument("--json", action="store_true", help="print numbers, bytes, for a program to read")
     parser.add_argument("--png", metavar="FILE", help="also draw the moments of a step, part upon part")
 
 
 def run(args: argparse.Namespace) -> None:
     step, filled = step_of(args)
+    room = room_of(args, step.world)
     found, slope = footprint(step), bytes_a_token(step)
-    print(json.dumps(as_json(found, slope, filled)) if args.json else table(found, slope, step, filled))
+    most = longest(step, room) if room else None
+    if args.json:
+        numbers = as_json(found, slope, filled)
+        if room and most:
+            numbers["room"] = {**room._asdict(), "longest": most._asdict()}
+        print(json.dumps(numbers))
+    else:
+        fitting = fit_lines(found, room, most) if room and most else []
+        print("\n".join([*table(found, slope, step), *fitting, *told(filled)]))
     if args.png is not None:
         draw(found, args.png)
         if not args.json:
             print(f"wrote {args.png}")
+
+
+def room_of(args: argparse.Namespace, world: int) -> Room | None:
+    """What the machine has, where one is named."""
+    memory = None if args.memory is None else gibibytes("--memory", args.memory)
+    if args.machine is not None:
+        return Room.of(Machine.load(args.machine), world, memory)
+    if memory is not None:
+        raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
+    return None
 
 
 def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
@@ -59,6 +98,11 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
+    if config.unsaid:
+        raise ConfigError(
+            f'{SECTION}.memory "auto" leaves open what is to be counted; got it without {", ".join(config.unsaid)}, '
+            "ask plan --machine, which chooses them, or say them"
+        )
     sharing = ranks if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.SHARING, "say --set size=8, or what is meant")
     model = numbers_of(args.model)
@@ -88,6 +132,17 @@ def count(name: str, text: str, most: int = limits.COUNT) -> int:
     return int(text)
 
 
+def gibibytes(name: str, text: str) -> int:
+    """Bytes. Raises ConfigError for what is no number of GiB above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= MOST_GIB:
+        raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
+    return int(found * GIB)
+
+
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
     """The DeepSpeed JSON with what --set says. Raises ConfigError for what DeepSpeed refuses."""
     content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
@@ -106,6 +161,10 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
                 raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
     check_deepspeed(content, args.config)
+    if Zero.of(content.get("zero_optimization", {})).offload_optimizer.super_offload:
+        raise ConfigError(
+            "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
+        )
     return content
 
 
@@ -136,19 +195,36 @@ def told(filled: dict[str, Any]) -> list[str]:
     return ["", f'what the configuration leaves "auto" counts as {values}'] if filled else []
 
 
-def table(found: Footprint, slope: float, step: Step, filled: dict[str, Any]) -> str:
+def table(found: Footprint, slope: float, step: Step) -> list[str]:
     peak = found.peak
-    lines = [f"{'part':<16}{'GiB a rank':>12}{'share':>8}"]
-    for name, size in sorted(peak.parts.items(), key=lambda item: -item[1]):
-        lines.append(f"{name:<16}{size / GIB:>12.3f}{size / peak.total:>8.1%}  {PARTS[name]}")
+    lines = [f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence", ""]
+    lines += [f"{'part':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(peak, PARTS)]
     lines += [f"{'peak':<16}{peak.total / GIB:>12.3f}{'100.0%':>8}  {peak.name}", ""]
     lines += [f"{'moment':<40}{'GiB a rank':>12}"]
     lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (found.resting, *found.moments)]
-    if found.host:
-        lines.append(f"{'in host memory':<40}{found.host / GIB:>12.3f}")
-    length = f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence"
-    lines += ["", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"]
-    return "\n".join([length, "", *lines, *told(filled)])
+    if found.host.total:
+        lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(found.host, HOST_PARTS)]
+        lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the peak"]
+    if found.drives:
+        lines += ["", f"{'on drives':<16}{found.drives / GIB:>12.3f}"]
+    return [*lines, "", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"]
+
+
+def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:
+    """The greatest first."""
+    parts = sorted(moment.parts.items(), key=lambda item: -item[1])
+    return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {words[name]}" for name, size in parts]
+
+
+def fit_lines(found: Footprint, room: Room, most: Longest) -> list[str]:
+    """What ranks and their node need beside what they have, and the longest sequence that fits."""
+    lines = [f"a rank needs {taken(found, room) / GIB:.1f} GiB of {room.limit / GIB:.1f}"]
+    if room.apart:
+        node = found.host.total * room.together / GIB
+        lines += [f"the host of a node's {room.together} ranks needs {node:.1f} GiB of {room.host / GIB:.1f}"]
+    verdict = "this fits" if fits(found, room) else "this does not fit"
+    beyond = {"rank": ", then a rank is full", "host": ", then the host is full", "": ""}[most.full]
+    return ["", *lines, f"{verdict}; the longest sequence that does has {most.tokens:,} tokens{beyond}"]
 
 
 def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str, Any]:
@@ -158,8 +234,8 @@ def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str,
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.parts)}
 
     moments = [numbers(moment) for moment in found.moments]
-    return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments, "host": found.host,
-            "bytes_a_token": slope, "auto": filled}  # fmt: skip
+    return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments,
+            "host": numbers(found.host), "drives": found.drives, "bytes_a_token": slope, "auto": filled}  # fmt: skip
 
 
 def draw(found: Footprint, file: str | Path) -> None:

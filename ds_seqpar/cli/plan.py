@@ -11,22 +11,21 @@ from .. import limits
 from ..compiler.draw import draw_timelines
 from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
-from ..config import PLANNED_FOR, SequenceParallelConfig
+from ..config import ASKING, SequenceParallelConfig
 from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
 from ..errors import ConfigError
 from ..files import read_text
 from ..models import numbers_of
-from ..planner.footprint import PARTS
+from ..planner.footprint import HOST_PARTS, PARTS
 from ..planner.machine import DEFAULT, Machine, presets
 from ..planner.plan import SIMULATED, Choice, over_floor, plan
 from ..planner.plan import section_of as section
 from ..planner.request import Request
-from ..planner.search import Prediction, timelines
+from ..planner.search import Prediction, in_words, timelines
 from ..planner.steptime import TIMES
-from .memory import DIGITS, content_of, count, fill_in, told
+from .memory import DIGITS, content_of, count, fill_in, gibibytes, told
 
 GIB = 2**30
-MOST_GIB = 2**40  # of --memory
 DRAWN = 32  # ranks in a picture
 REASONS = 16  # that the table has
 
@@ -98,21 +97,11 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         dtype=dtype_of(content),
         zero=Zero.of(content.get("zero_optimization", {})),
         checkpointing=not args.no_checkpointing,
-        given={name: value for name, value in section_of(content).items() if name not in PLANNED_FOR},
+        given={name: value for name, value in section_of(content).items() if name not in ASKING},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
-        memory=None if args.memory is None else int(_number("--memory", args.memory) * GIB),
+        memory=None if args.memory is None else gibibytes("--memory", args.memory),
     )
     return request, filled
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= MOST_GIB:
-        raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
-    return found
 
 
 def _documents(file: str) -> tuple[int, ...]:
@@ -159,7 +148,7 @@ def table(choice: Choice) -> str:
             "",
             *_links(best, its.model.layers),
             "",
-            *_parts(best),
+            *_parts(choice),
             "",
             "why not others:",
             *(f"  {who}: {why}" for who, why in choice.rejected[:REASONS]),
@@ -182,8 +171,8 @@ def _row(choice: Choice, one: Prediction) -> list[str]:
 def _extras(one: Prediction) -> str:
     words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
     words += ["overlap"] * one.config.overlap
-    words += [name if value is True else f"{name} {value}" for name, value in one.spared.items()]
-    return f" ({', '.join(words).replace('keep_attention False', 'attention runs twice')})" if words else ""
+    words += in_words(one.spared)
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _links(best: Prediction, layers: int) -> list[str]:
@@ -201,15 +190,20 @@ def _links(best: Prediction, layers: int) -> list[str]:
     return lines
 
 
-def _parts(best: Prediction) -> list[str]:
+def _parts(choice: Choice) -> list[str]:
+    best = choice.best
     took, peak = best.time, best.memory.peak
     lines = [f"a step of {took.sequences} sequences: {took.seconds:.3f} s"]
     lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
     lines += ["", f"memory: {peak.total / GIB:.2f} GiB a rank, {peak.name}"]
     sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
     lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]
-    if best.memory.host:
-        lines.append(f"  and {best.memory.host / GIB:.1f} GiB of host memory")
+    if (host := best.memory.host).total:
+        node = host.total * choice.request.room.together
+        lines += [f"and {host.total / GIB:.2f} GiB of host memory, {node / GIB:.1f} GiB a node"]
+        lines += [f"  {size / GIB:10.3f} GiB  {name}: {HOST_PARTS[name]}" for name, size in host.parts.items()]
+    if best.memory.drives:
+        lines.append(f"and {best.memory.drives / GIB:.2f} GiB on drives")
     return lines
 
 
@@ -231,7 +225,7 @@ def _numbers(choice: Choice, one: Prediction) -> dict[str, Any]:
         "seconds_a_sequence": one.seconds,
         "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.parts)},
         "simulated": one.simulated,
-        "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host},
+        "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host.total},
         "travels": one.travels,
         "bytes_over_floor": over_floor(choice, one),
         "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},

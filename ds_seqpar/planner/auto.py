@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from .. import limits
 from ..compiler.topology import divisors
-from ..config import PLANNED_FOR, SequenceParallelConfig
+from ..config import ASKING, PLANNED_FOR, SPARING, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
+from .footprint import taken
 from .machine import Machine, Wire
 from .plan import Choice, chosen, plan
 from .request import Model, Request
-from .search import Prediction, predict
+from .search import Prediction, in_words, leanest, predict
 
 GIB = 2**30
 
@@ -79,7 +80,7 @@ def planned(
     resolved = config.resolve(world, heads)
     if not config.asks_for_plan:
         return Planned(resolved, None)
-    said = next(name for name in PLANNED_FOR if getattr(config, name) != "auto")
+    said = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
         raise ConfigError(
             f"{SECTION}.{said} plans for a model whose numbers are known; got {getattr(config, said)} without a model, "
@@ -88,14 +89,13 @@ def planned(
     seq = config.seq_len if config.seq_len != "auto" else job.seq
     if seq is None:
         raise ConfigError(
-            f"{SECTION}.machine plans for a length that is known; got {config.machine!r} and data that does not say "
-            "how long its sequences are, say seq_len too, or leave machine out"
+            f"{SECTION}.{said} plans for a length that is known; got {getattr(config, said)!r} and data that does not "
+            f"say how long its sequences are, say seq_len too, or leave {said} out"
         )
     choice = choose(request_of(config, job, seq, world, seen(job.dtype)))
     best = choice.best.config
-    kept = {name: getattr(config, name) for name in PLANNED_FOR}
-    if config.head_stages != "auto":
-        kept["head_stages"] = config.head_stages
+    chosen = (*config.unsaid, *(("head_stages",) if config.head_stages == "auto" else ()))
+    kept = {name: getattr(config, name) for name in ("head_stages", *ASKING) if name not in chosen}
     return Planned(dataclasses.replace(best, **kept), choice)
 
 
@@ -116,34 +116,58 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, s
 
 def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
     """What is no choice any more. Stages that are "auto" are chosen with whether they hide exchanges."""
-    chosen = (*PLANNED_FOR, *(("overlap",) if config.head_stages == "auto" and not config.overlap else ()))
-    return {name: value for name, value in config.settings().items() if name not in chosen}
+    overlap = ("overlap",) if config.head_stages == "auto" and not config.overlap else ()
+    return {name: value for name, value in config.settings().items() if name not in (*ASKING, *config.unsaid, *overlap)}
 
 
 def choose(request: Request) -> Choice:
-    """Where nothing fits by what is predicted, the fastest without regard to memory: that is for who reads the line to
-    judge, since a machine may only be supposed."""
+    """Where nothing fits by what is predicted, the fastest without regard to memory, with all that may be chosen to
+    spare it: that is for who reads the line to judge, since a machine may only be supposed."""
     choice = chosen(request)
-    return choice if choice.ranked else plan(dataclasses.replace(request, memory=2**62))
+    if choice.ranked:
+        return choice
+    lean = {name: value for name, value in leanest(request, 1).items() if name != "head_stages"}
+    anyway = dataclasses.replace(request, regardless=True)
+    choice = plan(dataclasses.replace(anyway, given={**request.given, **lean}))
+    ranked = choice.ranked
+    if "head_stages" not in request.given:
+        lean |= leanest(request, choice.best.config.ulysses)
+        found = predict(dataclasses.replace(anyway, given={**request.given, **lean}), choice.best.candidate)
+        ranked = (found, *ranked[1:]) if isinstance(found, Prediction) else ranked
+    return dataclasses.replace(choice, request=anyway, ranked=ranked)
 
 
 def line_of(choice: Choice) -> str:
     """The choice, the runner-up, and what would have to change for it to win."""
     request, best = choice.request, choice.best
-    machine, needed = request.machine, best.memory.peak.total
+    machine, needed = request.machine, taken(best.memory, request.room)
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     line = (
         f'{SECTION}: "auto" for {what} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '
         f"{best.candidate}, predicted {best.seconds:.3g} s a sequence"
     )
+    spared = spared_by(choice)
+    if spared is not None:
+        line += f", with {' and '.join(in_words(spared)) or 'nothing that spares memory'}"
     if needed > machine.usable:
         line += f" and {needed / GIB:.1f} GiB a rank where the machine has {machine.usable / GIB:.1f}"
+        line += "" if request.checkpointing or spared is None else ", gradient checkpointing would spare most"
+    elif spared is not None:
+        line += f", {needed / GIB:.1f} of {machine.usable / GIB:.1f} GiB a rank"
     for other in choice.ranked[1:2]:
         times = other.seconds / best.seconds
         change = to_win(request, best, other)
         line += f"; next is {other.candidate}, {times:.2f} times as long"
         line += f", which would win with {change}" if change else ", whatever links and lengths are, within 8 times"
     return line
+
+
+def spared_by(choice: Choice) -> dict[str, Any] | None:
+    """What was chosen of the settings that spare memory; None where none was to be chosen."""
+    left = [name for name in SPARING if name not in choice.request.given]
+    plain, best = SequenceParallelConfig(), choice.best.config
+    changed = {name: getattr(best, name) for name in left if getattr(best, name) != getattr(plain, name)}
+    return changed if left else None
 
 
 TIMES = (2, 4, 8)

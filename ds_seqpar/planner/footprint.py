@@ -12,15 +12,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from .. import limits
 from ..compiler.layout import multiple
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE
-from ..config import SequenceParallelConfig, most_logits
+from ..config import HOST_PIECE, SequenceParallelConfig, most_logits
 from .calls import call_figures
-from .request import Step
+from .request import Room, Step
+from .states import States, rounded, states
 
 TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
 PARTS = {
@@ -36,11 +39,20 @@ PARTS = {
     "mlp": "what its MLP takes",
     "loss": "logits, their softmax and gradient",
 }
+HOST_PARTS = {
+    "parameters": "fp32 copies, or shares of parameters",
+    "gradients": "of the rank's share, for the optimiser that works there",
+    "optimiser": "its states",
+    "buffers": "between drives and the device",
+    "checkpoints": "inputs of layers",
+    "kept attention": "what checkpoints keep of attention",
+    "rounding": "what torch takes more for pinned memory: it rounds each up to a power of two",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """parts: bytes by name, of `PARTS`."""
+    """parts: bytes by name, of `PARTS`; in host memory of `HOST_PARTS`."""
 
     name: str
     parts: Mapping[str, int]
@@ -52,11 +64,12 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """resting: between steps; host: bytes in host memory beside these."""
+    """Of a rank. resting: between steps; host: in its host's memory, beside these; drives: bytes on drives."""
 
     resting: Moment
     moments: tuple[Moment, ...]
-    host: int = 0
+    host: Moment
+    drives: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -69,6 +82,47 @@ def footprint(step: Step, attention: Figures | None = None) -> Footprint:
     if attention is not None:
         found.attention = attention
     return found.found()
+
+
+def taken(found: Footprint, room: Room) -> int:
+    """Bytes of a rank's own memory at the peak; with those of its host's memory where that is the same."""
+    host = 0 if room.apart else found.host.total - found.host.parts.get("rounding", 0)
+    return found.peak.total + host
+
+
+def hosted(found: Footprint, room: Room) -> bool:
+    """Whether a node's host has room for what its ranks keep there."""
+    return not room.apart or found.host.total * room.together <= room.host
+
+
+def fits(found: Footprint, room: Room) -> bool:
+    return taken(found, room) <= room.limit and hosted(found, room)
+
+
+class Longest(NamedTuple):
+    """tokens: of a sequence; 0 where no length fits. full: what is full beyond: "rank", "host", or "" where more tokens
+    are not taken."""
+
+    tokens: int
+    full: str
+
+
+def longest(step: Step, room: Room) -> Longest:
+    """The longest sequence with which a step fits, to 0.1 %."""
+    unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
+
+    def at(units: int) -> Footprint:
+        return footprint(dataclasses.replace(step, seq=units * unit))
+
+    least, most = 0, 1
+    while most * unit <= limits.TOKENS and fits(at(most), room):
+        least, most = most, 2 * most
+    while most - least > max(1, least // 1000):
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(at(middle), room) else (least, middle)
+    if most * unit > limits.TOKENS:
+        return Longest(least * unit, "")
+    return Longest(least * unit, "rank" if taken(at(most), room) > room.limit else "host")
 
 
 def attention_figures(step: Step) -> Figures:
@@ -103,8 +157,8 @@ def bytes_a_token(step: Step) -> float:
     return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
 
 
-def _moment(name: str, parts: Mapping[str, int]) -> Moment:
-    return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
+def _moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = PARTS) -> Moment:
+    return Moment(name, {part: parts[part] for part in known if parts.get(part)})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -157,28 +211,20 @@ class _Step:
         """Ranks that share what ZeRO shares out from this stage on."""
         return self.step.world if self.zero.stage >= stage else 1
 
-    def resting(self) -> dict[str, int]:
-        """Between steps. ZeRO has fp32 copies of fp32 parameters too."""
-        count, stage = self.model.parameters, self.zero.stage
-        copies = stage > 0
-        moments = 4 if stage > 0 else self.size
-        return {
-            "parameters": count * self.size // self.share(3) + copies * count * 4 // self.share(1),
-            "gradients": count * self.size // self.share(3) if stage == 3 else 0,
-            "optimiser": 2 * count * moments // self.share(1),
-            "buckets": self.zero.reduce_bucket_size * self.size if stage == 3 else 0,
-        }
+    @functools.cached_property
+    def states(self) -> States:
+        return states(self.model, self.zero, self.step.world, self.size)
 
     def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **parts: int) -> Moment:
         """done: parameters whose gradients are there; grads: bytes of those that are whole, for a moment."""
-        found = self.resting()
+        found = dict(self.states.device)
         stage = self.zero.stage
         if name.startswith("backward") and stage in (1, 2):
             buffers = 2 if self.zero.overlap_comm else 1
-            found["buckets"] += self.zero.reduce_bucket_size * self.size * buffers
-        if stage < 3:
+            found["buckets"] = self.zero.reduce_bucket_size * self.size * buffers
+        if stage < 3 and not (stage == 2 and self.zero.optimiser_away):
             found["gradients"] += done * self.size // self.share(2)
-        found["gradients"] += grads
+        found["gradients"] = found.get("gradients", 0) + grads
         if stage == 3:
             found["gathered"] = gathered * self.size
         for part, size in parts.items():
@@ -308,20 +354,37 @@ class _Step:
         head = m.embedding * self.size
         waiting = min(zero.reduce_bucket_size, m.parameters) * self.size if zero.stage else 0
         whole = head * (3 if m.tied else 1)
-        own = m.parameters * 4 // self.share(1)
+        own = self.states.stays * 4
         return [
             self.moment(
                 "backward: embedding", done=m.parameters, gathered=self.gathered(m.embedding), grads=whole,
                 layer=self.hidden + self.rope,
             ),
             self.moment("backward: gradients on their way", done=m.parameters, grads=waiting, gathered=m.embedding),
-            self.moment("step of the optimiser", done=m.parameters, optimiser=3 * own),
+            self.moment(
+                "step of the optimiser", done=0 if zero.optimiser_away else m.parameters, optimiser=3 * own,
+            ),
         ]  # fmt: skip
 
     def found(self) -> Footprint:
         layers = self.model.layers
         ends = dict.fromkeys((layers, 1))
         moments = [*self.forward(), *self.loss(), *(x for i in ends for x in self.backward(i)), *self.ends()]
-        kept = self.attention.kept if self.keeps else 0
-        host = layers * (self.hidden + kept) if self.config.offload_checkpoints and self.step.checkpointing else 0
-        return Footprint(_moment("between steps", self.resting()), tuple(moments), host)
+        host, pinned = dict(self.states.host), list(self.states.pinned)
+        if self.config.offload_checkpoints and self.step.checkpointing:
+            kept = self.kept_tensors if self.keeps else []
+            host["checkpoints"], host["kept attention"] = layers * self.hidden, layers * sum(kept)
+            pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
+        host["rounding"] = sum(count * (rounded(size) - size) for count, size in pinned)
+        in_host = _moment("in host memory", host, HOST_PARTS)
+        return Footprint(_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives)
+
+    @property
+    def kept_tensors(self) -> list[int]:
+        """Bytes of what a checkpoint keeps of attention, tensor by tensor: out, the lse, and with Ulysses the inner q,
+        k and v."""
+        own = min(self.q, self.attention.kept)
+        lse = min(self.rows * self.model.heads * 4, self.attention.kept - own)
+        inner = self.attention.kept - own - lse
+        q = min(self.q, inner)
+        return [own, lse, q, (inner - q) // 2, inner - q - (inner - q) // 2]

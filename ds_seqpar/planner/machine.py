@@ -56,7 +56,8 @@ class Machine:
     rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; elementwise_rate: of
     operations one after another whose results are new tensors; offload_rate: of copies to host memory. instruction:
     seconds of host time for each; ahead: whether the host goes on while the device works. host_memory: bytes of a
-    node's host. memory: bytes a rank; spare: the share of them that is not for tensors.
+    node's host; host_rate: bytes/s of it, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too,
+    None where that is not known. memory: bytes a rank; spare: the share of them that is not for tensors.
     zero: None where it was not measured: collectives take what links do then, and hooks nothing. sources: where each
     figure is from.
     """
@@ -77,9 +78,11 @@ class Machine:
     instruction: float
     ahead: bool
     host_memory: float
+    host_rate: float
     memory: float
     spare: float
     sources: Mapping[str, str]
+    nvme_rate: float | None = None
     zero: ZeroCosts | None = None
 
     @classmethod
@@ -114,6 +117,11 @@ class Machine:
     def usable(self) -> int:
         """Bytes of a rank that tensors may take."""
         return int(self.memory * (1 - self.spare))
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks have memory of their own beside their host's. Processors have not, nor work ahead."""
+        return self.ahead
 
     def needs(self, dtype: str) -> str:
         """The dtype whose rates count. Raises ConfigError where there are none."""
@@ -165,9 +173,9 @@ def presets() -> dict[str, Any]:
 
 # the largest figures of a file: above those of any machine, and small enough for products of several
 MOST_RATE, MOST_SECONDS, MOST_SPARE = 1e24, 1e6, 0.99
-NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "memory")
-FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS, "host",
-          "spare", "zero", "sources")  # fmt: skip
+NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "host_rate", "memory")
+FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS,
+          "nvme_rate", "host", "spare", "zero", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
@@ -188,6 +196,7 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
         gemm={dtype: _rate(rate) for dtype, rate in given["gemm"].object().items()},
         instruction=_seconds(host["instruction"]),
         ahead=host["ahead"].flag(),
+        nvme_rate=None if given["nvme_rate"].value is None else _rate(given["nvme_rate"]),
         spare=given["spare"].number(least=0, most=MOST_SPARE),
         zero=None if given["zero"].value is None else _zero(given["zero"]),
         sources={field: source.text() for field, source in given["sources"].object().items()},

@@ -13,9 +13,10 @@ from .. import limits
 from ..compiler import schedules
 from ..compiler.masks import Mask
 from ..config import even_ulysses
+from ..deepspeed_json import Offload
 from ..errors import ConfigError
 from .candidates import Candidate, candidates, checked, degrees, refusal, shapes
-from .footprint import Footprint, footprint
+from .footprint import Footprint, fits, footprint, taken
 from .request import Request
 from .search import (
     DIRECTIONS,
@@ -163,11 +164,11 @@ class _Search:
 
     def sized(self) -> Iterator[Candidate]:
         """Those of sizes that memory leaves a chance."""
-        fits: dict[int, Footprint] = {}
+        least: dict[int, Footprint] = {}
         for candidate in self.distinct():
-            if candidate.size not in fits:
-                fits[candidate.size] = least_memory(self.request, candidate.size)
-            needed = fits[candidate.size].peak.total
+            if candidate.size not in least:
+                least[candidate.size] = least_memory(self.request, candidate.size)
+            needed = taken(least[candidate.size], self.request.room)
             if needed > self.request.limit:
                 self.refuse(
                     candidate,
@@ -362,6 +363,8 @@ def nearest_fits(request: Request) -> list[str]:
         if _fits(more, more.world):
             found.append(f"{more.world} ranks")
             break
+    if (away := away_optimiser(request)) is not None and _fits(away, request.world):
+        found.append("zero_optimization.offload_optimizer with device cpu")
     if not request.documents:
         shorter = request.seq
         while shorter > 1024:
@@ -372,9 +375,17 @@ def nearest_fits(request: Request) -> list[str]:
     return found
 
 
+def away_optimiser(request: Request) -> Request | None:
+    """The same with the optimiser in host memory, where it could go there."""
+    if request.zero.optimiser_away or not (request.zero.stage and request.machine.apart):
+        return None
+    zero = dataclasses.replace(request.zero, offload_optimizer=Offload(device="cpu"))
+    return dataclasses.replace(request, zero=zero)
+
+
 def _fits(request: Request, size: int) -> bool:
     """Whether the leanest of this size fit: a ring, alone and inside Ulysses as far as it divides heads equally."""
-    if least_memory(request, size).peak.total > request.limit:
+    if taken(least_memory(request, size), request.room) > request.limit:
         return False
     for ulysses in {1, max(even_ulysses(size, *request.heads))}:
         plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
@@ -383,7 +394,6 @@ def _fits(request: Request, size: int) -> bool:
             continue
         for spared in memory_settings(request, ulysses)[-3:]:
             config = configured(request, candidate, **spared)
-            found = footprint(request.step(config, Mask()))
-            if found.peak.total <= request.limit and request.hosted(found.host):
+            if fits(footprint(request.step(config, Mask())), request.room):
                 return True
     return False

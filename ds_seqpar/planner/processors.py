@@ -30,5 +30,6 @@ def processors(cores: int, memory: int, per_node: int) -> Machine:
         elementwise_rate=core.elementwise_rate * share,
         offload_rate=core.offload_rate * share,
         host_memory=float(memory),
+        host_rate=core.host_rate * cores,
         memory=memory / per_node,
     )

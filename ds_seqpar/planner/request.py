@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import limits
 from ..compiler.masks import CAUSAL, Mask
@@ -52,12 +52,29 @@ class Step:
     mask: Mask = CAUSAL
 
 
+class Room(NamedTuple):
+    """Bytes that there are: of a rank for tensors, and of its node's host, which `together` ranks share. apart: whether
+    these are two."""
+
+    limit: int
+    host: float
+    together: int
+    apart: bool = True
+
+    @classmethod
+    def of(cls, machine: Machine, world: int, memory: int | None = None) -> Room:
+        """memory: of a rank; default: what the machine has for tensors."""
+        limit = machine.usable if memory is None else memory
+        return cls(limit, machine.host_memory, min(world, machine.per_node), machine.apart)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
     () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
     settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
-    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors."""
+    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors.
+    regardless: whether memory decides nothing."""
 
     model: Model
     machine: Machine
@@ -73,6 +90,7 @@ class Request:
     sequences: int | None = None
     sizes: tuple[int, ...] = ()
     memory: int | None = None
+    regardless: bool = False
 
     def __post_init__(self) -> None:
         for what, value, most in (
@@ -86,6 +104,11 @@ class Request:
         if self.documents and sum(self.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
         self.machine.needs(self.dtype)
+        if self.zero.drives and self.machine.nvme_rate is None:
+            raise ConfigError(
+                f'zero_optimization keeps states on drives ("nvme"), whose time hangs on nvme_rate; got machine '
+                f"{self.machine.name}, which has none, say it in the machine's file or take another machine"
+            )
 
     def _check_given(self) -> None:
         """Of sizes that are open those are left out whose programs are too long to be followed. Raises ConfigError
@@ -113,11 +136,12 @@ class Request:
 
     @property
     def limit(self) -> int:
-        return self.machine.usable if self.memory is None else self.memory
+        return self.room.limit
 
-    def hosted(self, size: int) -> bool:
-        """Whether a node's host has room for so many bytes of each of its ranks."""
-        return size * min(self.world, self.machine.per_node) <= self.machine.host_memory
+    @property
+    def room(self) -> Room:
+        room = Room.of(self.machine, self.world, self.memory)
+        return room._replace(limit=2**62, host=math.inf) if self.regardless else room
 
     @functools.cached_property
     def pairs(self) -> int:

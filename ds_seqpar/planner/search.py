@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from . import prices
 from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
-from .footprint import Footprint, attention_figures, footprint
+from .footprint import Footprint, attention_figures, fits, footprint, taken
 from .machine import PER_PRODUCT, Machine
 from .request import Request
 from .steptime import StepTime, call_of, carried_seconds, step_time
@@ -180,24 +180,31 @@ def _exchanged(request: Request, candidate: Candidate, wide: int, narrow: int) -
 
 
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
-    """By its closed form, with as few settings that spare memory as it needs; or why it cannot be."""
-    least = math.inf
+    """By its closed form, with as few settings that spare memory as it needs; or why it cannot be. Of those that are
+    last resorts the faster one is taken."""
+    least, best = math.inf, None
+    ways: dict[tuple, list[Closed]] = {}  # by stages of heads, and what is kept
     try:
         plain = configured(request, candidate)
         for spared in memory_settings(request, candidate.ulysses):
+            if best is not None and not (LAST & set(best.spared) and len(spared) == len(best.spared)):
+                break
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
-            without = footprint(step, NOTHING).peak.total
+            without = taken(footprint(step, NOTHING), request.room)
             if without > request.limit:  # whatever attention takes, which is a hundred times the work to find
                 least = min(least, without)
                 continue
             figures = attention_figures(step)
             memory = footprint(step, figures)
-            least = min(least, memory.peak.total)
-            if memory.peak.total <= request.limit and request.hosted(memory.host):
-                return _prediction(request, candidate, config, spared, figures, memory)
+            least = min(least, taken(memory, request.room))
+            if fits(memory, request.room):
+                one = _prediction(request, candidate, config, spared, figures, memory, ways)
+                best = one if best is None or one.seconds < best.seconds else best
     except ConfigError as error:
         return str(error)
+    if best is not None:
+        return best
     if least <= request.limit:
         return "what would have to leave the device does not fit the host"
     return f"{least / GIB:.1f} GiB a rank are needed at least, there are {request.limit / GIB:.1f}"
@@ -211,11 +218,13 @@ def configured(request: Request, candidate: Candidate, **spared: Any) -> Sequenc
 
 def _prediction(
     request: Request, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
-    figures: Figures, memory: Footprint,
+    figures: Figures, memory: Footprint, known: dict[tuple, list[Closed]],
 ) -> Prediction:  # fmt: skip
     stages = config.head_stages
     call = call_of(request.step(config), stages)
-    ways = [closed(request.machine, call, way) for way in DIRECTIONS]
+    if (stages, call.kept) not in known:
+        known[stages, call.kept] = [closed(request.machine, call, way) for way in DIRECTIONS]
+    ways = known[stages, call.kept]
     seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
     carried = [stages * carried_seconds(request.machine, request.world, way) for way in ways]
     took = step_time(request.step(config), request.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
@@ -306,6 +315,7 @@ LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"keep_attention": False},
     {"offload_checkpoints": True, "keep_attention": False},
 )
+LAST = {name for settings in LAST_SPARING for name in settings}
 NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
 COMMON = (
     "travel_dtype",
@@ -320,9 +330,8 @@ COMMON = (
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of settings that candidates do not have; what is "auto" of these two is a choice still."""
-    open_ = (("head_stages", "auto"), ("keep_exchanged", "auto"))
-    return {name: given[name] for name in COMMON if name in given and (name, given[name]) not in open_}
+    """What is given of settings that candidates do not have; stages that are "auto" are a choice still."""
+    return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
 
 
 def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
@@ -334,15 +343,27 @@ def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
         if more := {name: value for name, value in settings.items() if name not in common(given)}:
             rungs.append({**rungs[-1], **more})
     for settings in LAST_SPARING if request.checkpointing else ():
-        if not set(settings) & set(common(given)) and (ulysses > 1 or "keep_exchanged" not in settings):
+        away = request.machine.apart or "offload_checkpoints" not in settings
+        fits = away and (ulysses > 1 or "keep_exchanged" not in settings)
+        if fits and not set(settings) & set(common(given)):
             rungs.append({**rungs[_lean(rungs)], **settings})
     return rungs
 
 
+def leanest(request: Request, ulysses: int) -> dict[str, Any]:
+    """All that spares memory and is not given."""
+    return memory_settings(request, ulysses)[-1]
+
+
+def in_words(spared: Mapping[str, Any]) -> list[str]:
+    said = {"keep_attention False": "attention runs twice", "keep_exchanged False": "heads are exchanged again"}
+    words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
+    return [said.get(word, word) for word in words]
+
+
 def _lean(rungs: list[dict[str, Any]]) -> int:
-    """The last that keeps everything on the device, and attention runs once."""
-    last = {name for settings in LAST_SPARING for name in settings}
-    return max(n for n, rung in enumerate(rungs) if not set(rung) & last)
+    """The last without any of `LAST_SPARING`."""
+    return max(n for n, rung in enumerate(rungs) if not set(rung) & LAST)
 
 
 def least_memory(request: Request, size: int) -> Footprint:

@@ -16,6 +16,7 @@ from .calls import Call
 from .closed import Closed
 from .machine import Machine
 from .request import Step
+from .states import MASTER, states
 
 TIMES = {
     "attention forward": "all layers; with what it sends",
@@ -27,7 +28,8 @@ TIMES = {
     "ZeRO": "what gathers and reductions take beyond the work that they run beside",
     "copies": "what ZeRO copies into and out of what travels",
     "optimiser": "norm, clipping and AdamW's step of the rank's share",
-    "offload": "what checkpoints on their way to host memory and back take beyond that",
+    "offload": "copies to host memory and back beyond the work that they run beside, and after the optimiser's step",
+    "drives": "what ZeRO reads from drives and writes to them",
 }
 # of a LLaMA as transformers writes it. A layer: itself, its attention, 4 projections, its MLP, 3 more, the activation
 # and 2 norms; beside layers: two models, the embedding, RoPE, a norm and the head
@@ -36,6 +38,11 @@ LOGIT_BYTES = 32  # of a logit, by the loss in fp32: log_softmax reads thrice an
 # of an element of a rank's share: gradients are read for their norm and clipped (4 + 8), AdamW reads four tensors and
 # writes three (28), and the parameter is copied out of its fp32 copy (8)
 OPTIMISER_BYTES = 48
+# the same where DeepSpeed's CPUAdam steps in host memory: clipped (8), seven tensors (28), and read as it is cast (4);
+# what the cast writes comes to that
+HOST_OPTIMISER_BYTES = 40
+# on drives, a step: the copy in fp32, its gradient and two moments are read and written again
+DRIVE_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,8 @@ def step_time(
     projections = 2 * m.hidden * (m.heads + m.kv_heads) * m.head_dim  # q and o; k and v
     mlp = 3 * m.hidden * m.intermediate
     passes = 2 * (projections + mlp) * rows
-    tiled = 2 * mlp * rows if step.config.mlp_tiles != 1 else 0  # backward computes each tile again
+    # backward computes each tile again, which is what a checkpoint does anyway
+    tiled = 2 * mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
     again = step.checkpointing and not step.config.keep_attention
     touched = rows * touched_bytes(step)
     small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much
@@ -108,12 +116,61 @@ def step_time(
                                        if not machine.ahead else 0.0),
         "ZeRO": zero_seconds(step, machine, (beside[0], beside[1])),
         "copies": copied_bytes(step) / machine.elementwise_rate,
-        "optimiser": OPTIMISER_BYTES * m.parameters / (step.world if step.zero.stage else 1) / machine.elementwise_rate,
+        "optimiser": optimiser_seconds(step, machine),
+        "offload": offload_seconds(step, machine, kept, (beside[0], beside[1])),
+        "drives": drive_seconds(step, machine),
     }  # fmt: skip
-    if step.config.offload_checkpoints and step.checkpointing:
-        size = rows * m.hidden * ITEMSIZE[dtype] + (kept.kept if kept and step.config.keep_attention else 0)
-        parts["offload"] = layers * sum(max(0.0, size / machine.offload_rate - room) for room in beside)
     return StepTime(parts, step.world // step.config.size * step.batch)
+
+
+def optimiser_seconds(step: Step, machine: Machine) -> float:
+    """Of the elements that stay on the device, and of those that its host steps."""
+    own = _own(step)
+    stays = states(step.model, step.zero, step.world, ITEMSIZE[step.dtype]).stays
+    each = HOST_OPTIMISER_BYTES + ITEMSIZE[step.dtype]
+    rate = machine.host_rate / min(step.world, machine.per_node)
+    return OPTIMISER_BYTES * stays / machine.elementwise_rate + each * (own - stays) / rate
+
+
+def offload_seconds(step: Step, machine: Machine, kept: Figures | None, beside: tuple[float, float]) -> float:
+    """Of copies between a rank and its host, which has a link that carries both ways at once. kept: of attention's
+    memory, for what checkpoints bring there; beside: seconds of a layer, forward and backward, that copies of pinned
+    memory run beside."""
+    config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
+    rows, own = math.ceil(step.seq / config.size) * step.batch, _own(step)
+    away = own - states(step.model, zero, step.world, size).stays
+    checkpoint = 0
+    if config.offload_checkpoints and step.checkpointing:
+        checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
+    fetched = own * size / layers if zero.parameters_away else 0.0
+    # stage 3 brings gradients as they come, and once more in fp32
+    gradients = (MASTER * away + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
+    pinned = zero.offload_optimizer.pin_memory
+    forward, backward = max(checkpoint, fetched), max(checkpoint + fetched, gradients if pinned else 0.0)
+    found = sum(
+        max(0.0, moved / machine.offload_rate - room) for moved, room in zip((forward, backward), beside, strict=True)
+    )
+    alone = 0.0 if pinned else layers * gradients
+    if zero.optimiser_away != zero.parameters_away:  # the new parameters are not where they are kept
+        alone += size * (away if zero.optimiser_away else own)
+    return layers * found + alone / machine.offload_rate
+
+
+def drive_seconds(step: Step, machine: Machine) -> float:
+    """Of states on drives: the optimiser's once a step; parameters are read twice, and written."""
+    if not step.zero.drives or machine.nvme_rate is None:
+        return 0.0
+    zero, own, moved = step.zero, _own(step), 0
+    if zero.offload_optimizer.device == "nvme":
+        moved += DRIVE_BYTES * own
+    if zero.offload_param.device == "nvme":
+        moved += 3 * ITEMSIZE[step.dtype] * max(0, own - zero.offload_param.max_in_cpu)
+    return moved * min(step.world, machine.per_node) / machine.nvme_rate
+
+
+def _own(step: Step) -> int:
+    """Parameters whose states a rank has."""
+    return step.model.parameters // (step.world if step.zero.stage else 1)
 
 
 def carried_seconds(machine: Machine, world: int, attention: Closed) -> float:

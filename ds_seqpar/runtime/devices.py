@@ -63,22 +63,26 @@ def ranks_a_node(world: int) -> int:
 
 class Host(NamedTuple):
     """What a rank sees of the host that it runs on. name: no other host has it, nor a container with a network of its
-    own. device: the accelerator's name, "" for none. cores: those that this rank may run on. memory: bytes of all."""
+    own. device: the accelerator's name, "" for none. cores: those that this rank may run on. memory: bytes of all;
+    device_memory: of the accelerator, 0 for none."""
 
     name: str
     device: str
     cores: tuple[int, ...]
     memory: int
+    device_memory: int = 0
 
 
 def own_host() -> Host:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # where there is no /proc, the name alone must do
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    device, size = "", 0
+    if torch.cuda.is_available():
+        device, size = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
     known = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
-    return Host(" ".join(parts), device, tuple(sorted(cores)), host_memory())
+    return Host(" ".join(parts), device, tuple(sorted(cores)), host_memory(), size)
 
 
 def host_memory() -> int:

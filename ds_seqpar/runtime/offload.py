@@ -3,8 +3,8 @@ backward asks for it.
 
 On CUDA the two ways have a stream each. A ring bounds what is under way: at most `RING` tensors wait on the device for
 their copies to end, and one is fetched ahead of the one that is used. Host memory is pinned, and used again step after
-step. On CPUs the same path copies into the same kind of pool, without streams: it saves nothing there, and shows that
-what comes back is what left.
+step. It is taken in pieces, since torch rounds pinned memory up to a power of two. On CPUs the same path copies into
+the same kind of pool, without streams: it saves nothing there, and shows that what comes back is what left.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..config import HOST_PIECE
+
 RING = 2
 
 
 class Packed:
-    """A tensor that left, in host memory that goes back to the pool with it. before: the one that left before it. gone,
-    came: events of its copies; back: it, on the device again."""
+    """A tensor that left, in pieces of host memory that go back to the pool with it. before: the one that left before
+    it. gone, came: events of its copies; back: it, on the device again."""
 
     gone: Any = None
     came: Any = None
@@ -30,14 +33,20 @@ class Packed:
 
     def __init__(self, store: Store, x: Tensor) -> None:
         self.store, self.device, self.shape, self.dtype = store, x.device, x.shape, x.dtype
-        self.bytes, self.before = store.take(x.numel() * x.element_size()), store.last
+        whole, rest = divmod(x.numel() * x.element_size(), HOST_PIECE)
+        self.pieces = [store.take(size) for size in [HOST_PIECE] * whole + [rest] * (rest > 0)]
+        self.before = store.last
 
-    @property
-    def held(self) -> Tensor:
-        return self.bytes.view(self.dtype).view(self.shape)
+    def parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece, and the bytes of `x` that it is for. x: contiguous, of the shape and dtype of what left."""
+        yield from zip(self.pieces, x.view(-1).view(torch.uint8).split(HOST_PIECE), strict=True)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def __del__(self) -> None:
-        self.store.give(self.bytes, self.came or self.gone)
+        for piece in self.pieces:
+            self.store.give(piece, self.came or self.gone)
 
 
 class Store:
@@ -84,10 +93,14 @@ class Store:
         self.free[host.numel()].append((host, used))
 
     def leave(self, packed: Packed, x: Tensor) -> None:
-        packed.held.copy_(x)
+        for piece, part in packed.parts(x.contiguous()):
+            piece.copy_(part)
 
     def fetch(self, packed: Packed) -> Tensor:
-        return packed.held.clone()
+        found = packed.empty()
+        for piece, part in packed.parts(found):
+            part.copy_(piece)
+        return found
 
     def wait(self, used: Any) -> None:
         """Until host memory is nobody's."""
@@ -111,7 +124,8 @@ class StreamingStore(Store):
         here = torch.cuda.current_stream(x.device)
         self.out.wait_stream(here)
         with torch.cuda.stream(self.out):
-            packed.held.copy_(x, non_blocking=True)
+            for piece, part in packed.parts(x.contiguous()):
+                piece.copy_(part, non_blocking=True)
         x.record_stream(self.out)  # its memory is not given to others before the copy has ended
         packed.gone = self.out.record_event()
         self.leaving.append(packed.gone)
@@ -134,7 +148,9 @@ class StreamingStore(Store):
         self.home.wait_event(packed.gone)
         self.home.wait_stream(here)  # what is made now may get memory that `here` still works on
         with torch.cuda.stream(self.home):
-            packed.back = packed.held.to(packed.device, non_blocking=True)
+            packed.back = packed.empty()
+            for piece, part in packed.parts(packed.back):
+                part.copy_(piece, non_blocking=True)
         packed.back.record_stream(here)
         packed.came = self.home.record_event()
 

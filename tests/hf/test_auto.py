@@ -28,6 +28,7 @@ from tests.launch import on_ranks
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
+CPU = json.loads(PRESETS.read_text(encoding="utf-8"))["cpu"]
 LINE = 'sequence_parallel: "auto" for '
 
 
@@ -63,6 +64,20 @@ def test_a_length_in_the_json_is_planned_for(ranks):
     (line,) = by_rank[0][1]
     assert line.startswith(LINE)
     assert missing(line, "48 tokens", f"{ranks} ranks of these hosts, {ranks} a node") == []
+
+
+@pytest.mark.parametrize("ranks", each_then_rest([2], [4]))
+def test_memory_auto_spares_what_the_machine_needs_and_changes_no_number(ranks, tmp_path):
+    """A machine of so little memory that nothing fits."""
+    (tmp_path / "small.json").write_text(json.dumps({**CPU, "memory": 1e5}), encoding="utf-8")
+    gradients, loss = one_process(llama(), window(ranks))
+    section = {"seq_len": 48, "memory": "auto", "machine": str(tmp_path / "small.json"), "mlp_tiles": 2}
+    for rank, (found, lines, config) in enumerate(on_ranks(ranks, a_step, section, "3")):
+        assert gap(found["gradients"], gradients) < 1e-5
+        assert found["loss"] == pytest.approx(loss, rel=1e-6)
+        assert (config["memory"], config["loss_tiles"], config["mlp_tiles"]) == ("auto", "auto", 2)
+        words = "loss_tiles auto", " GiB a rank where the machine has ", "gradient checkpointing would spare most"
+        assert [missing(line, *words) for line in lines] == [[]] * (rank == 0)
 
 
 def sizes(cases):

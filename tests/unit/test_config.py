@@ -26,7 +26,7 @@ def _message(call, *arguments, **settings):
 KEYS = (
     "size", "ulysses", "schedule", "layout", "forward", "backward", "overlap", "placement", "travel_dtype", "kernel",
     "head_stages", "keep_attention", "keep_exchanged", "offload_checkpoints", "mlp_tiles", "loss_tiles", "seq_len",
-    "machine", "rows", "cols", "window", "mesh", "strips", "team",
+    "machine", "memory", "rows", "cols", "window", "mesh", "strips", "team",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def test_sizes_are_whole_numbers_or_auto(field, value):
         ("schedule", "rings", "auto ring", "'ring'"),
         ("layout", "zig-zag", "auto balanced contiguous striped zigzag", "'zigzag'"),
         ("layout", "stripes", "auto balanced contiguous striped zigzag", "'striped'"),
+        ("memory", "Auto", "given auto", "'auto'"),
         ("kernel", "cpuflash", "auto cpu_flash cuda_flash flash_attn reference", "'cpu_flash'"),
     ],
 )

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.deepspeed_json import Offload, Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner.footprint import bytes_a_token, footprint
-from ds_seqpar.planner.request import Model, Step
+from ds_seqpar.planner.footprint import bytes_a_token, fits, footprint, longest
+from ds_seqpar.planner.request import Model, Room, Step
 
 # hidden 8, 4 query heads of 2, 2 of k and v
 MODEL = Model(
@@ -74,7 +74,7 @@ def test_with_ulysses_a_checkpoint_keeps_the_inner_q_k_and_v():
 
 def test_offloaded_checkpoints_are_in_host_memory():
     found = footprint(_step({"offload_checkpoints": True}))
-    assert found.host == 3 * (512 + 512 + 256)
+    assert found.host.parts == {"checkpoints": 3 * 512, "kept attention": 3 * (512 + 256)}
     assert "kept attention" not in found.peak.parts
 
 
@@ -131,6 +131,71 @@ def test_what_a_token_adds_is_the_slope():
     assert bytes_a_token(step) == (more[1] - more[0]) / 1024
 
 
+CPU, DRIVE = Offload(device="cpu"), Offload(device="nvme")
+# what leaves, of 2048 parameters in bf16 on 4 ranks (512 each), by hand: on the device (parameters, gradients,
+# optimiser), in host memory (the same, buffers), on drives. At the stages 1 and 2 a gradient passes two buffers as
+# large as the largest parameter, 32 * 8
+AWAY = {
+    "2": ({"stage": 2, "offload_optimizer": CPU}, (4096, 512, 0), (6 * 512, 4 * 512 + 512, 8 * 512, 0), 0),
+    "3": ({"stage": 3, "offload_optimizer": CPU}, (1024, 0, 0), (4 * 512, 6 * 512, 8 * 512, 0), 0),
+    "half of 4 sub-groups": (
+        {"stage": 3, "offload_optimizer": dataclasses.replace(CPU, ratio=0.5), "sub_group_size": 128},
+        (1024 + 1024, 1024, 2048), (4 * 256, 4 * 256 + 1024, 8 * 256, 0), 0,
+    ),
+    "half of one sub-group": (
+        {"stage": 3, "offload_optimizer": dataclasses.replace(CPU, ratio=0.5)},
+        (1024, 0, 0), (4 * 512, 6 * 512, 8 * 512, 0), 0,
+    ),
+    "parameters too": (
+        {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, (0, 0, 0), (6 * 512, 6 * 512, 8 * 512, 0), 0,
+    ),
+    "drives": (
+        {"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 128}, (1024, 0, 0), (0, 1024, 0, 4 * 4 * 128), 8192,
+    ),
+    "parameters on drives": (
+        {"stage": 3, "offload_param": Offload(device="nvme", max_in_cpu=112, buffer_size=10), "sub_group_size": 128},
+        (2048, 1024, 4096), (224, 0, 0, 2 * (40 + 128)), 800,
+    ),
+    "not at stage 2": ({"stage": 2, "offload_param": CPU}, (4096 + 2048, 0, 4096), (0, 0, 0, 0), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_what_deepspeed_offloads_is_in_host_memory_or_on_drives(name):
+    zero, device, host, drives = AWAY[name]
+    found = footprint(_step(dtype="bfloat16", zero=Zero(**{**NONE, **zero})))
+    names = "parameters", "gradients", "optimiser", "buffers"
+    assert tuple(found.resting.parts.get(part, 0) for part in names[:3]) == device
+    assert tuple(found.host.parts.get(part, 0) for part in names) == host
+    assert found.drives == drives
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two():
+    """2040 parameters: 510 of a rank, whose gradients take 1020 bytes in bf16 and 2040 in fp32. A layer's input is 24
+    tokens of 16 bytes."""
+    zero = Zero(**NONE, stage=3, offload_optimizer=CPU)
+    model = dataclasses.replace(MODEL, parameters=2040)
+    given = {"model": model, "dtype": "bfloat16", "zero": zero}
+    assert footprint(_step(**given)).host.parts["rounding"] == 4 + 8
+    pageable = dataclasses.replace(zero, offload_optimizer=dataclasses.replace(CPU, pin_memory=False))
+    assert "rounding" not in footprint(_step(**{**given, "zero": pageable})).host.parts
+    away = {"offload_checkpoints": True, "keep_attention": False}
+    assert footprint(_step(away, **{**given, "seq": 96})).host.parts["rounding"] == 4 + 8 + 3 * (512 - 24 * 16)
+
+
+def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
+    step, roomy = _step({"offload_checkpoints": True}, dtype="bfloat16"), 2**40
+    rank, host = Room(limit=2**20, host=roomy, together=4), Room(limit=roomy, host=2**20, together=4)
+    for room, full in ((rank, "rank"), (host, "host")):
+        found = longest(step, room)
+        assert found.full == full
+        assert fits(footprint(dataclasses.replace(step, seq=found.tokens)), room)
+        assert not fits(footprint(dataclasses.replace(step, seq=found.tokens * 1.002 // 8 * 8 + 16)), room)
+    assert longest(step, Room(limit=1, host=roomy, together=4)).tokens == 0
+    shared = Room(limit=2**20, host=roomy, together=4, apart=False)  # host memory is the rank's own
+    assert longest(step, shared).tokens < longest(step, rank).tokens
+
+
 def test_zero_settings_are_read_as_deepspeed_writes_them():
     section = {
         "stage": 3,
@@ -139,5 +204,10 @@ def test_zero_settings_are_read_as_deepspeed_writes_them():
         "stage3_prefetch_bucket_size": "auto",
     }
     assert Zero.of(section) == Zero(stage=3, max_live_parameters=1000, reduce_bucket_size=7)
+    away = {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": False}, "offload_param": None}
+    assert Zero.of(away) == Zero(offload_optimizer=Offload(device="cpu", ratio=0.5, pin_memory=False))
+    assert Zero.of({"cpu_offload": True}) == Zero(offload_optimizer=CPU)
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio.*all"):
+        Zero.of({"offload_optimizer": {"ratio": "all"}})
     with pytest.raises(ConfigError, match=r"reduce_bucket_size.*many"):
         Zero.of({"reduce_bucket_size": "many"})

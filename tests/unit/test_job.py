@@ -163,6 +163,52 @@ def test_too_little_memory_is_said_and_the_fastest_taken():
     assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
 
 
+SPARED = ("loss_tiles", "mlp_tiles", "head_stages", "offload_checkpoints", "keep_attention")
+
+
+@pytest.mark.parametrize(("seq", "spared"), [(2**15, ()), (2**18, SPARED[:1]), (2**21, (*SPARED[:2], SPARED[3]))])
+def test_memory_auto_spares_what_a_length_needs(seq, spared):
+    """And nothing else: what spares least and takes no time first."""
+    found = _planned(world=8, seq_len=seq, memory="auto", size=8, ulysses=8)
+    changed = {name for name in SPARED if getattr(found.config, name) != getattr(Config(), name)}
+    assert changed - {"head_stages"} == set(spared)
+    assert found.choice.best.memory.peak.total <= _seen().usable
+    assert (found.config.memory, found.config.asks_for_plan) == ("auto", False)
+    line = line_of(found.choice)
+    assert missing(line, *(spared or ("nothing that spares memory",)), f" of {_seen().usable / 2**30:.1f} GiB") == []
+
+
+def test_memory_auto_leaves_what_is_said():
+    said = {"mlp_tiles": 3, "keep_attention": True, "size": 8, "ulysses": 8, "schedule": "ring", "head_stages": 1}
+    found = _planned(world=8, seq_len=2**21, memory="auto", **said)
+    assert {name: getattr(found.config, name) for name in said} == said
+    assert found.config.loss_tiles == "auto"
+    alone = planned(Config(size=8, memory="auto"), JOB, (32, 8), 8, _seen)  # asks for a plan by itself
+    assert alone.choice.request.seq == JOB.seq
+    for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
+        with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
+            planned(Config(memory="auto"), job, (32, 8), 8, _seen)
+    everything = {"loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, **said}
+    assert not Config(**everything, memory="auto").asks_for_plan
+
+
+def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
+    found = _planned(world=8, seq_len=2**24, memory="auto", size=8, ulysses=2)
+    its = found.config
+    assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.keep_attention) == ("auto", "auto", True, False)
+    assert its.head_stages > 1
+    assert missing(line_of(found.choice), "attention runs twice", " GiB a rank where the machine has ") == []
+    saving = _planned(world=8, seq_len=2**24, memory="auto", size=8, job=dataclasses.replace(JOB, checkpointing=False))
+    assert "gradient checkpointing would spare most" in line_of(saving.choice)
+
+
+def test_the_memory_that_ranks_see_is_the_machines():
+    """A host of 2**34 bytes beside a smaller accelerator than the preset's."""
+    hosts = [Host("a", "NVIDIA H100", (0,), 2**34, 2**33)] * 8
+    machine = resolve.seen("bfloat16", hosts)
+    assert (machine.name, machine.memory, machine.host_memory) == ("h100-ib", 2**33, 2**34)
+
+
 def test_the_line_names_the_choice_and_the_runner_up():
     choice = _planned(world=64).choice
     best, other = choice.ranked[:2]

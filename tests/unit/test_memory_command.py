@@ -102,6 +102,19 @@ def test_settings_come_from_a_file_and_from_words(capsys, place, tmp_path):
     ]
 
 
+def test_what_leaves_for_the_host_is_said_with_what_a_node_needs(capsys, place):
+    away = "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'
+    out = _memory(capsys, place, *away, "--machine", "h100-ib")[0]
+    assert re.search(r"^optimiser +\d+\.\d{3} +\d+\.\d%  its states$", out, re.MULTILINE)
+    assert re.search(r"^the host of a node's 4 ranks needs \d+\.\d GiB of 1862.6$", out, re.MULTILINE)
+    assert "this fits; the longest sequence that does has" in out
+    found = json.loads(_memory(capsys, place, *away, "--machine", "h100-ib", "--memory", 1, "--json", None)[0])
+    own = numbers_of(str(place)).parameters // 4
+    assert found["host"]["parts"]["optimiser"] == 8 * own
+    assert found["room"]["limit"] == 2**30
+    assert found["room"]["longest"]["full"] == "rank"
+
+
 def test_a_picture_is_drawn(capsys, place, tmp_path):
     pixels = pytest.importorskip("matplotlib.image")
     file = tmp_path / "memory.png"
@@ -125,6 +138,11 @@ REFUSED = [
     (["--set", "ulysses=3"], ("ulysses 3", "size 4", "[1, 2, 4]")),
     (["--set", "head_stages=4"], ("head_stages", "got 4", "at most")),
     (["--ranks", 16, "--set", "ulysses=16"], ("ulysses 16", "8 query")),
+    (["--machine", "h1000"], ("h1000", "h100-ib")),
+    (["--set", "memory=auto"], ("memory", "plan --machine", "loss_tiles")),
+    (["--memory", 80], ("--memory", "--machine")),
+    (["--set", "zero_optimization.offload_optimizer.device=gpu"], ("offload_optimizer.device", "gpu")),
+    (["--set", "zero_optimization.offload_optimizer.super_offload=true"], ("super_offload", "leave it out")),
     (["--png", "missing/memory.png"], ("missing/memory.png", "No such file")),
 ]
 

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.deepspeed_json import Offload, Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.candidates import candidates
 from ds_seqpar.planner.machine import Machine, Wire, ZeroCosts
 from ds_seqpar.planner.plan import chosen, over_floor, plan
 from ds_seqpar.planner.request import Model, Request
-from ds_seqpar.planner.search import Estimator, predict, simulated
+from ds_seqpar.planner.search import Estimator, Prediction, memory_settings, predict, simulated
 from ds_seqpar.planner.steptime import carried_seconds, collective_seconds, gathered_seconds, step_time, touched_bytes
 
 H100, MODEST = Machine.load("h100-ib"), Machine.load("modest")
@@ -140,7 +140,7 @@ def test_queries_travel_back_with_many_key_value_heads_and_they_with_few():
 def test_short_sequences_take_fewer_ranks():
     """The longer one does not fit one rank."""
     model = _model(32, 8, layers=32)
-    found = [_best(machine=H100, seq=seq, model=model, given={"ulysses": 1}).config.size for seq in (4096, 2**18)]
+    found = [_best(machine=H100, seq=seq, model=model, given={"ulysses": 1}).config.size for seq in (4096, 2**20)]
     assert found[0] == 1
     assert found[1] >= 2
 
@@ -282,6 +282,62 @@ def test_zero_copies_what_travels():
     seconds = [step_time(_layer_step(zero=Zero(stage=stage)), HOST, 1.0, 2.0).parts["copies"] for stage in (0, 1, 2, 3)]
     unit = 2 * _layer_step().model.parameters / HOST.elementwise_rate
     assert seconds == pytest.approx([0, 6 * unit, 6 * unit, 12 * unit])
+
+
+AWAY = Zero(stage=3, offload_optimizer=Offload(device="cpu"))
+
+
+def test_an_optimiser_in_host_memory_steps_at_the_hosts_rate_and_its_copies_run_beside_work():
+    own = _layer_step().model.parameters // 8
+    parts = step_time(_layer_step(zero=AWAY), H100, 10.0, 20.0).parts
+    assert parts["optimiser"] == pytest.approx(42 * own * 8 / H100.host_rate)
+    assert parts["offload"] == pytest.approx(2 * own / H100.offload_rate)  # new parameters; the rest is hidden
+    busy = step_time(_layer_step(zero=AWAY), H100, 10.0, 20.0, carried=(1e3, 1e3)).parts["offload"]
+    assert busy == pytest.approx((2 + 6) * own / H100.offload_rate)
+    pageable = Zero(stage=3, offload_optimizer=Offload(device="cpu", pin_memory=False))
+    assert step_time(_layer_step(zero=pageable), H100, 10.0, 20.0).parts["offload"] == pytest.approx(busy)
+
+
+def test_parameters_in_host_memory_are_fetched_twice():
+    own = _layer_step().model.parameters // 8
+    both = dataclasses.replace(AWAY, offload_param=Offload(device="cpu"))
+    seconds = [
+        step_time(_layer_step(zero=both), H100, 10.0, 20.0, carried=carried).parts["offload"]
+        for carried in ((0.0, 0.0), (1e3, 1e3))
+    ]
+    assert seconds == pytest.approx([0, (2 + 6) * own / H100.offload_rate])  # backward: what leaves is more
+
+
+def test_states_on_drives_take_what_the_drives_have():
+    drives = Zero(stage=3, offload_optimizer=Offload(device="nvme"))
+    own = _layer_step().model.parameters // 8
+    found = step_time(_layer_step(zero=drives), H100, 10.0, 20.0).parts["drives"]
+    assert found == pytest.approx(32 * own * 8 / H100.nvme_rate)
+    with pytest.raises(ConfigError, match=r"nvme_rate.*has none"):
+        _asked(machine=dataclasses.replace(ROOMY, nvme_rate=None), zero=drives)
+
+
+def test_what_a_host_has_no_room_for_is_not_taken():
+    asked = _asked(machine=H100, zero=AWAY, given={"size": 8, "ulysses": 8})
+    candidate = next(candidates(8, asked.heads, asked.given))
+    host = predict(asked, candidate).memory.host
+    assert set(host.parts) >= {"parameters", "gradients", "optimiser"}
+    full = dataclasses.replace(H100, host_memory=8 * host.total - 1)
+    assert "does not fit the host" in predict(dataclasses.replace(asked, machine=full), candidate)
+    assert isinstance(predict(dataclasses.replace(asked, machine=full, zero=Zero(stage=3)), candidate), Prediction)
+
+
+def test_where_the_optimiser_could_leave_that_is_said():
+    asked = _asked(machine=H100, model=_model(32, 8, layers=32), memory=16 * 2**30, given={"size": 8})
+    with pytest.raises(ConfigError, match="offload_optimizer with device cpu"):
+        plan(asked)
+
+
+def test_processors_keep_nothing_away():
+    """Their host's memory is their own."""
+    asked = _asked(machine=dataclasses.replace(HOST, memory=5e9), model=_model(16, 4), given={"size": 8})
+    assert not any("offload_checkpoints" in rung for rung in memory_settings(asked, 1))
+    assert any("offload_checkpoints" in rung for rung in memory_settings(_asked(), 1))
 
 
 def test_attention_has_those_links_busy_that_zero_waits_for():

@@ -1,0 +1,105 @@
+"""What DeepSpeed's ZeRO keeps of parameters, gradients and optimiser states between steps, and where: in a rank's own
+memory, in its host's, or on drives. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from ..deepspeed_json import Zero
+from .request import Model
+
+MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each of Adam's two moments
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Bytes of a rank by name of part. pinned: what is pinned in host memory, as (tensors, bytes of each). stays:
+    elements of the rank's share whose optimiser states are in its own memory; drives: bytes on drives."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    pinned: tuple[tuple[int, int], ...]
+    stays: int
+    drives: int = 0
+
+
+def rounded(size: int) -> int:
+    """Bytes that torch takes for pinned memory of this size: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def states(model: Model, zero: Zero, world: int, size: int) -> States:
+    """size: bytes of an element of a parameter. ZeRO has fp32 copies of fp32 parameters too."""
+    count, stage = model.parameters, zero.stage
+    own = count // world if stage else count  # whose states a rank has
+    if not zero.optimiser_away:
+        moments = MASTER if stage else size
+        device = {
+            "parameters": (own if stage == 3 else count) * size + (MASTER * own if stage else 0),
+            "gradients": own * size if stage == 3 else 0,
+            "optimiser": 2 * own * moments,
+        }
+        found = States(device, {}, (), stays=own)
+    else:
+        found = _third(zero, own, size) if stage == 3 else _first(model, zero, own, size)
+    if zero.parameters_away:
+        found = _without_parameters(found, zero, own, size)
+    if stage == 3:
+        found = dataclasses.replace(found, device={**found.device, "buckets": zero.reduce_bucket_size * size})
+    return found
+
+
+def _first(model: Model, zero: Zero, own: int, size: int) -> States:
+    """With the optimiser in host memory, stages 1 and 2: there a gradient passes a buffer on either side that is as
+    large as the largest parameter, and new parameters wait in their own dtype."""
+    largest = size * max(model.embedding, model.hidden * model.intermediate)
+    device = {"parameters": model.parameters * size, "gradients": largest}
+    host = {
+        "parameters": (MASTER + size) * own,
+        "gradients": MASTER * own + largest,
+        "optimiser": 2 * MASTER * own,
+    }
+    pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * own), (1, size * own), (1, largest))
+    return States(device, host, pinned, stays=0)
+
+
+def _third(zero: Zero, own: int, size: int) -> States:
+    """The same at stage 3, where sub-groups may stay behind. Gradients are there twice: in the parameters' dtype, and
+    in fp32 for the optimiser."""
+    offload, group = zero.offload_optimizer, min(own, zero.sub_group_size)
+    if offload.device == "nvme":
+        buffers = MASTER * offload.buffer_count * group
+        host = {"gradients": size * own, "buffers": buffers}
+        pinned = _pinned(offload.pin_memory, (1, size * own))
+        return States({"parameters": size * own}, host, pinned, stays=0, drives=4 * MASTER * own)
+    group = max(1, group)
+    stays = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
+    away = own - stays
+    device = {
+        "parameters": size * own + MASTER * stays,
+        "gradients": MASTER * stays,
+        "optimiser": 2 * MASTER * stays,
+    }
+    host = {"parameters": MASTER * away, "gradients": MASTER * away + size * own, "optimiser": 2 * MASTER * away}
+    gradients = (away // group, MASTER * group), (1, MASTER * (away % group))
+    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), stays)
+
+
+def _without_parameters(found: States, zero: Zero, own: int, size: int) -> States:
+    """With the share of parameters in host memory, where it is always pinned, or on drives but for `max_in_cpu`."""
+    offload = zero.offload_param
+    kept = min(own, offload.max_in_cpu) if offload.device == "nvme" else own
+    host = dict(found.host)
+    host["parameters"] = host.get("parameters", 0) + size * kept
+    if kept < own:  # a pool, and room for a sub-group on its way back
+        pool = offload.buffer_count * offload.buffer_size + min(own, zero.sub_group_size)
+        host["buffers"] = host.get("buffers", 0) + size * pool
+    device = {**found.device, "parameters": found.device["parameters"] - size * own}
+    drives = found.drives + size * (own - kept)
+    return dataclasses.replace(found, device=device, host=host, pinned=(*found.pinned, (1, size * kept)), drives=drives)
+
+
+def _pinned(pin: bool, *sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    return sizes if pin else ()

@@ -1,0 +1,24 @@
+"""Host memory for checkpoints: in pieces, which are used again."""
+
+import pytest
+import torch
+
+from ds_seqpar.config import HOST_PIECE
+from ds_seqpar.runtime.offload import Store
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_is_larger_than_a_piece_comes_back_and_its_pieces_serve_others(dtype):
+    store, width = Store(), HOST_PIECE // torch.empty((), dtype=dtype).element_size() // 4
+    x = torch.randn(5, width + 1, dtype=dtype)[:, :width].t()  # 5 / 4 of a piece, and not contiguous
+    packed = store.pack(x)
+    assert [piece.numel() for piece in packed.pieces] == [HOST_PIECE, HOST_PIECE // 4]
+    assert torch.equal(store.unpack(packed), x)
+    made = store.made
+    assert store.away == made == 5 * HOST_PIECE // 4
+    del packed
+    assert store.away == 0
+    whole = torch.randn(4, width, dtype=dtype)
+    packed = store.pack(whole)  # takes the same piece
+    assert (store.made, store.away) == (made, HOST_PIECE)
+    assert torch.equal(store.unpack(packed), whole)
