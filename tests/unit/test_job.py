@@ -188,7 +188,7 @@ def test_memory_auto_leaves_what_is_said():
     for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
         with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
             planned(Config(memory="auto"), job, (32, 8), 8, _seen)
-    everything = {"loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, **said}
+    everything = {"loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, "keep_exchanged": "auto", **said}
     assert not Config(**everything, memory="auto").asks_for_plan
 
 
