@@ -79,10 +79,13 @@ def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     from benchmarks import memory_peers as peers
     from ds_seqpar.config import SequenceParallelConfig
     from ds_seqpar.deepspeed_json import Zero
+    from ds_seqpar.planner.auto import Job, planned
     from ds_seqpar.planner.request import Model, Step
+    from ds_seqpar.resolve import seen
+    from ds_seqpar.runtime.devices import own_host
 
     own = peers.own_of(options)
-    section = {name: value for name, value in options.items() if name not in peers.OWN}
+    section = peers.planned_for({name: value for name, value in options.items() if name not in peers.OWN}, seq)
     heads = model.heads, model.kv_heads
     dim = model.hidden // model.heads
     layer = model.hidden * (2 * dim * sum(heads) + 3 * model.intermediate + 2)
@@ -91,11 +94,13 @@ def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
         kv_heads=model.kv_heads, head_dim=dim, vocab=model.vocab, layer_parameters=layer,
         parameters=model.layers * layer + 2 * model.vocab * model.hidden + model.hidden,
     )  # fmt: skip
-    config = SequenceParallelConfig(**{"size": ranks, **section}).resolve(ranks, heads)
-    return Step(
-        model=numbers, config=config, world=ranks, seq=seq, dtype="bfloat16" if model.bf16 else "float32",
-        zero=Zero.of(model.settings()["zero_optimization"]), checkpointing=own["checkpointing"],
-    )  # fmt: skip
+    trained: Any = {
+        "model": numbers, "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
+        "zero": Zero.of(model.settings()["zero_optimization"]), "checkpointing": own["checkpointing"],
+    }  # fmt: skip
+    config = SequenceParallelConfig(**{"size": ranks, **section})
+    found = planned(config, Job(**trained), heads, ranks, lambda dtype: seen(dtype, [own_host()] * ranks))
+    return Step(config=found.config, world=ranks, **trained)
 
 
 def main() -> None:

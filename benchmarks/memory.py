@@ -53,6 +53,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "ring": {"ulysses": 1, "schedule": "ring"},
     "a2d": {"ulysses": 1, "schedule": "attention2d"},
     "mesh": {"ulysses": 1, "schedule": "mesh"},
+    "auto": {"memory": "auto"},
 }
 PEERS = ("plain", "alst")
 MIB = 2**20

@@ -169,6 +169,7 @@ def plain(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) 
 
 def ours(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
     llama = checkpointed(model.make(), own, reentrant=False)
+    section = planned_for(section, seq)
     config = model.settings() | {"sequence_parallel": {"size": dist.get_world_size(), **section}}
     engine = _engine(ds_seqpar.initialize(model=llama, model_parameters=list(llama.parameters()), config=config)[0])
     sp, ids = engine.sequence_parallel, model.tokens(seq)
@@ -180,6 +181,11 @@ def ours(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
         return sp.mean_loss([loss])
 
     return step
+
+
+def planned_for(section: dict[str, Any], seq: int) -> dict[str, Any]:
+    """With the length, where "memory": "auto" needs one."""
+    return {"seq_len": seq, **section} if section.get("memory") == "auto" else section
 
 
 def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:

@@ -223,8 +223,10 @@ class SequenceParallelConfig:
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """The largest that divides the heads equally and with which the schedule has the shape that was asked for."""
-        legal = even_ulysses(self.size, *heads)
+        """The largest that divides the heads equally, leaves each of its members a head in every stage, and with which
+        the schedule has the shape that was asked for."""
+        stages = 1 if self.head_stages == "auto" else self.head_stages
+        legal = [u for u in even_ulysses(self.size, *heads) if dealing.most_stages(*heads, u) >= stages]
         for ulysses in sorted(legal, reverse=True):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)

@@ -153,7 +153,7 @@ def line_of(choice: Choice) -> str:
         line += f" and {needed / GIB:.1f} GiB a rank where the machine has {machine.usable / GIB:.1f}"
         line += "" if request.checkpointing or spared is None else ", gradient checkpointing would spare most"
     elif spared is not None:
-        line += f", {needed / GIB:.1f} of {machine.usable / GIB:.1f} GiB a rank"
+        line += f", {needed / GIB:.3g} of {machine.usable / GIB:.3g} GiB a rank"
     for other in choice.ranked[1:2]:
         times = other.seconds / best.seconds
         change = to_win(request, best, other)

@@ -114,9 +114,12 @@ def longest(step: Step, room: Room) -> Longest:
     def at(units: int) -> Footprint:
         return footprint(dataclasses.replace(step, seq=units * unit))
 
-    least, most = 0, 1
+    least, most = 0, math.ceil(step.seq / unit)
     while most * unit <= limits.TOKENS and fits(at(most), room):
         least, most = most, 2 * most
+    while least == 0 and most > 1 and not fits(at(most // 2), room):
+        most //= 2
+    least = least or most // 2
     while most - least > max(1, least // 1000):
         middle = (least + most) // 2
         least, most = (middle, most) if fits(at(middle), room) else (least, middle)

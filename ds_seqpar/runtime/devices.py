@@ -97,8 +97,8 @@ def shared_by(hosts: Sequence[Host]) -> int:
     if len(set(runs)) > 1 or len(runs) > len({host.name for host in hosts}):
         raise ConfigError(
             f"planning needs as many ranks on each host, and those of a host numbered one after another; got runs of "
-            f"{', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, launch them so or leave seq_len "
-            "and machine out"
+            f"{', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, launch them so or leave seq_len, "
+            "machine and memory out"
         )
     return runs[0]
 

@@ -82,7 +82,9 @@ SETS = (
     "seq_len=<<digits:5000>>", "size=<<deep:100000>>", "size=NaN", "=", "x", ".=1", "..", "bf16=3",
     "bf16.enabled=false", 'bf16.enabled="false"', "fp16.enabled=true", "zero_optimization.stage=9",
     "zero_optimization.stage=1",
-    "zero_optimization.stage.x=1", "zero_optimization.offload_optimizer.device=cpu", "a.b.c=1",
+    "zero_optimization.stage.x=1", "zero_optimization.offload_optimizer.device=cpu", "a.b.c=1", "memory=auto",
+    "zero_optimization.offload_optimizer.ratio=0.5", "zero_optimization.offload_param.device=nvme",
+    "zero_optimization.sub_group_size=0", "zero_optimization.offload_optimizer.buffer_count=1e18",
     "train_micro_batch_size_per_gpu=-4",
 )  # fmt: skip
 
@@ -167,6 +169,9 @@ def memory(its):
     its.model()
     its.option("--seq-len", "512", "4096", "1000", odd=NUMBERS)
     its.option("--ranks", "4", "8", "16", "6", odd=NUMBERS)
+    if its.by(0.3):
+        its.option("--machine", "h100-ib", its.file("m.json", presets()["cpu"]), odd=("x", "", "folder"))
+        its.option("--memory", "80", "0.5", odd=(*NUMBERS, "1e308", "1e-308", "nan"), chance=0.5)
     its.settings()
 
 

@@ -157,7 +157,7 @@ def runs(folder, cases):
 @pytest.mark.parametrize("ranks", each_then_rest([2], [4]))
 def test_a_trainer_plans_for_the_longest_of_its_data_where_it_is_asked(ranks, tmp_path):
     plain = on_ranks(1, runs, tmp_path / "plain", [("plain", None)])[0]["plain"][0]
-    cases = [("asked", {"size": ranks, "machine": "cpu"}), ("not asked", {"size": ranks})]
+    cases = [("asked", {"size": ranks, "memory": "auto"}), ("not asked", {"size": ranks})]
     by_rank = on_ranks(ranks, runs, tmp_path, cases, timeout=300)
     for rank, found in enumerate(by_rank):
         run, lines, config = found["asked"]

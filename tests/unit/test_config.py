@@ -220,6 +220,11 @@ def test_a_schedules_own_settings_are_read_compared_and_replaced_as_the_others()
 _COUNTS = ["window", "rows", "cols", "team"]
 
 
+def test_ulysses_auto_leaves_a_head_in_every_stage():
+    for stages, ulysses in ((1, 8), (2, 4), ("auto", 8)):
+        assert Config(size=16, head_stages=stages).resolve(16, (8, 2)).ulysses == ulysses
+
+
 @pytest.mark.parametrize("field", _COUNTS)
 @pytest.mark.parametrize("value", [True, 0, -1, 2.0, "2", None])
 def test_sides_of_schedules_are_whole_numbers_or_auto(field, value):

@@ -191,6 +191,9 @@ def test_the_longest_sequence_that_fits_fills_a_rank_or_its_host():
         assert found.full == full
         assert fits(footprint(dataclasses.replace(step, seq=found.tokens)), room)
         assert not fits(footprint(dataclasses.replace(step, seq=found.tokens * 1.002 // 8 * 8 + 16)), room)
+    for seq in (16, 2**20):  # wherever it is looked for from
+        near = longest(dataclasses.replace(step, seq=seq), rank).tokens
+        assert abs(near / longest(step, rank).tokens - 1) < 2e-3
     assert longest(step, Room(limit=1, host=roomy, together=4)).tokens == 0
     shared = Room(limit=2**20, host=roomy, together=4, apart=False)  # host memory is the rank's own
     assert longest(step, shared).tokens < longest(step, rank).tokens

@@ -47,6 +47,13 @@ def test_what_is_printed_can_be_pasted(capsys, place):
     assert missing(out, "bytes/floor", "why not others:", "memory: ", "attention forward", "products, of") == []
 
 
+def test_what_a_nodes_host_keeps_is_said(capsys, place):
+    away = 'zero_optimization.offload_optimizer={"device": "cpu"}'
+    out = _plan(capsys, place, "--set", away)[0]
+    assert re.search(r"^and \d+\.\d\d GiB of host memory, \d+\.\d GiB a node$", out, re.MULTILINE)
+    assert missing(out, "optimiser: its states", "offload: copies to host memory") == []
+
+
 def test_numbers_for_programs_add_up(capsys, place):
     found = json.loads(_plan(capsys, place, "--json", None, "--nodes", 2)[0])
     assert found["ranked"][0]["section"] == found["section"]
