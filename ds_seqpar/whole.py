@@ -104,7 +104,8 @@ class WholeTensor(Tensor):
             name = name.removesuffix("_")
             _check_change(changed)
         found, rule = None, RULES.get(name)
-        if rule is not None and any(x._gathered is None for x in _wholes(args, kwargs)):
+        is_whole = all(x._gathered is not None for x in _wholes(args, kwargs))  # then its memory is what counts
+        if rule is not None and not is_whole and (changed is None or changed._gathered is None):
             found = rule(func, _by_name(func, args, kwargs))
         if found is None:
             found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
@@ -292,7 +293,7 @@ def _by_token(func: Any, named: dict[str, Any]) -> Any:
 
 def _reshaped(func: Any, named: dict[str, Any]) -> Any:
     """Rows and tokens stay, or become one dim, or two again."""
-    x, size = named["self"], list(named["size"])
+    x, size = named["self"], list(named.get("size", ()))
     if -1 in size:
         known = -torch.Size(size).numel()
         size[size.index(-1)] = x.numel() // known if known else 0

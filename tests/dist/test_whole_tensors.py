@@ -44,6 +44,13 @@ def set_masked(w):
     return w
 
 
+def changed_after_a_look(w):
+    x = w * 1
+    if not x.sum().isfinite():
+        return None
+    return x.mul_(w)
+
+
 def chunked(w):
     """A loss in chunks of tokens, each computed again in backward."""
     chunks = range(0, w.shape[1], 3)
@@ -104,6 +111,7 @@ USES = {
     "iterated": (lambda w: [row.sum() for row in w][1], True),
     "split": (lambda w: w.split(3, 1)[1], True),
     "in place": (lambda w: (w * 1).div_(3).masked_fill_(~over(w, MASK)[..., None], 0.0), False),
+    "in place, after a look": (changed_after_a_look, False),
     "assigned": (lambda w: set_zero(w * 1), False),
     "assigned by a mask": (lambda w: set_masked(w * 1), False),
     "heads": (lambda w: w.view(*w.shape[:2], 1, SIZE), False),
@@ -174,6 +182,7 @@ LOOKS = {
     "is nan": lambda w: torch.isnan(w).any().item(),
     "detach": lambda w: w.detach(),
     "data": lambda w: w.data,
+    "bits": lambda w: w.view(torch.int32),
     "as_tensor": torch.as_tensor,
     "from_dlpack": torch.from_dlpack,
     "shape": lambda w: (w.shape, w.size(-1), w.dim(), len(w), w.numel(), w.dtype, w.device, w.is_contiguous()),
