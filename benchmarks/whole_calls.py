@@ -58,15 +58,20 @@ def preference(model: Any, sp: SequenceParallel, ids: Tensor) -> Tensor:
     return -F.logsigmoid(0.01 * (logps[0] - logps[1]))
 
 
-def gathered(model: Any, sp: SequenceParallel, ids: Tensor) -> Tensor:
+def cross_entropy(model: Any, sp: SequenceParallel, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gathered(model: Any, sp: SequenceParallel, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(input_ids=ids).logits.whole()[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 STEPS: dict[str, Callable[[Any, SequenceParallel, Tensor], Tensor]] = {
     "sharded, its loss": sharded,
     "whole, its loss": whole,
     "whole, a preference by logits in parts": preference,
-    "whole, cross entropy of gathered log-probabilities": gathered,
+    "whole, cross entropy of logits in parts": cross_entropy,
+    "whole, cross entropy of gathered logits": gathered,
 }
 
 

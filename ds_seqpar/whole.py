@@ -28,6 +28,7 @@ from .runtime.comm import failing
 from .sharding import Sharding
 from .spread import Spread
 
+aten = torch.ops.aten
 Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name) -> its result; None: it needs the whole
 
 
@@ -315,6 +316,33 @@ def _filled(func: Any, named: dict[str, Any]) -> Any:
     )
 
 
+def _picked(func: Any, named: dict[str, Any]) -> Any:
+    """The losses of tokens that cross entropy picks of their log-probabilities (rows * tokens, classes), and what is
+    made of them: a number a token is gathered, and no class."""
+    x, reduction = named["self"], named["reduction"]
+    if (
+        not isinstance(x, WholeTensor)
+        or x._gathered is not None
+        or not x.flat
+        or x.dim() != 2
+        or named["weight"] is not None
+    ):
+        return None
+    target = part_of(named["target"], x.spread, flat=True).flatten()
+    of_part = {**named, "self": x.part.flatten(0, 1), "target": target}
+    if func is aten.nll_loss_backward.default:
+        if not reduction:
+            of_part["grad_output"] = part_of(named["grad_output"], x.spread, flat=True).flatten()
+        return WholeTensor(func(**of_part).view(x.part.shape), x.spread, flat=True)
+    losses = func(**{**of_part, "reduction": 0})[0]
+    found = WholeTensor(losses.view(x.part.shape[:2]), x.spread, flat=True)
+    counted = (named["target"] != named["ignore_index"]).sum().to(x.dtype)
+    if not reduction:
+        return found, torch.zeros_like(counted)
+    total = found.gathered().sum()
+    return total / counted if reduction == 1 else total, counted
+
+
 def _on_parts(func: Any, named: dict[str, Any], like: WholeTensor) -> Any:
     parts = tree_map(lambda x: _laid_over(x, like) if isinstance(x, Tensor) else x, named)
     piece = func.is_view
@@ -360,6 +388,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(BY_ELEMENT.split(), _by_element),
     **dict.fromkeys(BY_TOKEN.split(), _by_token),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshaped),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _picked),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _filled),
 }
 MEMORY = """

@@ -96,6 +96,18 @@ USES = {
         True,
     ),
     "cross entropy by class": (lambda w: F.cross_entropy(w.transpose(1, 2), over(w, TARGET)), True),
+    "cross entropy of each": (
+        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten() - 1, reduction="none", ignore_index=-1),
+        False,
+    ),
+    "summed cross entropy": (
+        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), reduction="sum", ignore_index=2),
+        True,
+    ),
+    "weighted cross entropy": (
+        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), torch.arange(1.0, 6, dtype=w.dtype)),
+        True,
+    ),
     "smoothed": (
         lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), label_smoothing=0.1),
         True,
@@ -279,3 +291,23 @@ def test_a_slice_is_not_changed_in_place_and_a_large_gather_is_warned_of_once():
         assert len(seen) == 1
         assert "whole logits of 0.0 GiB" in seen[0]
         assert "logits.local" in seen[0]
+
+
+def gathered_alone(names):
+    """By use what is warned of where a gather of more than a number a token warns, backward too."""
+    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), {}
+    where, *_ = spreads(sp)
+    spread.LARGE = 2 * 8 * torch.float64.itemsize
+    for name in names:
+        own = torch.randn(2, 4, SIZE, dtype=torch.float64, requires_grad=True)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            USES[name][0](whole_of(own, where.named(name))).sum().backward()
+        found[name] = len(seen)
+    return found
+
+
+def test_losses_of_tokens_gather_a_number_a_token():
+    names = ["preference", "cross entropy", "shifted cross entropy", "log-probabilities", "entropy"]
+    for found in on_ranks(2, gathered_alone, [*names, "standard deviation"], keep=None):
+        assert found == {**dict.fromkeys(names, 0), "standard deviation": 1}
