@@ -28,6 +28,7 @@ from .runtime.comm import failing
 from .sharding import Sharding
 from .spread import Spread
 
+aten = torch.ops.aten
 Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name) -> its result; None: it needs the whole
 
 
@@ -104,7 +105,8 @@ class WholeTensor(Tensor):
             name = name.removesuffix("_")
             _check_change(changed)
         found, rule = None, RULES.get(name)
-        if rule is not None and any(x._gathered is None for x in _wholes(args, kwargs)):
+        is_whole = all(x._gathered is not None for x in _wholes(args, kwargs))  # then its memory is what counts
+        if rule is not None and not is_whole and (changed is None or changed._gathered is None):
             found = rule(func, _by_name(func, args, kwargs))
         if found is None:
             found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
@@ -292,7 +294,7 @@ def _by_token(func: Any, named: dict[str, Any]) -> Any:
 
 def _reshaped(func: Any, named: dict[str, Any]) -> Any:
     """Rows and tokens stay, or become one dim, or two again."""
-    x, size = named["self"], list(named["size"])
+    x, size = named["self"], list(named.get("size", ()))
     if -1 in size:
         known = -torch.Size(size).numel()
         size[size.index(-1)] = x.numel() // known if known else 0
@@ -312,6 +314,33 @@ def _filled(func: Any, named: dict[str, Any]) -> Any:
     return WholeTensor(
         func(**{**named, "self": x.part, "size": [*x.part.shape[:2], *size[x.lead :]]}), x.spread, x.flat
     )
+
+
+def _picked(func: Any, named: dict[str, Any]) -> Any:
+    """The losses of tokens that cross entropy picks of their log-probabilities (rows * tokens, classes), and what is
+    made of them: a number a token is gathered, and no class."""
+    x, reduction = named["self"], named["reduction"]
+    if (
+        not isinstance(x, WholeTensor)
+        or x._gathered is not None
+        or not x.flat
+        or x.dim() != 2
+        or named["weight"] is not None
+    ):
+        return None
+    target = part_of(named["target"], x.spread, flat=True).flatten()
+    of_part = {**named, "self": x.part.flatten(0, 1), "target": target}
+    if func is aten.nll_loss_backward.default:
+        if not reduction:
+            of_part["grad_output"] = part_of(named["grad_output"], x.spread, flat=True).flatten()
+        return WholeTensor(func(**of_part).view(x.part.shape), x.spread, flat=True)
+    losses = func(**{**of_part, "reduction": 0})[0]
+    found = WholeTensor(losses.view(x.part.shape[:2]), x.spread, flat=True)
+    counted = (named["target"] != named["ignore_index"]).sum().to(x.dtype)
+    if not reduction:
+        return found, torch.zeros_like(counted)
+    total = found.gathered().sum()
+    return total / counted if reduction == 1 else total, counted
 
 
 def _on_parts(func: Any, named: dict[str, Any], like: WholeTensor) -> Any:
@@ -359,6 +388,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(BY_ELEMENT.split(), _by_element),
     **dict.fromkeys(BY_TOKEN.split(), _by_token),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshaped),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _picked),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _filled),
 }
 MEMORY = """

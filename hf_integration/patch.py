@@ -64,7 +64,8 @@ class _Patch:
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     """Makes every attention of the model exact over sequences that are shared by `sp.size` ranks. Returns the model.
 
-    model: a transformers model, also inside a peft model or torch.compile. Train it on what `sp.shard_batches` gives.
+    model: a transformers model, also inside a peft model or torch.compile. Call it with whole batches, the same on the
+    ranks that share them, and it gives whole outputs; or with what `sp.shard_batches` gives, and it gives parts.
     Raises ConfigError for a model that cannot be patched (see families), whose heads do not fit, or that is patched
     with another SequenceParallel.
     """

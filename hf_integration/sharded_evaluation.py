@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.batches import IGNORE
+from ds_seqpar.batches import IGNORE, fingerprint
 from ds_seqpar.documents import documents_of
 from ds_seqpar.errors import ConfigError, InputError, as_error
 from ds_seqpar.placement import Placement
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime import causes
+from ds_seqpar.runtime.agreement import Alike, agree
 from ds_seqpar.whole import WholeTensor
 
 from .evaluation import check_evaluation
@@ -98,6 +99,7 @@ class ShardedEvaluation(Behind):
 
     def _whole_prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> tuple:
         """The same of a class whose loss is of whole outputs."""
+        self._agree_on([inputs])
         if isinstance(labels := inputs.get("labels"), Tensor):
             inputs["labels"] = self._once(inputs, labels)
         loss, logits, labels = self._own_prediction_step(model, inputs, *args)
@@ -106,6 +108,12 @@ class ShardedEvaluation(Behind):
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, tree_map(lambda x: x.whole() if isinstance(x, WholeTensor) else x, logits), labels
+
+    def _agree_on(self, batches: list[dict[str, Any]]) -> None:
+        """Raises DisagreementError on every rank where those of a sequence have other whole batches."""
+        peers = Alike(self.sp.data_rank, self.sp.groups.control)
+        value = [fingerprint(batch) for batch in batches]
+        agree(self.sp.control_world, "whole batches", value, alike=peers, advice=causes.of_batches)
 
     def local_prediction_step(self, model: nn.Module, shard: dict[str, Any], loss_only: bool, *args: Any) -> tuple:
         """The class's own `prediction_step` on what `sp.shard_batch` returned. Whether it calls the model, or

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 
 from ds_seqpar import SequenceParallelConfig, cpu_op
-from ds_seqpar.batches import fingerprint
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.engine import prepare_model
-from ds_seqpar.runtime import causes, trusted
-from ds_seqpar.runtime.agreement import Alike, agree
+from ds_seqpar.runtime import trusted
+from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.telling import told_once
 
 from . import randomness, resuming
@@ -174,10 +173,7 @@ class SequenceParallelMixin(ShardedEvaluation):
         return shards
 
     def _checked(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Whole batches, which the ranks of a sequence have alike."""
-        peers = Alike(self.sp.data_rank, self.sp.groups.control)
-        value = [fingerprint(batch) for batch in window]
-        agree(self.sp.control_world, "batches", value, alike=peers, advice=causes.of_batches)
+        self._agree_on(window)
         for batch in window:
             real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
             self._throughput.count(float(real.sum()) / self.sp.size)

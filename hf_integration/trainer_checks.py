@@ -159,22 +159,33 @@ def _world_size() -> int:
 
 def has_own_loss(trainer: ShardingTrainer) -> bool:
     """Whether the loss is computed beside the model, from whole outputs: by label smoothing, by a compute_loss_func, or
-    by a compute_loss of a user's class (check_loss=False: that one is for this rank's part of a batch)."""
+    by a compute_loss of a user's class, unless that is for a rank's part of a batch: of trl's trainers, with
+    check_loss=False, or where it names shift_labels, which no whole batch has."""
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
-    libraries = ("transformers", "trl", __package__)
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] not in libraries]
-    return trainer.check_loss and any("compute_loss" in vars(kind) for kind in kinds)
+    kinds = [kind for kind in type(trainer).__mro__ if _library(kind) not in ("transformers", "trl", __package__)]
+    own = [vars(kind)["compute_loss"] for kind in kinds if "compute_loss" in vars(kind)]
+    of_parts = any("shift_labels" in getattr(getattr(loss, "__code__", None), "co_consts", ()) for loss in own)
+    return bool(own) and trainer.check_loss and not of_parts and not _of_trl(trainer)
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _of_trl(trainer: ShardingTrainer) -> str:
+    """The name of the class of trl's that the trainer is of, if it is."""
+    return next((kind.__name__ for kind in type(trainer).__mro__ if _library(kind) == "trl"), "")
 
 
 def check_trainer(trainer: ShardingTrainer) -> None:
     """Raises ConfigError for what a Trainer was given beside its arguments."""
     if has_own_loss(trainer):
-        if library := [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]:
+        if name := _of_trl(trainer):
             raise ConfigError(
-                "sequence parallel training with a loss of one's own (label_smoothing_factor, compute_loss_func, "
-                f"compute_loss) needs transformers' Trainer, {library[0].__name__} would count tokens once a rank; got "
-                f"a {type(trainer).__name__}, use SequenceParallelTrainer"
+                "sequence parallel training with label_smoothing_factor or compute_loss_func needs transformers' "
+                f"Trainer, {name} would count tokens once a rank; got a {type(trainer).__name__}, use "
+                "SequenceParallelTrainer"
             )
         return
     if not trainer.model_accepts_loss_kwargs:

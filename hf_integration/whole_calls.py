@@ -25,6 +25,7 @@ from ds_seqpar.whole import whole_loss, whole_of
 
 from .loss_checks import loss_function_error
 from .sharded import Agreement, fits, tokens_of, wrong_inputs
+from .tiles import between_graphs
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
 PASSED = ("num_items_in_batch", "logits_to_keep")  # what may be a tensor of no tokens
@@ -60,12 +61,11 @@ def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
     return not sharded and whole
 
 
+@between_graphs
 def enter(module: nn.Module, agreement: Agreement, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments to go on with, by name. module: the one that is called; agreement: of the model that is patched.
     Raises InputError, ConfigError or DisagreementError on all ranks of the sequence."""
     sp = agreement.sp
-    if torch.compiler.is_compiling():
-        raise InputError("a compiled model needs what sp.shard_batches returns; got a whole batch, shard it first")
     sharded: dict[str, Any] = {}
     call, value, error = None, None, None
     try:
@@ -142,6 +142,7 @@ def _on_cpu(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.cpu()
 
 
+@between_graphs
 def leave(sp: SequenceParallel, call: Call, output: Any) -> Any:
     """The output of a whole call, whole."""
     if isinstance(output, dict):

@@ -44,6 +44,13 @@ def set_masked(w):
     return w
 
 
+def changed_after_a_look(w):
+    x = w * 1
+    if not x.sum().isfinite():
+        return None
+    return x.mul_(w)
+
+
 def chunked(w):
     """A loss in chunks of tokens, each computed again in backward."""
     chunks = range(0, w.shape[1], 3)
@@ -89,6 +96,18 @@ USES = {
         True,
     ),
     "cross entropy by class": (lambda w: F.cross_entropy(w.transpose(1, 2), over(w, TARGET)), True),
+    "cross entropy of each": (
+        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten() - 1, reduction="none", ignore_index=-1),
+        False,
+    ),
+    "summed cross entropy": (
+        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), reduction="sum", ignore_index=2),
+        True,
+    ),
+    "weighted cross entropy": (
+        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), torch.arange(1.0, 6, dtype=w.dtype)),
+        True,
+    ),
     "smoothed": (
         lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), label_smoothing=0.1),
         True,
@@ -104,6 +123,7 @@ USES = {
     "iterated": (lambda w: [row.sum() for row in w][1], True),
     "split": (lambda w: w.split(3, 1)[1], True),
     "in place": (lambda w: (w * 1).div_(3).masked_fill_(~over(w, MASK)[..., None], 0.0), False),
+    "in place, after a look": (changed_after_a_look, False),
     "assigned": (lambda w: set_zero(w * 1), False),
     "assigned by a mask": (lambda w: set_masked(w * 1), False),
     "heads": (lambda w: w.view(*w.shape[:2], 1, SIZE), False),
@@ -174,6 +194,7 @@ LOOKS = {
     "is nan": lambda w: torch.isnan(w).any().item(),
     "detach": lambda w: w.detach(),
     "data": lambda w: w.data,
+    "bits": lambda w: w.view(torch.int32),
     "as_tensor": torch.as_tensor,
     "from_dlpack": torch.from_dlpack,
     "shape": lambda w: (w.shape, w.size(-1), w.dim(), len(w), w.numel(), w.dtype, w.device, w.is_contiguous()),
@@ -270,3 +291,23 @@ def test_a_slice_is_not_changed_in_place_and_a_large_gather_is_warned_of_once():
         assert len(seen) == 1
         assert "whole logits of 0.0 GiB" in seen[0]
         assert "logits.local" in seen[0]
+
+
+def gathered_alone(names):
+    """By use what is warned of where a gather of more than a number a token warns, backward too."""
+    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), {}
+    where, *_ = spreads(sp)
+    spread.LARGE = 2 * 8 * torch.float64.itemsize
+    for name in names:
+        own = torch.randn(2, 4, SIZE, dtype=torch.float64, requires_grad=True)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            USES[name][0](whole_of(own, where.named(name))).sum().backward()
+        found[name] = len(seen)
+    return found
+
+
+def test_losses_of_tokens_gather_a_number_a_token():
+    names = ["preference", "cross entropy", "shifted cross entropy", "log-probabilities", "entropy"]
+    for found in on_ranks(2, gathered_alone, [*names, "standard deviation"], keep=None):
+        assert found == {**dict.fromkeys(names, 0), "standard deviation": 1}

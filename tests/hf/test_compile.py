@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import ds_seqpar
 from tests.dist.ranks import SECONDS, WRONG, make, refusal
-from tests.hf import trainers
+from tests.hf import families, trainers
 from tests.hf.llama import averaged, gap, llama, norm, one_process, part, ragged, settings, small, step
 from tests.launch import on_ranks
 
@@ -44,6 +44,25 @@ def test_a_compiled_patched_model_is_one_graph(degree, checkpointing, section):
         assert gradients < 1e-5
         assert loss < 1e-5
         assert breaks == 0
+
+
+def on_whole_batches():
+    """(differences of gradients and loss, for a loss of whole logits too) of a patched and compiled LLaMA that is given
+    whole batches, between whose graphs they are shared, and of the plain one."""
+    plain, model, sp = small(), small(), make()
+    model.patch_attention(sp)
+    compiled, (batch,) = torch.compile(model, backend="eager"), window()
+    losses = []
+    for its in (plain, compiled):
+        output = its(**batch)
+        losses.append(output.loss + output.logits[:, :-1].logsumexp(-1).pow(2).mean())
+        losses[-1].backward()
+    return gap(averaged(model), families.gradients(plain)), abs((losses[1] - losses[0]).item())
+
+
+def test_a_compiled_model_takes_whole_batches():
+    for differences in on_ranks(2, on_whole_batches, timeout=300):
+        assert max(differences) < 1e-5
 
 
 def one_layer():

@@ -240,6 +240,17 @@ class ScaledLoss(SequenceParallelTrainer):
         return (0.5 * loss, output) if kwargs.get("return_outputs") else 0.5 * loss
 
 
+class LossOfParts(SequenceParallelTrainer):
+    """Written for a rank's part of a batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs)
+        targets = inputs["shift_labels"].flatten()
+        losses = F.cross_entropy(output.logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+        loss = losses / num_items_in_batch * dist.get_world_size()
+        return (loss, output) if return_outputs else loss
+
+
 def own_losses(folder):
     """(the refusal of a model's own loss, the norms of runs on half of the usual loss, those of the usual one): by a
     compute_loss, which sees whole batches; by one that is for a rank's part; by a model."""
@@ -256,8 +267,11 @@ def own_losses(folder):
         "own": {"model": with_loss(half_loss), "parts": parts},
     }.items():
         norms += trained(make(f"{folder}/{name}", 2, SECTION, **given, **args))["grad_norm"]
-    usual = trained(make(f"{folder}/usual", 2, SECTION, **args))
-    return said, norms, usual["grad_norm"]
+    usual = trained(make(f"{folder}/usual", 2, SECTION, **args))["grad_norm"]
+    of_parts = make(f"{folder}/parts", 2, SECTION, kind=LossOfParts, **args)
+    assert not of_parts.whole_batches
+    assert trained(of_parts)["grad_norm"] == pytest.approx(usual, rel=1e-5)
+    return said, norms, usual
 
 
 def test_a_loss_of_ones_own_is_tried_before_training(tmp_path):

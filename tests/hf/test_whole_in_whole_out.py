@@ -11,6 +11,7 @@ from tests import oracle
 from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
 from tests.hf.llama import IGNORE, averaged, gap, small
 from tests.launch import on_engine_ranks as on_ranks
+from tests.live import Live
 
 pytestmark = pytest.mark.usefixtures("compiled")
 SECTIONS = {
@@ -285,3 +286,29 @@ def test_a_step_by_its_loss_costs_what_a_sharded_one_costs():
             (received, events), (its_received, its_events) = found["whole", kind], found["sharded", kind]
             assert received == its_received
             assert events == its_events
+
+
+def kept():
+    """Bytes of tensors that are there after a forward, and at most in backward, of a whole and of a sharded batch; the
+    bytes of whole ids."""
+    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    model, found = small().patch_attention(sp), {}
+    ids = torch.randint(3, 64, (2, 512), generator=torch.Generator().manual_seed(1))
+    for name in ("whole", "sharded") * 2:  # the first of each is a warm-up
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        batch = batch if name == "whole" else sp.shard_batch(batch)
+        model.zero_grad()
+        with Live() as live:
+            loss = model(**batch).loss
+            after = live.settled()
+            live.restart()
+            loss.backward()
+            found[name] = after, live.peak
+    return found, ids.numel() * ids.element_size()
+
+
+def test_a_step_by_its_loss_holds_whole_ids_and_labels_beside():
+    """Logits of own tokens alone are four times the ids here."""
+    for found, ids in on_ranks(4, kept):
+        for whole, sharded in zip(found["whole"], found["sharded"], strict=True):
+            assert whole - sharded <= 4 * ids, (whole, sharded, ids)

@@ -55,7 +55,6 @@ for number, ids in enumerate(loader):
         optimizer.zero_grad()
 weights = [float(p.detach().double().norm()) for p in model.parameters()]
 print(json.dumps([losses, norms, weights]))
-dist.destroy_process_group()
 """
 CHANGES = {
     "from transformers import LlamaConfig": (
