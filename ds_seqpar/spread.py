@@ -85,7 +85,8 @@ class Spread:
         group = groups.control if part.device.type == "cpu" else groups.sp
         tokens = self.tokens * (self.rows if self.joined else 1)
         sent = part.view(torch.uint8) if part.dtype == torch.bool else part  # gloo sends no booleans
-        whole = assembled(sent.movedim(1, 0), self.orders, tokens, group, call).movedim(0, 1).reshape(shape)
+        whole = assembled(sent.movedim(1, 0), self.orders, tokens, group, call).movedim(0, 1)
+        whole = whole.reshape(shape).contiguous()
         return whole.view(torch.bool) if part.dtype == torch.bool else whole
 
     def narrow(self, rows: slice, tokens: slice) -> tuple[Spread, Tensor]:

@@ -11,8 +11,9 @@ takes its own part of that, times the ranks of the sequence: gradients are avera
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,21 +35,26 @@ Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name)
 
 class WholeTensor(Tensor):
     """See above. part (1 or rows, own tokens, ...): this rank's, without autograd. flat: rows and tokens are one dim of
-    the whole. piece: it is a view, or a slice, of another."""
+    the whole. piece: it is a view, or a slice, of another. family: the pieces of one tensor, by all of them known."""
 
     part: Tensor
     spread: Spread
     flat: bool
     piece: bool
+    family: list[weakref.ref[WholeTensor]]
     _gathered: Tensor | None
 
     @staticmethod
     def __new__(
-        cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, piece: bool = False
+        cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
+        """of: what it is a piece of."""
         lead = (spread.rows * spread.tokens,) if flat else (spread.rows, spread.tokens)
         made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
-        made.part, made.spread, made.flat, made.piece, made._gathered = part, spread, flat, piece, None
+        made.part, made.spread, made.flat, made._gathered = part, spread, flat, None
+        made.piece, made.family = of is not None, [] if of is None else of.family
+        if of is not None:
+            made.family[:] = [piece for piece in made.family if piece() is not None] + [weakref.ref(made)]
         return made
 
     @property
@@ -93,6 +99,8 @@ class WholeTensor(Tensor):
             if func is Tensor.__setitem__:
                 _check_change(args[0])
                 tree_map(_gathered, (args, kwargs))
+            if func in UNCHANGEABLE:
+                _refuse_change(args[0])
             if func in PLAIN:
                 args, kwargs = tree_map(_plain, (args, kwargs))
             return func(*args, **kwargs)
@@ -100,6 +108,12 @@ class WholeTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if outs := [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]:
+            if isinstance(outs[0], WholeTensor):
+                _refuse_change(outs[0])
+            return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        if args and isinstance(args[0], WholeTensor) and (torch.Tag.inplace_view in func.tags or name in SHAPING):
+            _refuse_change(args[0])
         changed = args[0] if func._schema.is_mutable and args and isinstance(args[0], WholeTensor) else None
         if changed is not None:
             name = name.removesuffix("_")
@@ -202,7 +216,7 @@ class _Narrowed(Function):
         ctx.narrow, kept = x.spread.narrow(rows, tokens)
         ctx.kept = kept.to(x.device)
         part = x.part if x.spread.joined else x.part[rows]
-        return WholeTensor(part.index_select(1, ctx.kept), ctx.narrow, piece=True)
+        return WholeTensor(part.index_select(1, ctx.kept), ctx.narrow, of=x)
 
     @staticmethod
     @once_differentiable
@@ -243,11 +257,24 @@ def _as_slice(index: Any, size: int) -> slice | None:
 
 
 def _check_change(x: Any) -> None:
-    if isinstance(x, WholeTensor) and x.piece:
+    """A piece has memory of its own, which the tensor and its other pieces would not see changed."""
+    if isinstance(x, WholeTensor) and (x.piece or any(piece() is not None for piece in x.family)):
         raise InputError(
-            "a view or a slice of a model's whole output cannot be changed in place; got one of "
-            f"{x.spread.name}, make a new tensor, or change .whole() of the output"
+            "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
+            f"one of {x.spread.name}, make a new tensor, or change .whole() of the output"
         )
+
+
+def _refuse_change(x: Any) -> NoReturn:
+    raise InputError(
+        "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
+        f"{x.spread.name}, make a new tensor"
+    )
+
+
+def plain(x: Tensor) -> Tensor:
+    """The whole of a tensor in parts, as `WholeTensor.whole`; any other tensor as it is."""
+    return _plain(x)
 
 
 def _plain(x: Any) -> Any:
@@ -302,7 +329,7 @@ def _reshaped(func: Any, named: dict[str, Any]) -> Any:
     for flat, lead in ((False, [rows, tokens]), (True, [rows * tokens])):
         rest = size[len(lead) :]
         if size[: len(lead)] == lead and torch.Size(rest).numel() == x.part.shape[2:].numel():
-            return WholeTensor(x.part.reshape(*x.part.shape[:2], *rest), x.spread, flat, piece=True)
+            return WholeTensor(x.part.reshape(*x.part.shape[:2], *rest), x.spread, flat, of=x)
     return None
 
 
@@ -328,6 +355,8 @@ def _picked(func: Any, named: dict[str, Any]) -> Any:
         or named["weight"] is not None
     ):
         return None
+    if x.device.type == "cpu" and _is_wrong(named["target"], x.shape[1], named["ignore_index"]):
+        return None  # and all ranks raise what torch raises
     target = part_of(named["target"], x.spread, flat=True).flatten()
     of_part = {**named, "self": x.part.flatten(0, 1), "target": target}
     if func is aten.nll_loss_backward.default:
@@ -343,11 +372,14 @@ def _picked(func: Any, named: dict[str, Any]) -> Any:
     return total / counted if reduction == 1 else total, counted
 
 
+def _is_wrong(target: Tensor, classes: int, ignored: int) -> bool:
+    return bool((((target < 0) | (target >= classes)) & (target != ignored)).any())
+
+
 def _on_parts(func: Any, named: dict[str, Any], like: WholeTensor) -> Any:
     parts = tree_map(lambda x: _laid_over(x, like) if isinstance(x, Tensor) else x, named)
-    piece = func.is_view
-    found = func(**parts)
-    return tree_map(lambda x: WholeTensor(x, like.spread, like.flat, piece) if isinstance(x, Tensor) else x, found)
+    found, of = func(**parts), like if func.is_view else None
+    return tree_map(lambda x: WholeTensor(x, like.spread, like.flat, of) if isinstance(x, Tensor) else x, found)
 
 
 def _lies_over(x: Tensor, like: WholeTensor) -> bool:
@@ -394,4 +426,11 @@ RULES: dict[str, Rule] = {
 MEMORY = """
     numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
 """
-PLAIN = {*(getattr(Tensor, name) for name in MEMORY.split()), vars(torch._C.TensorBase)["data"].__get__}
+DATA = vars(torch._C.TensorBase)["data"]
+PLAIN = {
+    *(getattr(Tensor, name) for name in MEMORY.split()),
+    DATA.__get__,
+    *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # they change shapes in place
+}
+UNCHANGEABLE = {DATA.__set__}
+SHAPING = {"resize_", "resize_as_", "set_"}  # without the tag of operators that change a shape in place

@@ -120,6 +120,16 @@ USES = {
     "attention": (lambda w: F.scaled_dot_product_attention(w, w, w), True),
     "einsum": (lambda w: torch.einsum("bsd,btd->bst", w, w), True),
     "linear layer": (lambda w: F.linear(w, torch.ones(2, SIZE, dtype=w.dtype)), True),
+    "flattened": (lambda w: w.flatten(), True),
+    "flattened rows": (lambda w: w.flatten(1), True),
+    "cross entropy, after a look": (
+        lambda w: w.sum() + F.cross_entropy(w.view(-1, SIZE), over(w, TARGET).reshape(-1)),
+        True,
+    ),
+    "linear layer, after a look": (
+        lambda w: w.sum() + F.linear(w, torch.ones(2, SIZE, dtype=w.dtype)).sum(),
+        True,
+    ),
     "iterated": (lambda w: [row.sum() for row in w][1], True),
     "split": (lambda w: w.split(3, 1)[1], True),
     "in place": (lambda w: (w * 1).div_(3).masked_fill_(~over(w, MASK)[..., None], 0.0), False),
@@ -198,6 +208,8 @@ LOOKS = {
     "as_tensor": torch.as_tensor,
     "from_dlpack": torch.from_dlpack,
     "shape": lambda w: (w.shape, w.size(-1), w.dim(), len(w), w.numel(), w.dtype, w.device, w.is_contiguous()),
+    "quantile": lambda w: w.quantile(0.5, -1),
+    "out": lambda w: torch.add(w, 1, out=torch.empty(w.shape)),
     "sort": lambda w: w.sort(-1, descending=True).indices,
     "bincount": lambda w: torch.bincount(w.argmax(-1).flatten(), minlength=SIZE),
     "moved to the CPU": lambda w: w.detach().cpu().float(),
@@ -272,10 +284,26 @@ def changed_or_large():
     where, *_ = spreads(sp)
     whole = whole_of(torch.ones(2, 4, SIZE), where)
     said = []
-    for change in (lambda: whole[:, 1:].zero_(), lambda: whole[:, 1:].mul_(2), lambda: whole.unsqueeze(-1).add_(1)):
+    for change in (
+        lambda: whole[:, 1:].zero_(),
+        lambda: whole[:, 1:].mul_(2),
+        lambda: whole.unsqueeze(-1).add_(1),
+        lambda piece=whole[:, 1:]: whole.mul_(2),
+    ):
         with pytest.raises(InputError, match="changed in place") as raised:
             change()
         said.append(str(raised.value))
+    other = whole_of(torch.ones(2, 4, SIZE), where)
+    other[:, 1:].exp()
+    other.mul_(2)  # which has no piece any more
+    for change in (
+        lambda: whole.unsqueeze_(0),
+        lambda: whole.resize_(2),
+        lambda: setattr(whole, "data", torch.zeros(1)),
+        lambda: torch.exp(torch.ones(whole.shape), out=whole),
+    ):
+        with pytest.raises(InputError, match="another shape or other memory"):
+            change()
     spread.LARGE = 100
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
