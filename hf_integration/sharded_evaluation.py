@@ -98,13 +98,10 @@ class ShardedEvaluation(Behind):
         return loss, logits, self._prepare_input(labels) if has_labels else None
 
     def _whole_prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> tuple:
-        """The same of a class whose loss is of whole outputs."""
+        """The same of a class whose loss is of whole outputs: the loss of this group's sequences, with repetitions, as
+        a plain rank has it. The Trainer weights it by the sequences that are none."""
         self._agree_on([inputs])
-        if isinstance(labels := inputs.get("labels"), Tensor):
-            inputs["labels"] = self._once(inputs, labels)
         loss, logits, labels = self._own_prediction_step(model, inputs, *args)
-        if loss is not None:
-            loss = torch.tensor(self.sp.mean_loss(loss), device=loss.device)
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, tree_map(lambda x: x.whole() if isinstance(x, WholeTensor) else x, logits), labels

@@ -122,3 +122,24 @@ def test_a_loss_of_ones_own_gives_the_plain_numbers(groups, stage, tmp_path):
                 assert np.abs(mine[:real] - its[:real]).max() < 1e-4, (name, row)
             for mine, its in zip(columns(labels), columns(its_labels), strict=True):
                 assert np.array_equal(mine, its), name
+
+
+def repeated(folder, names, section):
+    """By name of the loss and number of examples: evaluation losses, where the last batch repeats some of them."""
+    found = {}
+    for name in names:
+        given = LOSSES[name]()
+        given["kind"] = kind_of(given.get("kind"), section is not None)
+        trainer = make(f"{folder}/{name}", 2, section, max_steps=1, **given)
+        trainer.train()
+        for count in (5, 6, 7):
+            found[name, count] = trainer.evaluate(with_weights(count, seed=9))["eval_loss"]
+    return found
+
+
+def test_an_evaluation_whose_last_batch_repeats_examples_gives_the_plain_loss(tmp_path):
+    """Of 6 examples, two groups of 2 leave one with repetitions alone; of 5 and 7, with fewer than another."""
+    plain = on_ranks(2, repeated, tmp_path / "plain", list(LOSSES), None)[0]
+    assert len(plain) == 3 * len(LOSSES)
+    for found in on_ranks(4, repeated, tmp_path / "shared", list(LOSSES), SECTION):
+        assert found == pytest.approx(plain, rel=2e-4)
