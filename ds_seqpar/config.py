@@ -75,7 +75,8 @@ class SequenceParallelConfig:
     machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
         with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
     memory: "auto": of what spares memory, where the section does not say it (head_stages, keep_attention,
-        keep_exchanged, offload_checkpoints, mlp_tiles, loss_tiles), the fastest that fits the machine is planned. "given": nothing is.
+        keep_exchanged, offload_checkpoints, mlp_tiles, loss_tiles), the fastest that fits the machine is planned.
+        "given": nothing is.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     unsaid: what "memory" has still to choose, by name.
     """

@@ -102,6 +102,8 @@ class ShardedEvaluation(Behind):
         a plain rank has it. The Trainer weights it by the sequences that are none."""
         self._agree_on([inputs])
         loss, logits, labels = self._own_prediction_step(model, inputs, *args)
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        agree(self.sp.control_world, "evaluation losses", {"loss": shape})  # which all ranks are about to gather
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, tree_map(lambda x: x.whole() if isinstance(x, WholeTensor) else x, logits), labels
