@@ -120,6 +120,19 @@ def test_lse_where_asked():
         assert (kind, "lse.detach()" in message) == ("InputError", True)
 
 
+def lse_in_a_checkpoint():
+    """Of a reentrant one, which gives zeros as the gradient of what no loss depends on."""
+    sp, whole = make(ulysses=2), oracle.tensors(1, 24, (4, 2))
+    local = leaves(sp, *whole[:3])
+    out, _ = sp.checkpoint(lambda *given: sp.attention(*given, return_lse=True), *local, use_reentrant=True)
+    out.backward(sp.shard(whole[3], 1))
+    return max(oracle.errors(gather_all(sp, out, *(x.grad for x in local)), oracle.dense(*whole)))
+
+
+def test_the_lse_may_come_out_of_a_reentrant_checkpoint():
+    assert max(on_ranks(2, lse_in_a_checkpoint)) < 1e-10
+
+
 def second_derivatives():
     """By kernel and degree: a gradient that could be differentiated is right, and doing so is refused."""
     found = []
