@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from .compiler.compile import Compiler
 from .compiler.masks import Mask
 from .compiler.program import Wait
 from .compiler.shards import EvenShards, Shards, members_positions, tokens_of
@@ -133,10 +134,12 @@ def attention(
     shards: Shards | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    compilers: dict[Hashable, Compiler] | None = None,
 ) -> Result:
     """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
     what every inner rank holds, in place of the configured layout; then k and v may have another length than q.
-    softcap, sinks: as `SequenceParallel.attention` takes them.
+    softcap, sinks: as `SequenceParallel.attention` takes them. compilers: a dict, empty at first, that keeps what one
+    call compiled for the next one.
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """
@@ -160,7 +163,8 @@ def attention(
     scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     stages = 1 if config.head_stages == "auto" else config.head_stages
-    dims, ranks = (q.shape[3], v.shape[3]), _Ranks(config, shards, meant, scores, sinks)
+    dims, kept = (q.shape[3], v.shape[3]), {} if compilers is None else compilers
+    ranks = _Ranks(config, shards, meant, scores, sinks, kept)
     if dims[0] == dims[1]:
         return ranks.attention(q, k, v, do, stages)
     q, k, v, *dos = inputs.of_one_head_dim(q, k, v, *(() if do is None else (do,)))
@@ -180,8 +184,9 @@ class _Ranks:
     """All SP ranks. Lists of tensors are indexed by SP rank = u + U * inner."""
 
     def __init__(
-        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None
-    ) -> None:
+        self, config: SequenceParallelConfig, shards: Shards, mask: Mask, scores: Scores, sinks: Tensor | None,
+        compilers: dict[Hashable, Compiler],
+    ) -> None:  # fmt: skip
         self.shards, self.mask, self.scores, self.sinks = shards, mask, scores, sinks
         count, topology, ranks = config.ulysses, config.topology(config.size), range(config.size)
         among_inner = [_Mailbox() for _ in range(count)]
@@ -192,6 +197,8 @@ class _Ranks:
             for r in ranks
         ]
         self.runtimes = [Runtime(config, topology, r // count, self.comms[r], r % count) for r in ranks]
+        for runtime in self.runtimes:
+            runtime.compiler = compilers.setdefault((config, runtime.rank), runtime.compiler)
         self.index = {side: self.positions(side, count) for side in ("q", "kv")}
 
     def positions(self, side: str, members: int) -> list[Tensor]:

@@ -37,18 +37,15 @@ class Case:
     shards: UnevenShards | None
 
 
-def _check(case):
-    """Equals dense attention to 1e-10, or refuses where the schedule cannot."""
-    q, _, _, do = tensors(1, case.seq, case.heads, 4)
-    _, k, v, _ = tensors(1, case.keys, case.heads, 4, seed=1)
-    visible = seen(case.mask, range(case.seq), range(case.keys))
-    wanted = dense(q, k, v, do, visible)
+def _check(case, compilers=None):
+    """Equals dense attention to 1e-10, or refuses where the schedule cannot. compilers: as `attention` takes them."""
+    q, k, v, do, visible, wanted = _wanted(case.mask, case.seq, case.keys, case.heads)
     if case.config.schedule == "distflash" and _sees_a_later_block(case, visible):
         with pytest.raises(ConfigError, match=REFUSED) as caught:
             attention(case.config, q, k, v, do, mask=case.mask, shards=case.shards)
         assert "\n" not in str(caught.value)
         return False
-    found = attention(case.config, q, k, v, do, mask=case.mask, shards=case.shards)
+    found = attention(case.config, q, k, v, do, mask=case.mask, shards=case.shards, compilers=compilers)
     found = (found.out, found.dq, found.dk, found.dv)
     assert not any(x.isnan().any() for x in found), case
     # a token that sees itself alone has gradients of 0, and no measure of error
@@ -56,6 +53,15 @@ def _check(case):
     wrong = [(a - b).abs().max().item() / size for a, b, size in zip(found, wanted, sizes, strict=True)]
     assert max(wrong) <= 1e-10, (case, dict(zip(NAMES, wrong, strict=True)))
     return True
+
+
+@functools.lru_cache(maxsize=256)  # grids ask for the same masks again for each layout and shape
+def _wanted(mask, seq, keys, heads):
+    """(q, k, v, do, what each query sees, dense results)."""
+    q, _, _, do = tensors(1, seq, heads, 4)
+    _, k, v, _ = tensors(1, keys, heads, 4, seed=1)
+    visible = seen(mask, range(seq), range(keys))
+    return q, k, v, do, visible, dense(q, k, v, do, visible)
 
 
 def _sees_a_later_block(case, visible):
@@ -164,11 +170,12 @@ def _grid(schedule, size, windows, layouts=NAMED, packings=DOCUMENTS):
     for layout in (layout for layout in layouts if layout in SCHEDULES[schedule].layouts):
         for own in SCHEDULES[schedule].shapes(size):
             config = SequenceParallelConfig(size=size, ulysses=1, schedule=schedule, layout=layout, **own)
+            compilers = {}
             for window in windows:
                 for lengths in packings:
                     for causal in (True, False):
                         mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
-                        took += _check(Case(config, mask, 16, 16, (2, 1), None))
+                        took += _check(Case(config, mask, 16, 16, (2, 1), None), compilers)
     return took
 
 
