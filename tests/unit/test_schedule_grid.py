@@ -144,12 +144,12 @@ def _problem(seq, heads, causal):
     return inputs, dense(*inputs, causal=causal)
 
 
-def _errors(case):
-    """Of out, dq, dk, dv."""
+def _errors(case, compilers):
+    """Of out, dq, dk, dv. compilers: as `attention` takes them."""
     config = case["shape"].config(**{name: case[name] for name in ("layout", "forward", "backward", "overlap")})
     seq = case["times"] * multiple(config.layout, config.size, config.ulysses)
     inputs, wanted = _problem(seq, case["heads"], case["causal"])
-    found = attention(config, *inputs, causal=case["causal"])
+    found = attention(config, *inputs, causal=case["causal"], compilers=compilers)
     return errors((found.out, found.dq, found.dk, found.dv), wanted)
 
 
@@ -168,8 +168,9 @@ OF_LARGE = [
 
 @pytest.mark.parametrize("cases", [*grouped(("shape",), _legal, **SMALL), *OF_LARGE])
 def test_every_schedule_equals_dense_attention(cases):
+    compilers = {}
     for case in cases:
-        wrong = _errors(case)
+        wrong = _errors(case, compilers)
         assert max(wrong) <= 1e-10, (case, dict(zip(("out", "dq", "dk", "dv"), wrong, strict=True)))
 
 
