@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from .. import limits
+from ..compiler import nccl
 from ..compiler.compile import Compiler, pattern_of, weight
 from ..compiler.cuts import PLAIN
 from ..compiler.draw import draw
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> None:
         pattern = pattern_of(mask, shards)
         plan = recipe.plan(direction, pattern, shape)
         validate(plan, pattern.pairs())
+        nccl.check([programs_of(plan)])
         costs = Costs(
             transfer=shape.bytes_per_token(direction),
             product=1.0,

@@ -1,0 +1,147 @@
+"""Proves that the programs of all ranks end under NCCL's rules, and that every message meets its own receiver.
+
+The rules. NCCL knows no tags: between two ranks of a communicator the first send meets the first receive, the second
+the second. What is posted together runs as one operation, which ends when all of its messages have. The operations of a
+communicator run in the order in which a rank started them, each after the last has ended.
+
+Here all communicators of a rank share one stream, so that the same holds for all of its operations together. With a
+stream for each communicator an operation begins no later, so what ends here ends there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import PlanError
+from .program import ExchangeStart, GatherStart, Post, Program, ScatterStart, Transfer
+
+BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
+
+
+class Line(NamedTuple):
+    """Messages of one direction between two ranks, which meet in order."""
+
+    communicator: tuple
+    source: int
+    target: int
+
+
+class Operation(NamedTuple):
+    """What NCCL runs as one. sends, receives: (line, what the message is) in the order of posting."""
+
+    words: str
+    sends: tuple[tuple[Line, Any], ...]
+    receives: tuple[tuple[Line, Any], ...]
+
+
+def check(calls: Sequence[Sequence[Program]], members: int = 1) -> None:
+    """Raises PlanError where a rank would wait for ever, or would receive another message than it asked for.
+
+    calls: of one call of attention after the other (forward and backward, of each layer) the programs of all ranks
+    that share a sequence, by rank = member + members * inner rank. members: of a Ulysses group. Between two calls all
+    ranks meet in a collective, as in the gathers of ZeRO.
+    """
+    count = len(calls[0])
+    queues: list[list[Operation]] = [[] for _ in range(count)]
+    for number, programs in enumerate(calls):
+        for rank, (queue, program) in enumerate(zip(queues, programs, strict=True)):
+            if number:
+                queue.append(_together(BETWEEN, ("world",), rank, range(count), (BETWEEN, number)))
+            queue.extend(_operations(program, rank, members))
+    _run(queues, _partners(queues))
+
+
+def _operations(program: Program, rank: int, members: int) -> Iterable[Operation]:
+    member, inner = rank % members, rank // members
+    peers = range(member, members * program.size, members)  # inner rank -> rank
+    for one in program.code:
+        words = f"step {one.step}"
+        if isinstance(one, Post):
+            where = "inner", member
+            yield Operation(
+                f"{words}: messages with ranks {sorted({peers[t.peer] for t in (*one.sends, *one.receives)})}",
+                tuple((Line(where, rank, peers[t.peer]), _content(program, t)) for t in one.sends),
+                tuple((Line(where, peers[t.peer], rank), _content(program, t)) for t in one.receives),
+            )
+        elif isinstance(one, GatherStart | ScatterStart):
+            ranks, stage = [peers[peer] for peer in one.ranks], program.slots[one.received].stage
+            yield _together(f"{words}: {one.label}", ("axis", *ranks), rank, ranks, (type(one), one.collective, stage))
+        elif isinstance(one, ExchangeStart):
+            ranks = [members * inner + peer for peer in one.ranks]
+            yield _together(f"{words}: {one.label}", ("ulysses", *ranks), rank, ranks, one.trade)
+
+
+def _content(program: Program, transfer: Transfer) -> tuple:
+    return transfer.unit, program.slots[transfer.slot].stage, transfer.tag
+
+
+def _together(words: str, communicator: tuple, rank: int, ranks: Iterable[int], what: Any) -> Operation:
+    """A collective, as messages among all that take part."""
+    others = [peer for peer in ranks if peer != rank]
+    return Operation(
+        words,
+        tuple((Line(communicator, rank, peer), what) for peer in others),
+        tuple((Line(communicator, peer, rank), what) for peer in others),
+    )
+
+
+def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]:
+    """Of each operation those of other ranks, as (rank, place in its queue), that must run while it does."""
+    ends: dict[Line, tuple[list, list]] = defaultdict(lambda: ([], []))
+    for rank, queue in enumerate(queues):
+        for place, one in enumerate(queue):
+            for side, messages in enumerate((one.sends, one.receives)):
+                for line, what in messages:
+                    ends[line][side].append((rank, place, what))
+    found: list[list[set[tuple[int, int]]]] = [[set() for _ in queue] for queue in queues]
+    for line, (sent, received) in ends.items():
+        if len(sent) != len(received):
+            raise PlanError(
+                f"NCCL would wait for ever: rank {line.source} sends {len(sent)} messages to rank {line.target}, which "
+                f"receives {len(received)}"
+            )
+        for number, ((a, i, given), (b, j, asked)) in enumerate(zip(sent, received, strict=True)):
+            if given != asked:
+                raise PlanError(
+                    f"NCCL knows no tags: message {number} from rank {line.source} to rank {line.target} is {given} in "
+                    f"{queues[a][i].words}, and {asked} is asked for in {queues[b][j].words}"
+                )
+            found[a][i].add((b, j))
+            found[b][j].add((a, i))
+    return found
+
+
+def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]]) -> None:
+    """Each rank's next operation runs; it ends when all that it needs have begun."""
+    at = [0] * len(queues)
+    waiting: dict[int, set[int]] = defaultdict(set)  # rank -> those that its going on may help
+    open_ranks = list(range(len(queues)))
+    while open_ranks:
+        rank = open_ranks.pop()
+        while at[rank] < len(queues[rank]):
+            missing = {peer for peer, place in partners[rank][at[rank]] if at[peer] < place}
+            for peer in missing:
+                waiting[peer].add(rank)
+            if missing:
+                break
+            at[rank] += 1
+            open_ranks += waiting.pop(rank, ())
+    stuck = [rank for rank, queue in enumerate(queues) if at[rank] < len(queue)]
+    if stuck:
+        raise PlanError(f"NCCL would wait for ever: {_circle(stuck[0], queues, partners, at)}")
+
+
+def _circle(rank: int, queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]], at: list[int]) -> str:
+    """Who waits for whom, round to the first of them again."""
+    seen: list[int] = []
+    while rank not in seen:
+        seen.append(rank)
+        rank = min(peer for peer, place in partners[rank][at[rank]] if at[peer] < place)
+    circle = [*seen[seen.index(rank) :], rank]
+    return ", ".join(
+        f"rank {one} waits in {queues[one][at[one]].words} for rank {other}"
+        for one, other in itertools.pairwise(circle)
+    )
