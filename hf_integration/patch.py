@@ -31,7 +31,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
-from . import checkpointing, sharded, tiling, whole_calls
+from . import checkpointing, noise, sharded, tiling, whole_calls
 from .attention_name import NAME, local_attention, use_ours, use_own
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
@@ -143,6 +143,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     if patch.experts is not None:
         patch.experts.close()
     tiling.untile(inner)
+    noise.release(inner)
     del inner.base_model._sequence_parallel_patch
     return model
 
@@ -248,6 +249,19 @@ def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
     return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
+def _seed(patch: _Patch, module: nn.Module) -> int:
+    """Of the noise that a forward draws by token; 0: it draws none. In a graph it draws torch's, or raises."""
+    if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
+        return 0
+    model = patch.agreement.model()
+    return noise.seed_of(module if model is None else model, patch.sp.size > 1)
+
+
+def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        noise.begin(patch.sp, seed, sharded.tokens_of(given), given.get("placement"), patch.local)
+
+
 def _before_head(
     names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
@@ -284,14 +298,17 @@ def _before_base(
     unshifted = given.pop("unshifted_labels", False)
     patch.local = _is_local(patch, module, given)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
+    seed = _seed(patch, module)
     if patch.local:
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
+        _begin(patch, seed, given)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
         given = whole_calls.enter(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
-    positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
+    positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, seed)
+    _begin(patch, seed, given)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     placement = given.pop("placement", None)
     return (), {**given, "sequence_parallel": True if placement is None else placement}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import is_whole
 from ds_seqpar.compiler import shards
-from ds_seqpar.errors import InputError
+from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
 from ds_seqpar.runtime import causes
@@ -28,9 +28,14 @@ from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.inputs import describe, shape_of
 from ds_seqpar.runtime.trusted import is_trusted
 
+from . import noise
 from .checkpointing import is_checkpointed, layers_of
 from .fingerprint import fingerprint
 
+COMPILED = (
+    "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
+    "layers instead, or set dropout to 0"
+)
 HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
@@ -59,12 +64,16 @@ class Agreement:
         wrong: str,
         back: bool,
         placement: Placement | None = None,
-    ) -> None:
-        """Raises InputError or DisagreementError on all ranks that share the sequence, before any of them sends."""
+        seed: int | None = None,
+    ) -> int:
+        """Raises InputError, ConfigError or DisagreementError on all ranks that share the sequence, before any of them
+        sends. seed: of the forward's noise (0: none); None: in one graph. Returns that of the sequence's first rank."""
         later, model = self.later if self.compared else None, self.model()
         if self.layers is None:  # not sooner: a model that is being copied has none yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
-        error = InputError(wrong) if wrong else self.later.error()
+        error: SeqParError | None = InputError(wrong) if wrong else self.later.error()
+        if error is None and seed is None and back and model is not None and noise.sources(model):
+            error = ConfigError(COMPILED)
         if error is None and tokens is not None:
             error = shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
@@ -72,22 +81,29 @@ class Agreement:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value |= fingerprint(model) if model is not None and not self.compared else {}
-        agree(self.sp.groups.control, "model inputs", value, error=error, advice=causes.of_models)
+        number = seed if seed and self.sp.rank == 0 else 0
+        found = agree(
+            self.sp.groups.control, "model inputs", value, error=error, number=number, advice=causes.of_models
+        )
         self.compared = True
+        return found
 
 
-def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool) -> Tensor | None:
-    """The position_ids to go on with. given: a base model's arguments, by name."""
+def agree_on_shard(
+    agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool, seed: int
+) -> tuple[Tensor | None, int]:
+    """(the position_ids, the seed of noise) to go on with. given: a base model's arguments, by name."""
     positions, mask, placement = given.get("position_ids"), given.get("attention_mask"), given.get("placement")
     if wrong := wrong_inputs(given):
         tokens = positions = mask = None  # nothing of them may be fit to be looked at
     else:
         tokens, wrong = tokens_of(given), _misuse(given, unshifted)
     if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
-        return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward)
-    ask = torch.compiler.disable(agreement.ask) if torch.compiler.is_compiling() else agreement.ask
-    ask(tokens, positions, mask, wrong, backward, placement)
-    return positions
+        return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward), 0
+    if torch.compiler.is_compiling():
+        torch.compiler.disable(agreement.ask)(tokens, positions, mask, wrong, backward, placement)
+        return positions, 0
+    return positions, agreement.ask(tokens, positions, mask, wrong, backward, placement, seed)
 
 
 def tokens_of(given: Mapping[str, Any]) -> Any:

@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar.config import most_logits
 from ds_seqpar.errors import ConfigError, InputError
 
+from .graphs import between_graphs
 from .sums import Sums
-from .tiles import between_graphs, ceil_of, tiled_sum, trained
+from .tiles import ceil_of, tiled_sum, trained
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from . import noise
 from .sums import Sums
 
 Compute = Callable[[Tensor, slice], Tensor]  # of a tile (B, t, d) and of the tokens that it holds
@@ -60,7 +60,7 @@ class _Run:
     """One forward, and what its backward must repeat: the tiles, autocast, and what was drawn at random."""
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
-        self.compute, self.parameters, self.cuts = compute, parameters, cuts(x.shape[1], tiles)
+        self.compute, self.parameters, self.cuts = noise.by_tile(compute), parameters, cuts(x.shape[1], tiles)
         self.conditions = _Conditions.of(x)
 
     def scaled(self, x: Tensor) -> bool:
@@ -126,12 +126,13 @@ def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Conditions:
-    """Autocast and the random state in which a forward was computed."""
+    """Autocast, the random state and the noise by token with which a forward was computed."""
 
     device: torch.device
     dtype: torch.dtype
     enabled: bool
     random: tuple[Tensor, Tensor | None]  # of the CPU and of x's device
+    drawn: noise.Draw | None
 
     @classmethod
     def of(cls, x: Tensor) -> _Conditions:
@@ -141,13 +142,14 @@ class _Conditions:
             dtype=torch.get_autocast_dtype(kind),
             enabled=torch.is_autocast_enabled(kind),
             random=(torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None),
+            drawn=noise.now(),
         )
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A context with forward's autocast, in which the same is drawn: LoRA inside an MLP may have dropout."""
         cpu, other = self.random
-        with torch.random.fork_rng([] if other is None else [self.device]):
+        with torch.random.fork_rng([] if other is None else [self.device]), noise.drawing(self.drawn):
             torch.set_rng_state(cpu)
             if other is not None:
                 torch.cuda.set_rng_state(other, self.device)
@@ -220,13 +222,3 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 def ceil_of(a: int, b: int) -> int:
     """Tiles of at most b for a of something."""
     return max(1, -(-a // b))
-
-
-def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Between the graphs of a compiled model. (As a decorator torch's own would import the compiler.)"""
-
-    @functools.wraps(function)
-    def between(*args: Any, **kwargs: Any) -> Any:
-        return (torch.compiler.disable(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return between

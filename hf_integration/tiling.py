@@ -21,8 +21,9 @@ from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
 
 from .families import unwrapped
+from .graphs import between_graphs
 from .tiled_loss import LEAF, TILING, Tiling, model_forward
-from .tiles import between_graphs, ceil_of, tiled, trained
+from .tiles import ceil_of, tiled, trained
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:

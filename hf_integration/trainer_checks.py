@@ -44,10 +44,6 @@ ARGUMENTS = {
         "a train_sampling_strategy that gives the ranks of a sequence the same examples; use random, sequential or "
         "group_by_length",
     ),
-    "neftune_noise_alpha": (
-        lambda value: value is not None,
-        "neftune_noise_alpha=None, its noise is scaled by the tokens that a rank sees",
-    ),
     "predict_with_generate": (lambda value: value, "predict_with_generate=False, it would generate from a part"),
     "eval_use_gather_object": (lambda value: value, "eval_use_gather_object=False, results are gathered as tensors"),
     "use_liger_kernel": (

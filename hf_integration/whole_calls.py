@@ -23,9 +23,9 @@ from ds_seqpar.runtime.inputs import describe
 from ds_seqpar.spread import Spread
 from ds_seqpar.whole import whole_loss, whole_of
 
+from .graphs import between_graphs
 from .loss_checks import loss_function_error
 from .sharded import Agreement, fits, tokens_of, wrong_inputs
-from .tiles import between_graphs
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
 PASSED = ("num_items_in_batch", "logits_to_keep")  # what may be a tensor of no tokens

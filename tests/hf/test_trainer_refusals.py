@@ -119,7 +119,6 @@ WRONG = {
     "built-in sequence parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "remove it"]),
     "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, ["average_tokens_across_devices=False"]),
     "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["'batch_rebalance'"]),
-    "noise by length": (lambda: {"neftune_noise_alpha": 5.0}, ["got neftune_noise_alpha=5.0"]),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
     "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),
     "model takes neither": (lambda: {"model": deaf()}, ["num_items_in_batch", "accepts_loss_kwargs"]),
