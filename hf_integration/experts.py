@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ds_seqpar import SequenceParallel
@@ -19,26 +19,22 @@ from .families import FAMILIES, unwrapped
 
 
 class Experts:
-    """Of a patched model whose loss has such a part. share: what of it a rank's loss has.
+    """Of a patched model whose loss has such a part."""
 
-    A loss from `shard_batches`' divisor is averaged over ranks: each has all of it. The Trainer's are summed over the
-    ranks of a sequence: it asks for another share (`having_share`).
-    """
-
-    def __init__(self, sp: SequenceParallel, share: float = 1.0) -> None:
-        self.sp, self.share = sp, share
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
         sp.mask_users.add(self)  # padding is not counted as tokens
 
     def __deepcopy__(self, memo: dict) -> Experts:
-        return Experts(self.sp, self.share)
+        return Experts(self.sp)
 
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
-    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float | None = None) -> Any:
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
         """The output of a sharded forward with the loss of whole sequences in place of that of this rank's tokens.
-        share: of this forward, if it is another."""
-        share = self.share if share is None else share
+        share: what of it a rank's loss has. Ranks' losses of `shard_batches` are averaged: each has all of it. Those of
+        a whole call are summed."""
         if getattr(output, "aux_loss", None) is None:
             return output
         settings = model.num_experts, model.num_experts_per_tok
@@ -54,21 +50,6 @@ def has_experts(model: Any) -> bool:
     """Whether the loss of a known model may have such a part."""
     family = FAMILIES.get(model.config.model_type)
     return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
-
-
-@contextlib.contextmanager
-def having_share(model: nn.Module, share: float) -> Iterator[None]:
-    """A context in which a rank's loss has that share of what balances experts, if the model has some."""
-    base: Any = unwrapped(model).base_model
-    patch = getattr(base, "_sequence_parallel_patch", None)
-    if patch is None or patch.experts is None:
-        yield
-        return
-    before, patch.experts.share = patch.experts.share, share
-    try:
-        yield
-    finally:
-        patch.experts.share = before
 
 
 def balance(

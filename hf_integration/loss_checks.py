@@ -7,9 +7,8 @@ and then what came out of a forward.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from .families import unwrapped
 from .tiling import evaluated
 
 ITEMS = 3.0  # the divisor that a loss is tried with
+TOGETHER = 1024  # tokens whose logits are made fp32 at once
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
@@ -47,7 +47,7 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     try:
         with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
-        error = loss_error(output, given["shift_labels"], float(output.loss), ITEMS, "initialize")
+        error = loss_error(output.logits, given["shift_labels"], float(output.loss), ITEMS, "initialize")
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
@@ -74,12 +74,11 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, trainer: Any = None) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
-    state, what ZeRO-3 knows of the order of forwards, and what a Trainer of trl collects to log. Of a model with
-    experts the loss is that of tokens alone; of one with a tiled loss it is that, with whole logits beside it."""
+    state, and what ZeRO-3 knows of the order of forwards. Of a model with experts the loss is that of tokens alone; of
+    one with a tiled loss it is that, with whole logits beside it."""
     modes = [(module, module.training) for module in model.modules()]
-    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
@@ -88,8 +87,6 @@ def evaluating(model: nn.Module, trainer: Any = None) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        if metrics is not None:
-            trainer._metrics = metrics
         _forget_order(model)
 
 
@@ -104,7 +101,7 @@ def _forget_order(engine: nn.Module) -> None:
             coordinator._invalidate_trace()
 
 
-def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> ConfigError | None:
+def loss_function_error(model: PreTrainedModel, taker: str) -> ConfigError | None:
     """What is wrong with `model.loss_function`. taker: who takes check_loss=False, or "" where nobody does."""
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
     shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
@@ -119,16 +116,15 @@ def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> C
     return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", taker)
 
 
-def loss_error(
-    output: Any, labels: Tensor, found: float, items: float, taker: str = "the Trainer"
-) -> ConfigError | None:
-    """What is wrong with the loss `found` of a forward that gave `output`, with these shift_labels and this divisor."""
-    logits = output.get("logits") if isinstance(output, Mapping) else output[1]
+def loss_error(logits: object, labels: Tensor, found: float, items: float, taker: str) -> ConfigError | None:
+    """What is wrong with a forward's loss `found`, given its logits, these shift_labels and this divisor."""
     if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         return _error("no logits to compare its loss with", taker)
-    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    expected = float(losses) / items
-    if math.isclose(found, expected, rel_tol=1e-2):
+    flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
+    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
+    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
+    expected = float(torch.stack(losses).sum()) / items
+    if math.isclose(found, expected, rel_tol=1e-2) or (math.isnan(found) and math.isnan(expected)):
         return None
     return _error(f"{found:.4f} where that is {expected:.4f}", taker)
 

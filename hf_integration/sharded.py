@@ -35,7 +35,10 @@ HOW = "give the model what sp.shard_batches returns, its placement included, or 
 
 
 class Agreement:
-    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too."""
+    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too. loss_of: who
+    takes check_loss=False, "" for nobody, while the model's loss must still be looked at in a whole call; then None."""
+
+    loss_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
@@ -48,7 +51,7 @@ class Agreement:
         if model is None:
             return self
         copied = Agreement(self.sp, memo.get(id(model), model))
-        copied.compared = self.compared
+        copied.compared, copied.loss_of = self.compared, self.loss_of
         return copied
 
     def ask(
