@@ -116,7 +116,9 @@ def loss_function_error(model: PreTrainedModel, taker: str) -> ConfigError | Non
     return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", taker)
 
 
-def loss_error(logits: object, labels: Tensor, found: float, items: float, taker: str) -> ConfigError | None:
+def loss_error(
+    logits: object, labels: Tensor, found: float, items: float, taker: str, abs_tol: float = 0.0
+) -> ConfigError | None:
     """What is wrong with a forward's loss `found`, given its logits, these shift_labels and this divisor."""
     if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         return _error("no logits to compare its loss with", taker)
@@ -124,7 +126,7 @@ def loss_error(logits: object, labels: Tensor, found: float, items: float, taker
     parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
     losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
     expected = float(torch.stack(losses).sum()) / items
-    if math.isclose(found, expected, rel_tol=1e-2) or (math.isnan(found) and math.isnan(expected)):
+    if math.isclose(found, expected, rel_tol=1e-2, abs_tol=abs_tol) or (math.isnan(found) and math.isnan(expected)):
         return None
     return _error(f"{found:.4f} where that is {expected:.4f}", taker)
 

@@ -202,10 +202,11 @@ def _look_at_loss(call: Call, labels: Tensor, items: float, output: Any) -> None
     if loss is None or not items or not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         return
     model: Any = call.agreement.model()
-    found = float(loss)
+    aside = 0.0
     if isinstance(output, Mapping) and output.get("aux_loss") is not None:  # its share of the loss for balanced experts
-        found -= model.router_aux_loss_coef * float(output["aux_loss"]) / call.agreement.sp.size
-    error = loss_error(logits, labels, found, items, call.agreement.loss_of or "")
+        aside = model.router_aux_loss_coef * float(output["aux_loss"]) / call.agreement.sp.size
+    lost = 8 * torch.finfo(loss.dtype).eps * abs(aside)  # in adding both
+    error = loss_error(logits, labels, float(loss) - aside, items, call.agreement.loss_of or "", lost)
     agree(call.agreement.sp.groups.control, "loss of the model", None, error=error)
     call.agreement.loss_of = None
 

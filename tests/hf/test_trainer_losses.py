@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import Trainer
 
 from hf_integration import SequenceParallelMixin
-from tests.hf.llama import IGNORE
+from tests.hf.llama import IGNORE, small
 from tests.hf.test_trainer_runs import accuracy
 from tests.hf.trainers import documents, make, trained
 from tests.launch import on_trainer_ranks as on_ranks
@@ -63,12 +63,20 @@ def with_weights(count, seed):
     return [{**x, "weights": x["input_ids"].float().mean()} for x in documents(count, seed)]
 
 
+def deaf():
+    """Its loss is the mean of a micro-batch, which the Trainer divides by the micro-steps."""
+    model = small(pad_token_id=0)
+    model.accepts_loss_kwargs = False
+    return model
+
+
 # what a run has of its own -> what `make` is given
 LOSSES = {
     "smoothing": lambda: {"label_smoothing_factor": 0.1},
     "a function by items": lambda: {"parts": {"compute_loss_func": by_items}},
     "a function of a mean": lambda: {"parts": {"compute_loss_func": focal}},
     "a method": lambda: {"kind": OwnLoss},
+    "a model that takes no count": lambda: {"model": deaf()},
     "a method with a column": lambda: {
         "kind": Weighted,
         "label_names": ["labels", "weights"],
