@@ -32,9 +32,20 @@ from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
 from . import checkpointing, sharded, tiling, whole_calls
-from .attention_name import NAME, local_attention, use_ours, use_own
-from .experts import Experts, check_output, has_experts
-from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
+from .families import (
+    NAME,
+    attentions,
+    check_adapters,
+    check_model,
+    heads,
+    local_attention,
+    unwrapped,
+    use_ours,
+    use_own,
+    vocabulary,
+    windows,
+)
+from .losses import Experts, check_output, has_experts
 from .sharded import tokens_of
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask

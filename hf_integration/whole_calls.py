@@ -23,7 +23,7 @@ from ds_seqpar.runtime.inputs import describe
 from ds_seqpar.spread import Spread
 from ds_seqpar.whole import whole_loss, whole_of
 
-from .loss_checks import loss_error, loss_function_error
+from .losses import loss_error, loss_function_error
 from .sharded import Agreement, fits, tokens_of, wrong_inputs
 from .tiles import between_graphs
 

@@ -147,7 +147,8 @@ def repeated(folder, names, section):
 
 def test_an_evaluation_whose_last_batch_repeats_examples_gives_the_plain_loss(tmp_path):
     """Of 6 examples, two groups of 2 leave one with repetitions alone; of 5 and 7, with fewer than another."""
-    plain = on_ranks(2, repeated, tmp_path / "plain", list(LOSSES), None)[0]
-    assert len(plain) == 3 * len(LOSSES)
-    for found in on_ranks(4, repeated, tmp_path / "shared", list(LOSSES), SECTION):
+    names = [name for name in LOSSES if not name.startswith("a model")]  # of whose own loss each counts once
+    plain = on_ranks(2, repeated, tmp_path / "plain", names, None)[0]
+    assert len(plain) == 3 * len(names)
+    for found in on_ranks(4, repeated, tmp_path / "shared", names, SECTION):
         assert found == pytest.approx(plain, rel=2e-4)
