@@ -20,7 +20,7 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.keeping import Checkpoint
 
 from . import noise
-from .tiled_loss import TILING
+from .tiling import TILING
 
 PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
 FUNCTION = "_gradient_checkpointing_func"

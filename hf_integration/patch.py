@@ -32,9 +32,21 @@ from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
 from . import checkpointing, noise, sharded, tiling, whole_calls
-from .attention_name import NAME, local_attention, use_ours, use_own
-from .experts import Experts, check_output, has_experts
-from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
+from .families import (
+    NAME,
+    attentions,
+    check_adapters,
+    check_model,
+    heads,
+    local_attention,
+    unwrapped,
+    use_ours,
+    use_own,
+    vocabulary,
+    windows,
+)
+from .losses import Experts, check_output, has_experts
+from .sharded import tokens_of
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
 # in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
@@ -242,8 +254,14 @@ def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[
 
 def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
     """Whether a forward is that of the unpatched model. A kv cache means generation, which is local; training has none,
-    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not."""
-    if patch.whole or (patch.sp.size == 1 and given.get("shift_labels") is None and given.get("placement") is None):
+    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not. A
+    Trainer's with labels are not local there: they have tiles and checkpoints as shared ones."""
+    if patch.whole or (
+        patch.sp.size == 1
+        and given.get("shift_labels") is None
+        and given.get("placement") is None
+        and not (given.get("labels") is not None and whole_calls.is_brought(tokens_of(given)))
+    ):
         return True
     cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
     return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
@@ -259,7 +277,7 @@ def _seed(patch: _Patch, module: nn.Module) -> int:
 
 def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        noise.begin(patch.sp, seed, sharded.tokens_of(given), given.get("placement"), patch.local)
+        noise.begin(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
 
 
 def _before_head(
@@ -287,7 +305,7 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
         return output
     call = whole_calls.call_of(module, kwargs)
     if patch.experts is not None and module is not inner.base_model:
-        output = patch.experts.correct(inner, kwargs, output, share=None if call is None else 1 / patch.sp.size)
+        output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)
     return output if call is None else whole_calls.leave(patch.sp, call, output)
 
 

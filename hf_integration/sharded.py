@@ -4,17 +4,17 @@ Under torch.compile the same is an op in the graph, so that a compiled model ask
 
 To look at a tensor on a device the host must wait for all that the device has still to do. So positions and masks there
 are looked at in a model's first forward; later they pass unseen if `shard_batches` made them, and others are compared
-on the device, and what came out is said in the next forward.
-"""
+on the device, and what came out is said in the next forward."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
@@ -30,7 +30,6 @@ from ds_seqpar.runtime.trusted import is_trusted
 
 from . import noise
 from .checkpointing import is_checkpointed, layers_of
-from .fingerprint import fingerprint
 
 COMPILED = (
     "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
@@ -40,7 +39,10 @@ HOW = "give the model what sp.shard_batches returns, its placement included, or 
 
 
 class Agreement:
-    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too."""
+    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too. loss_of: who
+    takes check_loss=False, "" for nobody, while the model's loss must still be looked at in a whole call; then None."""
+
+    loss_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
@@ -53,7 +55,7 @@ class Agreement:
         if model is None:
             return self
         copied = Agreement(self.sp, memo.get(id(model), model))
-        copied.compared = self.compared
+        copied.compared, copied.loss_of = self.compared, self.loss_of
         return copied
 
     def ask(
@@ -276,3 +278,46 @@ class Later:
         if (share, device) not in self.expected:
             self.expected = {(share, device): _expected(sp, share).to(device)}
         return self.expected[share, device]
+
+
+SAMPLES = 8  # values of a parameter that are compared
+
+
+def fingerprint(model: nn.Module) -> dict[str, object]:
+    """Name -> what to compare: dtypes, layers, RoPE, and of every parameter its shape and some values, what says most
+    first.
+
+    Values are those that a rank holds whole: not of parameters that ZeRO-3 or FSDP partitions, or that are on meta.
+    """
+    parameters = dict(model.named_parameters())
+    trained = [name for name, p in parameters.items() if p.requires_grad]
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
+    return {
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
+        "layers": getattr(model.config, "num_hidden_layers", None),
+        "rope": getattr(model.config, "rope_parameters", None),
+        "trained parameters": len(trained),
+        **{f"shape of {name}": shape for name, shape in shapes.items()},
+        **{f"values of {name}": digest for name, digest in values.items()},
+    }
+
+
+def _is_whole(p: nn.Parameter) -> bool:
+    return not hasattr(p, "ds_shape") and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
+
+
+def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """A digest of some values of each, copied from a device together."""
+    taken = [_spread(p) for p in parameters.values()]
+    values = torch.cat(taken).cpu().split([len(x) for x in taken]) if taken else []
+    return {
+        name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
+        for name, x in zip(parameters, values, strict=True)
+    }
+
+
+def _spread(p: nn.Parameter) -> Tensor:
+    flat = p.detach().reshape(-1)
+    at = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), device=flat.device).long()
+    return flat[at].double()
