@@ -127,12 +127,19 @@ def shard_call(sp: Sharing, given: Mapping[str, Any]) -> tuple[dict[str, Any], i
     if batch.get("labels") is None:
         batch["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
     checked = check_batch(sp, batch, causal=True)
-    if predicted_from_padding(checked.tensors["labels"], checked.mask) and dist.get_rank() == 0:
-        warn_of_left_padding()
+    _warn(checked)
     shard = _shard(sp, checked)
     if given.get("labels") is None:
         del shard["labels"], shard["shift_labels"]
     return _moved(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
+
+
+def counted_labels(sp: Sharing, batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a whole batch, with -100 for those that do not count: a row's first, and those that would be
+    predicted across a document's end or from padding. Raises InputError where the batch cannot be sharded. Local."""
+    checked = check_batch(sp, batch, causal=True)
+    _warn(checked)
+    return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +263,11 @@ def _shard(sp: Sharing, batch: Checked) -> dict[str, Any]:
         mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
         sharded["attention_mask"] = trusted.remember(mask, sp)
     return sharded if placement is None else {**sharded, "placement": placement}
+
+
+def _warn(batch: Checked) -> None:
+    if predicted_from_padding(batch.tensors["labels"], batch.mask) and dist.get_rank() == 0:
+        warn_of_left_padding()
 
 
 def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def own_library(model: nn.Module) -> Library:
 def numbers_of(place: str) -> Model:
     """What a model's memory depends on, from the folder or file of its config. Raises ConfigError for one that is none,
     or that is not known."""
-    return imported(f"{PACKAGES['PreTrainedModel']}.numbers").numbers_of(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.job").numbers_of(place)
 
 
 def imported(name: str) -> Any:

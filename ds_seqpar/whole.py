@@ -170,8 +170,9 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, own.detach().clone()
-        with failing("the sum of the loss over ranks", sp.groups.sp):
-            dist.all_reduce(total, group=sp.groups.sp)
+        if sp.groups.sp is not None:  # torch takes None for all ranks
+            with failing("the sum of the loss over ranks", sp.groups.sp):
+                dist.all_reduce(total, group=sp.groups.sp)
         return total
 
     @staticmethod

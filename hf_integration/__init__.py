@@ -1,7 +1,12 @@
 """ds_seqpar in HuggingFace transformers: `patch_attention(model, sp)`, a method of every model too, and a Trainer."""
 
+import os
+import warnings
 from typing import Any
 
+from packaging.version import Version
+
+from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import HOW, Library, imported, register
 
 try:
@@ -12,10 +17,11 @@ except ModuleNotFoundError as error:
 
 from .families import heads, is_known
 from .job import job_of
-from .loss_checks import check_engine, check_function
+from .losses import check_engine, check_function
 from .patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
-from .versions import check_transformers
 
+# (major, minor), both of which `make test-all` runs; setup.cfg says the same
+OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
     "Packs": "collator",
     "PackingCollator": "collator",
@@ -52,6 +58,20 @@ __all__ = [
     "whole_sequences",
     *sorted(LATER),
 ]
+
+
+def check_transformers(version: str) -> None:
+    """Raises ConfigError for a transformers that is too old; warns, on one rank, of one that is newer than tested."""
+    found = Version(version).release[:2]
+    tested = f"transformers {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    if found < OLDEST:
+        raise ConfigError(f"SequenceParallelTrainer needs {tested}; got {version}, install one of them")
+    if found > NEWEST and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"SequenceParallelTrainer is tested with {tested}, got {version}: compare a short run with the plain "
+            "Trainer's before you trust it",
+            stacklevel=3,
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,8 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.keeping import Checkpoint
 
-from .tiled_loss import TILING
+from . import noise
+from .tiling import TILING
 
 PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
 FUNCTION = "_gradient_checkpointing_func"
@@ -36,8 +37,8 @@ def is_checkpointed(layer: Any) -> bool:
 
 
 class AsInForward:
-    """A checkpoint function whose second run, in backward, is of the same kind as its first: local or sharded, whatever
-    forwards have been made since. base: the patched base model."""
+    """A checkpoint function whose second run, in backward, is as its first: local or sharded, with the same noise,
+    whatever forwards have been made since. base: the patched base model."""
 
     def __init__(self, checkpoint: Callable[..., Any], base: nn.Module) -> None:
         self.checkpoint, self.base = checkpoint, weakref.ref(base)
@@ -51,7 +52,7 @@ class AsInForward:
         if torch.compiler.is_compiling() or not hasattr(base, PATCH):
             return self.checkpoint(function, *args, **kwargs)
         patch, tiling = getattr(base, PATCH), getattr(base, TILING, None)
-        local = patch.local
+        local, drawn = patch.local, noise.now()
 
         def run(*args: object, **kwargs: object) -> Any:
             if not local and getattr(base, PATCH, None) is not patch:
@@ -59,7 +60,7 @@ class AsInForward:
                     "backward computes checkpointed layers again, for which the model must be patched as it was in "
                     "forward; got one that was unpatched since, call unpatch_attention after backward"
                 )
-            with contextlib.nullcontext() if tiling is None else tiling.being(local):
+            with noise.drawing(drawn), contextlib.nullcontext() if tiling is None else tiling.being(local):
                 return function(*args, **kwargs)
 
         return self.checkpoint(run, *args, **kwargs)

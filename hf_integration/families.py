@@ -1,13 +1,22 @@
-"""Model families that have been checked: what their attention needs, and what in a model would make it wrong."""
+"""Model families that have been checked: what their attention needs, what in a model would make it wrong, and how its
+attention modules, and nobody else, come to call ours.
+
+transformers looks an attention function up by the name in the config of the module that calls it. So each attention
+module of a patched model is given a view of the model's config that says our name. The config itself stays as it was:
+what is saved, copied or made of it knows nothing of us.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import unwrapped
@@ -152,3 +161,51 @@ def _ropes(config: PreTrainedConfig) -> list[str]:
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [value for value in given.values() if isinstance(value, dict)] or [given]
     return sorted({kind.get("rope_type", "default") for kind in kinds})
+
+
+NAME = "ds_seqpar"
+EAGER = "eager_attention_forward"
+
+
+class ConfigView:
+    """What an attention module reads in place of the model's config: the same, with the name of our attention."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "own" or name.startswith("__"):  # what copies and pickles ask for before `own` is there
+            raise AttributeError(name)
+        return getattr(self.own, name)
+
+
+def use_ours(module: Any) -> None:
+    """Has an attention module call our attention."""
+    module.config = ConfigView(module.config)
+
+
+def use_own(module: Any) -> None:
+    """Gives an attention module its config back."""
+    module.config = module.config.own
+
+
+def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The attention of the unpatched model. "eager" is a function of each model's own file."""
+    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(module.config.own._attn_implementation, eager)
+    with _own_config(module):
+        return function(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _own_config(module: Any) -> Iterator[None]:
+    """A context in which the module has its own config: flash attention reads the name of its kernel there."""
+    view = module.config
+    module.config = view.own
+    try:
+        yield
+    finally:
+        module.config = view

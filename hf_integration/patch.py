@@ -31,10 +31,22 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
-from . import checkpointing, sharded, tiling, whole_calls
-from .attention_name import NAME, local_attention, use_ours, use_own
-from .experts import Experts, check_output, has_experts
-from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
+from . import checkpointing, noise, sharded, tiling, whole_calls
+from .families import (
+    NAME,
+    attentions,
+    check_adapters,
+    check_model,
+    heads,
+    local_attention,
+    unwrapped,
+    use_ours,
+    use_own,
+    vocabulary,
+    windows,
+)
+from .losses import Experts, check_output, has_experts
+from .sharded import tokens_of
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
 # in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
@@ -143,6 +155,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     if patch.experts is not None:
         patch.experts.close()
     tiling.untile(inner)
+    noise.release(inner)
     del inner.base_model._sequence_parallel_patch
     return model
 
@@ -241,11 +254,30 @@ def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[
 
 def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
     """Whether a forward is that of the unpatched model. A kv cache means generation, which is local; training has none,
-    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not."""
-    if patch.whole or (patch.sp.size == 1 and given.get("shift_labels") is None and given.get("placement") is None):
+    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not. A
+    Trainer's with labels are not local there: they have tiles and checkpoints as shared ones."""
+    if patch.whole or (
+        patch.sp.size == 1
+        and given.get("shift_labels") is None
+        and given.get("placement") is None
+        and not (given.get("labels") is not None and whole_calls.is_brought(tokens_of(given)))
+    ):
         return True
     cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
     return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
+
+
+def _seed(patch: _Patch, module: nn.Module) -> int:
+    """Of the noise that a forward draws by token; 0: it draws none. In a graph it draws torch's, or raises."""
+    if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
+        return 0
+    model = patch.agreement.model()
+    return noise.seed_of(module if model is None else model, patch.sp.size > 1)
+
+
+def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        noise.begin(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
 
 
 def _before_head(
@@ -273,7 +305,7 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
         return output
     call = whole_calls.call_of(module, kwargs)
     if patch.experts is not None and module is not inner.base_model:
-        output = patch.experts.correct(inner, kwargs, output, share=None if call is None else 1 / patch.sp.size)
+        output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)
     return output if call is None else whole_calls.leave(patch.sp, call, output)
 
 
@@ -284,14 +316,17 @@ def _before_base(
     unshifted = given.pop("unshifted_labels", False)
     patch.local = _is_local(patch, module, given)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
+    seed = _seed(patch, module)
     if patch.local:
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
+        _begin(patch, seed, given)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
         given = whole_calls.enter(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
-    positions = sharded.agree_on_shard(patch.agreement, given, unshifted, backward)
+    positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, seed)
+    _begin(patch, seed, given)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     placement = given.pop("placement", None)
     return (), {**given, "sequence_parallel": True if placement is None else placement}

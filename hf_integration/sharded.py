@@ -4,23 +4,23 @@ Under torch.compile the same is an op in the graph, so that a compiled model ask
 
 To look at a tensor on a device the host must wait for all that the device has still to do. So positions and masks there
 are looked at in a model's first forward; later they pass unseen if `shard_batches` made them, and others are compared
-on the device, and what came out is said in the next forward.
-"""
+on the device, and what came out is said in the next forward."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import is_whole
 from ds_seqpar.compiler import shards
-from ds_seqpar.errors import InputError
+from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.handles import handle_of, of_handle
 from ds_seqpar.placement import Placement
 from ds_seqpar.runtime import causes
@@ -28,14 +28,21 @@ from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.inputs import describe, shape_of
 from ds_seqpar.runtime.trusted import is_trusted
 
+from . import noise
 from .checkpointing import is_checkpointed, layers_of
-from .fingerprint import fingerprint
 
+COMPILED = (
+    "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
+    "layers instead, or set dropout to 0"
+)
 HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
 class Agreement:
-    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too."""
+    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too. loss_of: who
+    takes check_loss=False, "" for nobody, while the model's loss must still be looked at in a whole call; then None."""
+
+    loss_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
@@ -48,7 +55,7 @@ class Agreement:
         if model is None:
             return self
         copied = Agreement(self.sp, memo.get(id(model), model))
-        copied.compared = self.compared
+        copied.compared, copied.loss_of = self.compared, self.loss_of
         return copied
 
     def ask(
@@ -59,12 +66,16 @@ class Agreement:
         wrong: str,
         back: bool,
         placement: Placement | None = None,
-    ) -> None:
-        """Raises InputError or DisagreementError on all ranks that share the sequence, before any of them sends."""
+        seed: int | None = None,
+    ) -> int:
+        """Raises InputError, ConfigError or DisagreementError on all ranks that share the sequence, before any of them
+        sends. seed: of the forward's noise (0: none); None: in one graph. Returns that of the sequence's first rank."""
         later, model = self.later if self.compared else None, self.model()
         if self.layers is None:  # not sooner: a model that is being copied has none yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
-        error = InputError(wrong) if wrong else self.later.error()
+        error: SeqParError | None = InputError(wrong) if wrong else self.later.error()
+        if error is None and seed is None and back and model is not None and noise.sources(model):
+            error = ConfigError(COMPILED)
         if error is None and tokens is not None:
             error = shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
@@ -72,22 +83,29 @@ class Agreement:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value |= fingerprint(model) if model is not None and not self.compared else {}
-        agree(self.sp.groups.control, "model inputs", value, error=error, advice=causes.of_models)
+        number = seed if seed and self.sp.rank == 0 else 0
+        found = agree(
+            self.sp.groups.control, "model inputs", value, error=error, number=number, advice=causes.of_models
+        )
         self.compared = True
+        return found
 
 
-def agree_on_shard(agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool) -> Tensor | None:
-    """The position_ids to go on with. given: a base model's arguments, by name."""
+def agree_on_shard(
+    agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool, seed: int
+) -> tuple[Tensor | None, int]:
+    """(the position_ids, the seed of noise) to go on with. given: a base model's arguments, by name."""
     positions, mask, placement = given.get("position_ids"), given.get("attention_mask"), given.get("placement")
     if wrong := wrong_inputs(given):
         tokens = positions = mask = None  # nothing of them may be fit to be looked at
     else:
         tokens, wrong = tokens_of(given), _misuse(given, unshifted)
     if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
-        return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward)
-    ask = torch.compiler.disable(agreement.ask) if torch.compiler.is_compiling() else agreement.ask
-    ask(tokens, positions, mask, wrong, backward, placement)
-    return positions
+        return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward), 0
+    if torch.compiler.is_compiling():
+        torch.compiler.disable(agreement.ask)(tokens, positions, mask, wrong, backward, placement)
+        return positions, 0
+    return positions, agreement.ask(tokens, positions, mask, wrong, backward, placement, seed)
 
 
 def tokens_of(given: Mapping[str, Any]) -> Any:
@@ -260,3 +278,46 @@ class Later:
         if (share, device) not in self.expected:
             self.expected = {(share, device): _expected(sp, share).to(device)}
         return self.expected[share, device]
+
+
+SAMPLES = 8  # values of a parameter that are compared
+
+
+def fingerprint(model: nn.Module) -> dict[str, object]:
+    """Name -> what to compare: dtypes, layers, RoPE, and of every parameter its shape and some values, what says most
+    first.
+
+    Values are those that a rank holds whole: not of parameters that ZeRO-3 or FSDP partitions, or that are on meta.
+    """
+    parameters = dict(model.named_parameters())
+    trained = [name for name, p in parameters.items() if p.requires_grad]
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
+    return {
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
+        "layers": getattr(model.config, "num_hidden_layers", None),
+        "rope": getattr(model.config, "rope_parameters", None),
+        "trained parameters": len(trained),
+        **{f"shape of {name}": shape for name, shape in shapes.items()},
+        **{f"values of {name}": digest for name, digest in values.items()},
+    }
+
+
+def _is_whole(p: nn.Parameter) -> bool:
+    return not hasattr(p, "ds_shape") and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
+
+
+def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """A digest of some values of each, copied from a device together."""
+    taken = [_spread(p) for p in parameters.values()]
+    values = torch.cat(taken).cpu().split([len(x) for x in taken]) if taken else []
+    return {
+        name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
+        for name, x in zip(parameters, values, strict=True)
+    }
+
+
+def _spread(p: nn.Parameter) -> Tensor:
+    flat = p.detach().reshape(-1)
+    at = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), device=flat.device).long()
+    return flat[at].double()

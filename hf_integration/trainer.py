@@ -1,91 +1,139 @@
 """HF Trainer fine-tuning: the same losses, norms, evaluation and checkpoints however many ranks share a sequence.
 
-The Trainer keeps its own sampler, loop, counting and checkpoints. What differs with sequence parallelism is here:
-its data loaders are told the data coordinate instead of the rank, a window of batches is sharded once it is complete,
-and evaluation counts every sequence once.
+The ranks that share a sequence are to the Trainer what one rank is to the plain one. They are given the same whole
+batches, and the model, which takes those, gives each of them the plain model's whole outputs. What the Trainer gathers
+over ranks it gets of groups (`OfGroups`), so its own counting, losses and evaluation stay as they are.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
 
-from ds_seqpar import SequenceParallelConfig, cpu_op
+from ds_seqpar import SequenceParallel, SequenceParallelConfig, cpu_op
+from ds_seqpar.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
+from ds_seqpar.documents import documents_of
 from ds_seqpar.engine import prepare_model
-from ds_seqpar.runtime import trusted
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.errors import InputError, SeqParError, as_error
+from ds_seqpar.runtime import causes
+from ds_seqpar.runtime.agreement import Alike, agree, sums
 from ds_seqpar.runtime.telling import told_once
+from ds_seqpar.whole import plain
 
-from . import randomness, resuming
+from . import randomness, resuming, whole_calls
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
-from .evaluation import check_evaluation
+from .families import unwrapped
 from .job import job_of_trainer
 from .loaders import prepare_loader
-from .masks import add_checked_mask, drop_checked_masks, keep_mark
-from .sharded_evaluation import ShardedEvaluation
-from .streams import Stream
+from .streams import Stream, examples_of, stream_of
+from .tiling import evaluated
+
+Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
 
 
-class SequenceParallelMixin(ShardedEvaluation):
+class OfGroups:
+    """accelerate's Accelerator for a Trainer whose "ranks" are the groups that share a sequence: what it gathers is
+    what each group has, once. own: the Accelerator of all ranks. sp: None until the model is patched."""
+
+    def __init__(self, own: Any, sp: SequenceParallel | None) -> None:
+        vars(self).update(own=own, sp=sp)
+
+    @property
+    def num_processes(self) -> int:
+        return self.own.num_processes if self.sp is None else self.sp.data_size
+
+    def gather(self, data: Any) -> Any:
+        if self.sp is None or self.sp.data_size == 1:
+            return data
+        world = dist.get_world_size()
+        groups = [self.sp.topology.index(rank, "data") for rank in range(world)]
+        first = [groups.index(group) for group in range(self.sp.data_size)]
+        return recursively_apply(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self.own.gather(data))
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """The same without the examples that fill up the last batch."""
+        state = self.own.gradient_state
+        real = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return recursively_apply(lambda x: x[:real] if x.dim() else x, self.gather(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).update(sp=value) if name == "sp" else setattr(self.own, name, value)
+
+
+class SharedDraws(TrainerCallback):
+    """All ranks have one random state when training begins, and when a sampler that draws from it begins an epoch: data
+    sets may have moved it by other amounts."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        randomness.share(self.sp.control_world)
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.train_sampling_strategy == "group_by_length":
+            randomness.share(self.sp.control_world)
+
+
+class SequenceParallelMixin(Behind):
     """Goes before `Trainer`, or a subclass of it, in the bases of a class.
 
     The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
     `per_device_eval_batch_size` then mean sequences for each group of ranks that share one; all figures count
     sequences. `trainer.sp` is the SequenceParallel in use, `sp.data_rank` the group that a rank works for.
 
-    A loss of one's own - label_smoothing_factor, compute_loss_func, a class's compute_loss - sees whole batches and
-    whole outputs, as the plain Trainer's does (`whole_batches`).
+    A loss of one's own - label_smoothing_factor, compute_loss_func, a class's compute_loss or prediction_step - sees
+    whole batches and whole outputs, as the plain Trainer's does.
 
     gather_logits: compute_metrics and predict have the logits of whole sequences, on every rank; False gives none,
-    which saves their memory. `preprocess_logits_for_metrics` is applied before, to each rank's own logits and
-    (unshifted) labels: a position at a time, such as an argmax, it saves it too.
-    check_loss: before training, one forward of the shortest sequence must give the sum of token losses on shift_labels
-    over num_items_in_batch, and an evaluation step the mean of uneven labels. False is for a class whose `compute_loss`
-    or `prediction_step` means to give something else of this rank's part of a batch.
+    which saves their memory. So does a `preprocess_logits_for_metrics` such as an argmax, which sees them in parts.
+    check_loss: the model's own loss must be the sum of token losses on shift_labels over num_items_in_batch, which is
+    looked at in its first forward. False is for a model that means another loss of this rank's part of a batch.
     Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
     """
 
     # set over methods and attributes of the Trainer
+    accelerator: Any
     compute_loss: Any
     prediction_step: Any
     preprocess_logits_for_metrics: Any
-    data_collator: Any
     _tr_loss: Any
 
     @told_once
     def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
-        self._eval_steps = {}
-        self.evaluation_was_tried = False
-        self._eval_items = self._stream = None
+        self._eval_steps: dict[str, int] = {}  # by prefix: of the last evaluation
+        self._stream: Stream | None = None  # what is being evaluated, if it is iterable
         super().__init__(*args, **kwargs)
-        checks.check_trainer(self)
         # around what a subclass has, whether it comes before this class in its bases or behind it
-        self._own_loss, self.compute_loss = self.compute_loss, self._divided_loss
-        self._own_prediction_step, self.prediction_step = self.prediction_step, self._sharded_prediction_step
+        self._own_loss, self.compute_loss = self.compute_loss, self._counted_loss
+        self._own_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch(self.model)
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
-        self.callback_handler.callbacks.insert(1, self._throughput)
-
-    @property
-    def whole_batches(self) -> bool:
-        """Whether the model is called with whole batches, for a loss that is computed from its outputs."""
-        return checks.has_own_loss(self)
+        self.callback_handler.callbacks[1:1] = [SharedDraws(self.sp), self._throughput]
 
     # ---- the model
 
@@ -102,8 +150,8 @@ class SequenceParallelMixin(ShardedEvaluation):
         for key in left_out(plugin.deepspeed_config):  # in our section accelerate would fill every "auto" that it finds
             plugin.deepspeed_config.pop(key, None)
         self.accelerator.prepare_data_loader = self._prepare_data_loader
-        # what ranks gather is each one's part of all sequences: there is no last one to leave out
-        self.accelerator.gather_for_metrics = self._gather_parts
+        self.accelerator = OfGroups(self.accelerator, getattr(self, "sp", None))
+        self.gather_function = self.accelerator.gather_for_metrics
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         model = super().call_model_init(trial)
@@ -111,19 +159,14 @@ class SequenceParallelMixin(ShardedEvaluation):
         return model
 
     def _patch(self, model: nn.Module) -> None:
-        error = checks.model_error(model, self.check_loss and not self.whole_batches)
-        base = checks.unwrapped(model)
+        error = checks.model_error(model)
+        base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
         job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
-        self.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
-        drop_checked_masks(base)
+        self.sp = self.accelerator.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
+        whole_calls.look_at_loss(base, "the Trainer" if self.check_loss else None)
 
-    # ---- data: whole batches up to `get_batch_samples`, this rank's tokens after it
-
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
-        if isinstance(dataset, IterableDataset):
-            dataset = Stream(dataset)
-        return super()._get_dataloader(dataset, *args, **kwargs)
+    # ---- data: the whole batches of this rank's group
 
     def _prepare_data_loader(
         self, loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -131,11 +174,13 @@ class SequenceParallelMixin(ShardedEvaluation):
         """accelerate's own preparation, told which data group this rank works for instead of which rank it is."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
+        if isinstance(loader.dataset, IterableDataset):
+            vars(loader)["dataset"] = Stream(loader.dataset)  # accelerate makes a loader of its own of what this has
         settings = self.accelerator
         prepared = prepare_loader(
             loader,
             self.sp,
-            put_on_device=False,  # whole sequences need not be on a device: `training_step` moves this rank's tokens
+            put_on_device=False,  # a window of whole sequences need not be there: each step brings its own
             even_batches=settings.even_batches,
             rng_types=settings.rng_types.copy(),
             use_seedable_sampler=settings.use_seedable_sampler,
@@ -147,53 +192,47 @@ class SequenceParallelMixin(ShardedEvaluation):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], Tensor | None]:
-        """This rank's part of an accumulation window, and the label tokens of the whole of it, over all ranks.
+    ) -> tuple[list[Any], Tensor | None]:
+        """The batches of an accumulation window, and the label tokens of the whole of it, over all groups.
 
         Raises on every rank where one rank's data set or collator fails, or gives something else than its peers'.
         """
         self._throughput.start()
-        window, error = [], None
-        try:
-            window = list(itertools.islice(epoch_iterator, num_batches))
-        except Exception as reason:
-            error = checks.as_error("loading data failed", reason)
-        if not agree(self.sp.control_world, "training data", None, error=error, number=len(window)):
-            return [], None
-        shards = self._checked(window) if self.whole_batches else self._sharded(window)
-        items = self._get_num_items_in_batch(shards, device)
-        return shards, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
-
-    def _sharded(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        shards = self.sp.shard_batches(window)
-        for whole, shard in zip(window, shards, strict=True):
-            del shard["num_items_in_batch"]  # the Trainer's own is for how it scales the loss
-            add_checked_mask(self.sp, whole, shard)
-            self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
-        return shards
-
-    def _checked(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        self._agree_on(window)
+        window = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
         for batch in window:
-            real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-            self._throughput.count(float(real.sum()) / self.sp.size)
-        return window
+            self._throughput.count(checks.tokens_of(batch) / self.sp.size)
+        items = self._get_num_items_in_batch(window, device)
+        return window, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
-    def _get_num_items_in_batch(self, *args: Any) -> Any:
-        items = super()._get_num_items_in_batch(*args)
-        # of whole batches each rank of a sequence has counted all labels
-        return items / self.sp.size if self.whole_batches and items is not None else items
-
-    def _prepare_input(self, data: Any) -> Any:
-        moved = super()._prepare_input(data)
-        keep_mark(data, moved)
-        trusted.keep(data, moved)
-        return moved
+    def _agreed(self, what: str, batches: Callable[[], Iterator[Any]]) -> list[Any]:
+        """The batches, once all ranks have as many, and those of a sequence the same. Of labels for the model's own
+        loss those are left that count. Raises on every rank."""
+        found, given, error = [], [], None
+        try:
+            found = list(batches())
+            given = [fingerprint(batch) for batch in found]
+            own = checks.has_own_loss(self)
+            for batch in found:
+                if not own and batch.get("labels") is not None:
+                    batch["labels"] = counted_labels(self.sp, batch)
+        except Exception as reason:
+            error = as_error("loading data failed", reason)
+        agree(self.sp.control_world, what, {"batches": len(found)}, error=error)
+        peers = Alike(self.sp.data_rank, self.sp.groups.control)
+        agree(self.sp.control_world, "whole batches", given, alike=peers, advice=causes.of_batches)
+        return found
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
 
-    # ---- before the first step
+    def num_examples(self, dataloader: DataLoader) -> int:
+        stream = stream_of(getattr(dataloader, "dataset", None))
+        return len(stream) if stream is not None and has_length(stream) else super().num_examples(dataloader)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        return super().floating_point_ops(inputs) / self.sp.size  # which the Trainer adds up over all ranks
+
+    # ---- training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with randomness.unchanged():
@@ -204,20 +243,8 @@ class SequenceParallelMixin(ShardedEvaluation):
         folder = resuming.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
         return super().train(folder, *args, **kwargs)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
-        model, loader = super()._prepare_for_training(*args, **kwargs)
-        if self.check_loss and not self.whole_batches:
-            checks.check_loss(self, model)
-            if self.eval_dataset is not None:
-                check_evaluation(self, model)
-        randomness.share(self.sp.control_world)
-        return model, loader
-
-    def _run_epoch(self, *args: Any, **given: Any) -> None:
-        # its sampler draws from each rank's own state, which data sets may have moved by other amounts
-        if self.args.train_sampling_strategy == "group_by_length" and given["epoch"] > given["epochs_trained"]:
-            randomness.share(self.sp.control_world)
-        super()._run_epoch(*args, **given)
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(model, whole_calls.brought(inputs, self.args.device), *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the steps since the last log, which the Trainer adds to `train_loss` rank by rank
@@ -237,6 +264,123 @@ class SequenceParallelMixin(ShardedEvaluation):
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
+
+    # ---- evaluation, in which every sequence counts once
+
+    def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
+        agree(self.sp.control_world, "evaluation data", len(dataloader) if has_length(dataloader) else None)
+        self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
+        output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        if stream is not None:  # the Trainer counts those of one group
+            examples = examples_of(stream) or output.num_samples * self.sp.data_size
+            output = output._replace(num_samples=examples)
+        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
+        self._eval_steps[prefix] = math.ceil(output.num_samples / (self.args.eval_batch_size * self.sp.data_size))
+        return output
+
+    def _whole_prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """(loss, logits, labels) of the class's own `prediction_step`, the logits gathered. The model's own loss is the
+        mean token loss of the step, over all groups, of sequences that are no repetitions; any other one is the plain
+        Trainer's: of this group's sequences, which the Trainer weights by those that are no repetitions."""
+        loss_only, own = prediction_loss_only or not self.gather_logits, checks.has_own_loss(self)
+        (batch,) = self._agreed("evaluation batch", lambda: iter([dict(inputs)]))
+        real = self._real_sequences()
+        if not own and batch.get("labels") is not None:
+            batch["labels"] = self._once(batch, real)
+            items = sums(self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation")[0]
+            batch["num_items_in_batch"] = max(items / self.sp.size, 1) / self.sp.data_size
+        loss, logits, labels = self._tried_step(model, batch, loss_only, own, ignore_keys)
+        if loss is not None and not own:
+            loss = self.accelerator.gather(loss).mean()
+        if isinstance(labels, Tensor) and not own:  # as they were given
+            labels = inputs.get("labels", labels).to(labels.device)
+        if logits is not None and self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        return loss, tree_map(lambda x: plain(x) if isinstance(x, Tensor) else x, logits), labels
+
+    def _tried_step(self, model: nn.Module, batch: Any, loss_only: bool, own: bool, *args: Any) -> tuple:
+        """What the class's own `prediction_step` gives. Raises on every rank where it fails on one, and where some have
+        no loss, which all ranks are about to gather."""
+        found, error = (None, None, None), None
+        try:
+            with evaluated(model, "loss" if loss_only and not own else None):
+                brought = whole_calls.brought(batch, self.args.device)
+                found = self._own_prediction_step(model, brought, loss_only, *args)
+        except (SeqParError, RuntimeError):
+            raise  # the one on all ranks; after the other a rank cannot go on, not even to say so
+        except Exception as reason:
+            error = as_error("prediction_step failed", reason)
+        agree(self.sp.groups.control, "evaluation step", None, error=error)
+        shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
+        agree(self.sp.control_world, "evaluation losses", {"loss": shape})
+        return found
+
+    def _counted_loss(
+        self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """The class's own `compute_loss`. One that is given no count in evaluation, as trl's, has that of the step."""
+        items = inputs.pop("num_items_in_batch", None)
+        if num_items_in_batch is None and items is not None:
+            num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
+        return self._own_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+    def _real_sequences(self) -> int | None:
+        """How many of the current step's sequences, over all groups, are no repetitions; None: all of them."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader:
+            return None
+        if self._stream is not None and not self.args.dataloader_drop_last and (seen := examples_of(self._stream)):
+            state.active_dataloader.remainder = seen % (self.args.eval_batch_size * self.sp.data_size)
+        return state.remainder if state.remainder > 0 else None
+
+    def _once(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
+        """Labels without those of examples that fill the last batch up a second time."""
+        labels, error = batch["labels"], None
+        if real is None or self.sp.data_size == 1:  # a group alone is given a shorter batch
+            return labels
+        try:
+            labels = self._without_repeated(batch, labels, real)
+        except Exception as reason:
+            error = as_error("telling the last examples apart failed", reason)
+        agree(self.sp.control_world, "evaluation step", None, error=error)
+        return labels
+
+    def _without_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
+        """The same. Where a collator has laid all examples end to end, each must be one document, or there must be
+        one."""
+        examples = self.args.eval_batch_size
+        first = self.sp.data_rank * examples
+        repeated = torch.arange(first, first + examples, device=labels.device) >= real
+        if len(labels) == examples:
+            return labels.masked_fill(repeated[:, None], IGNORE)
+        if bool(repeated.all()) or not bool(repeated.any()):
+            return labels.masked_fill(repeated[0], IGNORE)
+        lengths = documents_of(batch, *labels.shape) or (labels.shape[1],) * len(labels)
+        if len(lengths) != examples:
+            raise InputError(
+                f"evaluation of packs needs to know whose tokens are whose, where the last batch repeats some; got "
+                f"{examples} examples in {len(lengths)} documents, set per_device_eval_batch_size=1, or "
+                "dataloader_drop_last=True"
+            )
+        of_example = torch.repeat_interleave(repeated.cpu(), torch.tensor(lengths)).view(labels.shape)
+        return labels.masked_fill(of_example.to(labels.device), IGNORE)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict(*args, **kwargs)
+        self._count_steps(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self._count_steps(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _count_steps(self, metrics: dict[str, Any]) -> None:
+        """The Trainer divides by the batch size of all ranks as if each had sequences of its own."""
+        for prefix, steps in self._eval_steps.items():
+            if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
+                metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):

@@ -10,23 +10,19 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
-from ds_seqpar.runtime.agreement import agree
 
-from .families import check_adapters, unwrapped
-from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
-from .sharding_trainer import ShardingTrainer
+from .families import check_adapters
 
 # field of TrainingArguments -> (is it wrong?, what is needed and what to do)
 ARGUMENTS = {
@@ -43,10 +39,6 @@ ARGUMENTS = {
         lambda value: value == "batch_rebalance",
         "a train_sampling_strategy that gives the ranks of a sequence the same examples; use random, sequential or "
         "group_by_length",
-    ),
-    "neftune_noise_alpha": (
-        lambda value: value is not None,
-        "neftune_noise_alpha=None, its noise is scaled by the tokens that a rank sees",
     ),
     "predict_with_generate": (lambda value: value, "predict_with_generate=False, it would generate from a part"),
     "eval_use_gather_object": (lambda value: value, "eval_use_gather_object=False, results are gathered as tensors"),
@@ -157,77 +149,34 @@ def _world_size() -> int:
     return world
 
 
-def has_own_loss(trainer: ShardingTrainer) -> bool:
+def has_own_loss(trainer: Any) -> bool:
     """Whether the loss is computed beside the model, from whole outputs: by label smoothing, by a compute_loss_func, or
-    by a compute_loss of a user's class, unless that is for a rank's part of a batch: of trl's trainers, with
-    check_loss=False, or where it names shift_labels, which no whole batch has."""
+    by a compute_loss of a user's class."""
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
-    kinds = [kind for kind in type(trainer).__mro__ if _library(kind) not in ("transformers", "trl", __package__)]
-    own = [vars(kind)["compute_loss"] for kind in kinds if "compute_loss" in vars(kind)]
-    of_parts = any("shift_labels" in getattr(getattr(loss, "__code__", None), "co_consts", ()) for loss in own)
-    return bool(own) and trainer.check_loss and not of_parts and not _of_trl(trainer)
+    libraries = "transformers", "trl", __package__
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] not in libraries]
+    return any("compute_loss" in vars(kind) for kind in kinds)
 
 
-def _library(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-def _of_trl(trainer: ShardingTrainer) -> str:
-    """The name of the class of trl's that the trainer is of, if it is."""
-    return next((kind.__name__ for kind in type(trainer).__mro__ if _library(kind) == "trl"), "")
-
-
-def check_trainer(trainer: ShardingTrainer) -> None:
-    """Raises ConfigError for what a Trainer was given beside its arguments."""
-    if has_own_loss(trainer):
-        if name := _of_trl(trainer):
-            raise ConfigError(
-                "sequence parallel training with label_smoothing_factor or compute_loss_func needs transformers' "
-                f"Trainer, {name} would count tokens once a rank; got a {type(trainer).__name__}, use "
-                "SequenceParallelTrainer"
-            )
-        return
-    if not trainer.model_accepts_loss_kwargs:
-        raise ConfigError(
-            "sequence parallel training needs a model whose forward takes num_items_in_batch and shift_labels, in its "
-            f"**kwargs; got {type(unwrapped(trainer.model)).__name__} that does not, or has accepts_loss_kwargs=False, "
-            "pass them on to its loss"
-        )
-
-
-def model_error(model: nn.Module, check_loss: bool = True) -> ConfigError | None:
-    """Why the model cannot be trained, unless it can be sharded and its loss uses shifted labels and the divisor that
-    it is given. check_loss=False leaves the loss to who gave the model."""
+def model_error(model: nn.Module) -> ConfigError | None:
+    """Why the model cannot be trained."""
     try:
         check_adapters(model)
     except ConfigError as error:
         return error
-    model = unwrapped(model)
-    # patch_attention says what it needs of other models
-    return loss_function_error(model) if check_loss and isinstance(model, PreTrainedModel) else None
+    return None  # patch_attention says what it needs of models
 
 
-def check_loss(trainer: ShardingTrainer, model: nn.Module) -> None:
-    """Raises ConfigError on every rank unless `compute_loss`, with the prepared model, gives the sum of token losses on
-    shift_labels over num_items_in_batch. One forward of the shortest sequence. Collective over the world."""
-    sp, device = trainer.sp, trainer.args.device
-    error: SeqParError | None = None
-    given = probe(sp, unwrapped(trainer.model).config.vocab_size, device)
-    items = torch.tensor(ITEMS, device=device)
-    try:
-        with evaluating(model, trainer):
-            loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
-        # as compute_loss scales what ZeRO will average over all ranks
-        error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), ITEMS)
-    except SeqParError:
-        raise  # on all ranks
-    except Exception as reason:
-        error = as_error("trying compute_loss (check_loss=False leaves that out) failed", reason)
-    agree(sp.control_world, "loss of the model", None, error=error)
+def tokens_of(batch: Any) -> float:
+    """The tokens of a batch that are no padding."""
+    if isinstance(mask := batch.get("attention_mask"), Tensor):
+        return float(mask.sum())
+    found = [x for name in ("input_ids", "labels") if isinstance(x := batch.get(name), Tensor)]
+    return float(found[0].numel()) if found else 0.0
 
 
-def _datasets(trainer: ShardingTrainer) -> Iterator[tuple[str, Any, int]]:
+def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
     """(name, data set, sequences that a group takes of it at once) of training and evaluation."""
     evaluated = trainer.eval_dataset
     evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
@@ -236,7 +185,7 @@ def _datasets(trainer: ShardingTrainer) -> Iterator[tuple[str, Any, int]]:
         yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
 
 
-def settings(trainer: ShardingTrainer) -> dict[str, object]:
+def settings(trainer: Any) -> dict[str, object]:
     """What all ranks must be told alike: each has its part of the optimizer, and would step by its own settings."""
     content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     stage = content.get("zero_optimization", {}).get("stage")
@@ -244,7 +193,7 @@ def settings(trainer: ShardingTrainer) -> dict[str, object]:
     return {name: getattr(trainer.args, name, None) for name in ALIKE} | {"deepspeed": in_json}
 
 
-def lengths(trainer: ShardingTrainer) -> dict[str, int | None]:
+def lengths(trainer: Any) -> dict[str, int | None]:
     """How many examples the data sets have, None where they do not say: the same on all ranks, or ranks make unequal
     numbers of steps."""
     return {
@@ -252,7 +201,7 @@ def lengths(trainer: ShardingTrainer) -> dict[str, int | None]:
     }
 
 
-def data_error(trainer: ShardingTrainer) -> SeqParError | None:
+def data_error(trainer: Any) -> SeqParError | None:
     """What shows in some examples of the data sets: padding between tokens, lengths that nobody pads."""
     for _, dataset, together in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
@@ -263,7 +212,7 @@ def data_error(trainer: ShardingTrainer) -> SeqParError | None:
     return None
 
 
-def _try_examples(trainer: ShardingTrainer, dataset: Any, together: int) -> None:
+def _try_examples(trainer: Any, dataset: Any, together: int) -> None:
     """Collates the shortest and the longest of some examples, as a batch may meet them."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
     by_length = {_length(example): example for example in examples}
@@ -286,7 +235,7 @@ def _try_examples(trainer: ShardingTrainer, dataset: Any, together: int) -> None
             ) from reason
         if not TOKENS.intersection(collated):
             _refuse_text(examples[0])
-        if not trainer.whole_batches:
+        if not has_own_loss(trainer):
             check_batch(trainer.sp, collated, causal=True)
 
 

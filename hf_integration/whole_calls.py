@@ -23,20 +23,24 @@ from ds_seqpar.runtime.inputs import describe
 from ds_seqpar.spread import Spread
 from ds_seqpar.whole import whole_loss, whole_of
 
-from .loss_checks import loss_function_error
+from .graphs import between_graphs
+from .losses import loss_error, loss_function_error
 from .sharded import Agreement, fits, tokens_of, wrong_inputs
-from .tiles import between_graphs
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
+BROUGHT = "whole_batch"  # an attribute of a tensor of a whole batch: what it was on the CPU; its version
 PASSED = ("num_items_in_batch", "logits_to_keep")  # what may be a tensor of no tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """module: the one that was called. spread: of its tokens; logits: of those that it gives logits of. labelled: its
-    output has a loss. shifted: its outputs of one number a token leave the last one out."""
+    output has a loss. shifted: its outputs of one number a token leave the last one out. untried: where nobody has
+    looked at the model's loss yet, this rank's shift_labels and what their losses are divided by."""
 
     module: nn.Module
+    agreement: Agreement
+    untried: tuple[Tensor, float] | None
     spread: Spread
     logits: Spread
     labelled: bool
@@ -54,11 +58,41 @@ def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
         return positions is None
     if hasattr(positions, CALL) or trusted.is_known(positions):
         return False
+    if is_brought(positions):
+        return True
     part, whole = fits(sp, given)
     sharded = bool(agree(sp.groups.control, "position_ids of a batch", None, number=int(part and not whole)))
     if sharded and part:
         trusted.remember(positions, sp)
     return not sharded and whole
+
+
+def brought(batch: Any, device: torch.device) -> Any:
+    """A whole batch on the device, from the CPU. A call with it need not fetch it to look at it, for which the host
+    would wait for the device, nor ask its peers whether it is whole. Not a mapping: as it is."""
+    if not isinstance(batch, Mapping):
+        return batch
+    kind: Any = type(batch)
+    return kind({name: _brought(x, device) for name, x in batch.items()})
+
+
+def _brought(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_inference() or x.device.type != "cpu":
+        return x
+    moved = x.to(device)
+    setattr(moved, BROUGHT, (None if moved is x else x, moved._version))
+    return moved
+
+
+def is_brought(x: Any) -> bool:
+    """Whether `brought` gave the tensor, and nobody has written to it since."""
+    return hasattr(x, BROUGHT) and getattr(x, BROUGHT)[1] == x._version
+
+
+def look_at_loss(model: Any, taker: str | None) -> None:
+    """Whose check_loss=False is named where the loss of a patched model is wrong in its first whole call; None: nobody
+    looks at it."""
+    model.base_model._sequence_parallel_patch.agreement.loss_of = taker
 
 
 @between_graphs
@@ -95,12 +129,8 @@ def _prepare(
     sp, labelled = agreement.sp, given.get("labels") is not None
     if wrong := _misuse(given):
         raise InputError(wrong)
-    if (
-        labelled
-        and model is not model.base_model
-        and not agreement.compared
-        and (wrong_loss := loss_function_error(model, ""))
-    ):
+    untried = labelled and model is not model.base_model and agreement.loss_of is not None
+    if untried and (wrong_loss := loss_function_error(model, agreement.loss_of or "")):
         raise wrong_loss
     rest = {name: x for name, x in given.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: _on_cpu(x) for name, x in given.items() if name not in rest}
@@ -113,7 +143,13 @@ def _prepare(
         logits, kept = spread.narrow(slice(None), slice(-keep, None))
         rest["logits_to_keep"] = kept.to(tokens_of(given).device)
     call = Call(
-        module=module, spread=spread, logits=logits, labelled=labelled, shifted=bool(given.get("fused_lm_head"))
+        module=module,
+        agreement=agreement,
+        untried=(shard["shift_labels"], float(given.get("num_items_in_batch", counted))) if untried else None,
+        spread=spread,
+        logits=logits,
+        labelled=labelled,
+        shifted=bool(given.get("fused_lm_head")),
     )
     compared: dict[str, Any] = fingerprint({name: x for name, x in batch.items() if not x.is_floating_point()})
     compared |= {name: describe(x) for name, x in batch.items() if x.is_floating_point()}
@@ -139,12 +175,17 @@ def _misuse(given: Mapping[str, Any]) -> str:
 
 def _on_cpu(x: Tensor) -> Tensor:
     """Whole ids, labels and masks are looked at there."""
-    return x if x.is_floating_point() else x.cpu()
+    if x.is_floating_point():
+        return x
+    before = getattr(x, BROUGHT)[0] if is_brought(x) else None
+    return x.cpu() if before is None else before
 
 
 @between_graphs
 def leave(sp: SequenceParallel, call: Call, output: Any) -> Any:
     """The output of a whole call, whole."""
+    if call.untried is not None:
+        _look_at_loss(call, *call.untried, output)
     if isinstance(output, dict):
         found = {name: _whole(sp, call, name, x) for name, x in output.items()}
         return type(output)(**found)
@@ -152,6 +193,22 @@ def leave(sp: SequenceParallel, call: Call, output: Any) -> Any:
         names = [*(["loss"] if call.labelled else []), "logits"]
         return tuple(_whole(sp, call, (names[at:] or ["outputs"])[0], x) for at, x in enumerate(output))
     return _whole(sp, call, "outputs", output)
+
+
+def _look_at_loss(call: Call, labels: Tensor, items: float, output: Any) -> None:
+    """Raises ConfigError on all ranks of the sequence where this rank's part of a loss is not the sum of its token
+    losses over `items`, as far as the logits are there to tell."""
+    loss, logits = (output.get("loss"), output.get("logits")) if isinstance(output, Mapping) else output[:2]
+    if loss is None or not items or not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
+        return
+    model: Any = call.agreement.model()
+    aside = 0.0
+    if isinstance(output, Mapping) and output.get("aux_loss") is not None:  # its share of the loss for balanced experts
+        aside = model.router_aux_loss_coef * float(output["aux_loss"]) / call.agreement.sp.size
+    lost = 8 * torch.finfo(loss.dtype).eps * abs(aside)  # in adding both
+    error = loss_error(logits, labels, float(loss) - aside, items, call.agreement.loss_of or "", lost)
+    agree(call.agreement.sp.groups.control, "loss of the model", None, error=error)
+    call.agreement.loss_of = None
 
 
 def call_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Call | None:

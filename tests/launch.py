@@ -36,7 +36,7 @@ PRELOAD = [
     "transformers.trainer",
     "ds_seqpar.engine",
     "ds_seqpar.__main__",
-    "hf_integration.numbers",
+    "hf_integration.job",
     "hf_integration.trainer",
     "hypothesis",
     "matplotlib.pyplot",

@@ -9,7 +9,7 @@ import ds_seqpar
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import Step
-from hf_integration.numbers import numbers
+from hf_integration.job import numbers
 from tests import live
 from tests.hf.llama import llama
 from tests.launch import on_ranks

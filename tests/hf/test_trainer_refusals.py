@@ -71,12 +71,6 @@ def with_loss(function):
     return model
 
 
-def deaf():
-    model = small(pad_token_id=0)
-    model.accepts_loss_kwargs = False
-    return model
-
-
 def prompt_tuned():
     import peft
 
@@ -119,10 +113,8 @@ WRONG = {
     "built-in sequence parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "remove it"]),
     "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, ["average_tokens_across_devices=False"]),
     "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["'batch_rebalance'"]),
-    "noise by length": (lambda: {"neftune_noise_alpha": 5.0}, ["got neftune_noise_alpha=5.0"]),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
     "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),
-    "model takes neither": (lambda: {"model": deaf()}, ["num_items_in_batch", "accepts_loss_kwargs"]),
     "forward drops num_items": (lambda: {"model": own_forward()}, ["num_items_in_batch", "where that is"]),
     "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
     "batches by the first rank": (
@@ -240,46 +232,29 @@ class ScaledLoss(SequenceParallelTrainer):
         return (0.5 * loss, output) if kwargs.get("return_outputs") else 0.5 * loss
 
 
-class LossOfParts(SequenceParallelTrainer):
-    """Written for a rank's part of a batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        output = model(**inputs)
-        targets = inputs["shift_labels"].flatten()
-        losses = F.cross_entropy(output.logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-        loss = losses / num_items_in_batch * dist.get_world_size()
-        return (loss, output) if return_outputs else loss
-
-
 def own_losses(folder):
     """(the refusal of a model's own loss, the norms of runs on half of the usual loss, those of the usual one): by a
-    compute_loss, which sees whole batches; by one that is for a rank's part; by a model."""
+    compute_loss, which sees whole batches; by a model."""
     said = []
     try:
         make(f"{folder}/model", 2, SECTION, model=with_loss(half_loss)).train()
     except ValueError as error:
         said.append(str(error))
-    parts, args = {"check_loss": False}, {"max_steps": 1, "max_grad_norm": 0}
-    norms = []
+    args, norms = {"max_steps": 1, "max_grad_norm": 0}, []
     for name, given in {
         "whole": {"kind": ScaledLoss},
-        "half": {"kind": ScaledLoss, "parts": parts},
-        "own": {"model": with_loss(half_loss), "parts": parts},
+        "own": {"model": with_loss(half_loss), "parts": {"check_loss": False}},
     }.items():
         norms += trained(make(f"{folder}/{name}", 2, SECTION, **given, **args))["grad_norm"]
-    usual = trained(make(f"{folder}/usual", 2, SECTION, **args))["grad_norm"]
-    of_parts = make(f"{folder}/parts", 2, SECTION, kind=LossOfParts, **args)
-    assert not of_parts.whole_batches
-    assert trained(of_parts)["grad_norm"] == pytest.approx(usual, rel=1e-5)
-    return said, norms, usual
+    return said, norms, trained(make(f"{folder}/usual", 2, SECTION, **args))["grad_norm"]
 
 
-def test_a_loss_of_ones_own_is_tried_before_training(tmp_path):
+def test_a_models_own_loss_is_looked_at_before_the_first_step(tmp_path):
     for (sentence,), half, whole in on_ranks(2, own_losses, tmp_path):
         assert is_one_sentence(sentence)
         assert "num_items_in_batch" in sentence
         assert "check_loss=False" in sentence
-        assert half == pytest.approx([0.5 * norm for norm in whole * 3], rel=1e-5)
+        assert half == pytest.approx([0.5 * norm for norm in whole * 2], rel=1e-5)
 
 
 def unequal(folder):

@@ -4,13 +4,14 @@ import os
 
 import pytest
 from datasets import Dataset
+from torch.nn import functional as F
 from transformers import ByT5Tokenizer, Trainer
 
 from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelMixin
 from hf_integration.trainer_checks import check_kind
 from tests.dist.ranks import is_one_sentence
-from tests.hf.llama import small
+from tests.hf.llama import IGNORE, small
 from tests.hf.trainers import documents, settings
 from tests.launch import on_trainer_ranks as on_ranks
 from tests.words import missing
@@ -59,7 +60,7 @@ def runs(folder, sizes, changes):
     return {size: figures(sft(f"{folder}/{size}", size, **changes)) for size in sizes}
 
 
-def same_as_plain(folder, changes, sizes, ranks):
+def same_as_plain(folder, changes, sizes, ranks, runs=runs):
     plain = on_ranks(1, runs, folder / "plain", (None,), changes)[0][None]
     for found in on_ranks(ranks, runs, folder, sizes, changes, timeout=200):
         for name, values in plain.items():
@@ -151,14 +152,21 @@ def test_what_else_trl_has_is_refused_whatever_its_name():
     check_kind(type("Shared", (SequenceParallelMixin, SFTTrainer), {}))
 
 
-def with_a_loss(folder):
-    try:
-        sft(folder, 2, {"compute_loss_func": print})
-    except ConfigError as error:
-        return str(error)
+def by_items(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return losses / (num_items_in_batch or (targets != IGNORE).sum())
 
 
-def test_a_loss_of_ones_own_would_be_counted_by_rank(tmp_path):
-    for message in on_ranks(2, with_a_loss, tmp_path):
-        assert is_one_sentence(message)
-        assert missing(message, "compute_loss_func", "SFTTrainer", "use SequenceParallelTrainer") == []
+def with_losses(folder, sizes, changes):
+    """What is logged, and of another run where labels are smoothed."""
+    found = {}
+    for size in sizes:
+        one = figures(sft(f"{folder}/{size}", size, {"compute_loss_func": by_items}, **changes))
+        other = figures(sft(f"{folder}/{size}smooth", size, label_smoothing_factor=0.1, **changes))
+        found[size] = {**one, **{f"smooth {name}": values for name, values in other.items()}}
+    return found
+
+
+def test_losses_of_ones_own_are_trls(tmp_path):
+    same_as_plain(tmp_path, {}, (2,), 2, with_losses)

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from ds_seqpar.errors import ConfigError
-from hf_integration.versions import NEWEST, OLDEST, check_transformers
+from hf_integration import NEWEST, OLDEST, check_transformers
 from tests.dist.ranks import is_one_sentence
 
 ROOT = Path(__file__).parents[2]

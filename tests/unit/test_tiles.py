@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_integration.sums import Sums
-from hf_integration.tiles import cuts, tiled, tiled_sum
+from hf_integration.tiles import Sums, cuts, tiled, tiled_sum
 from tests.live import Live
 
 WIDTH, INNER = 8, 48

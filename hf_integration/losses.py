@@ -1,0 +1,220 @@
+"""What a model's loss must be where sequences are shared, and its part for the balance of experts.
+
+It must be the sum of token losses on shift_labels over num_items_in_batch. One that swallows both in its **kwargs would
+train silently wrong, so it is tried: a `loss_function` on two tokens, and then what came out of a forward.
+
+The loss for balanced experts multiplies two sums over tokens (Switch Transformer, equation 4), so that a mean of ranks'
+losses is another number, and has other gradients, than the unsplit model's: it is made of whole sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.batches import IGNORE
+from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.runtime.agreement import agree
+
+from .families import FAMILIES, unwrapped
+from .tiling import evaluated
+
+ITEMS = 3.0  # the divisor that a loss is tried with
+TOGETHER = 1024  # tokens whose logits are made fp32 at once
+
+
+def check_function(model: nn.Module, sp: SequenceParallel) -> None:
+    """Raises ConfigError on every rank unless the loss_function of a causal language model of transformers is right."""
+    if _has_loss(model):
+        agree(sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize"))
+
+
+def check_engine(engine: Any, sp: SequenceParallel) -> None:
+    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
+    sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
+    as they were."""
+    if not _has_loss(engine.module):
+        return
+    given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
+    error: SeqParError | None = None
+    before = sum(sp.comm.received.values())
+    try:
+        with evaluating(engine):
+            output = engine(**given, num_items_in_batch=ITEMS)
+        error = loss_error(output.logits, given["shift_labels"], float(output.loss), ITEMS, "initialize")
+    except SeqParError:
+        raise  # on all ranks
+    except Exception as reason:
+        error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
+    received = sum(sp.comm.received.values()) - before
+    if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
+        raise ConfigError(
+            "a model that is given with sequence_parallel=sp must call sp.attention; got "
+            f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
+        )
+
+
+def _has_loss(model: nn.Module) -> bool:
+    model = unwrapped(model)
+    return isinstance(model, PreTrainedModel) and type(model).__name__.endswith("ForCausalLM")
+
+
+def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+    """This rank's part of the shortest sequence, with shift_labels that could not be made from its labels."""
+    ids = torch.arange(sp.multiple)[None] % vocabulary
+    given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
+    given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary
+    return {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)}
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
+    state, and what ZeRO-3 knows of the order of forwards. Of a model with experts the loss is that of tokens alone; of
+    one with a tiled loss it is that, with whole logits beside it."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), left_out(model), evaluated(model, "logits"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        _forget_order(model)
+
+
+def _forget_order(engine: nn.Module) -> None:
+    """ZeRO-3 records its first forward and prefetches by that from the second on: that must be one of training, or what
+    selective checkpointing sees in it differs from what it sees when it recomputes."""
+    optimizer = getattr(engine, "optimizer", None)
+    offload: Any = getattr(optimizer, "parameter_offload", optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
+def loss_function_error(model: PreTrainedModel, taker: str) -> ConfigError | None:
+    """What is wrong with `model.loss_function`. taker: who takes check_loss=False, or "" where nobody does."""
+    logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
+    shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
+    expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
+    given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
+    try:
+        loss = float(model.loss_function(logits=logits, **given))
+    except Exception as reason:
+        return _error(f"a loss_function that cannot take them ({type(reason).__name__}: {reason})", taker)
+    if math.isclose(loss, expected, rel_tol=1e-4):
+        return None
+    return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", taker)
+
+
+def loss_error(
+    logits: object, labels: Tensor, found: float, items: float, taker: str, abs_tol: float = 0.0
+) -> ConfigError | None:
+    """What is wrong with a forward's loss `found`, given its logits, these shift_labels and this divisor."""
+    if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
+        return _error("no logits to compare its loss with", taker)
+    flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
+    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
+    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
+    expected = float(torch.stack(losses).sum()) / items
+    if math.isclose(found, expected, rel_tol=1e-2, abs_tol=abs_tol) or (math.isnan(found) and math.isnan(expected)):
+        return None
+    return _error(f"{found:.4f} where that is {expected:.4f}", taker)
+
+
+def _error(got: str, taker: str) -> ConfigError:
+    got = " ".join(got.split())
+    otherwise = f"give {taker} check_loss=False" if taker else "compute it from the whole logits"
+    return ConfigError(
+        "sequence parallel training needs a loss that divides the sum of token losses on shift_labels by "
+        f"num_items_in_batch; got {got}, pass both on to transformers' loss, or {otherwise} where another loss is meant"
+    )
+
+
+class Experts:
+    """Of a patched model whose loss has such a part."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+        sp.mask_users.add(self)  # padding is not counted as tokens
+
+    def __deepcopy__(self, memo: dict) -> Experts:
+        return Experts(self.sp)
+
+    def close(self) -> None:
+        self.sp.mask_users.discard(self)
+
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
+        """The output of a sharded forward with the loss of whole sequences in place of that of this rank's tokens.
+        share: what of it a rank's loss has. Ranks' losses of `shard_batches` are averaged: each has all of it. Those of
+        a whole call are summed."""
+        if getattr(output, "aux_loss", None) is None:
+            return output
+        settings = model.num_experts, model.num_experts_per_tok
+        whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))
+        if output.get("loss") is not None:
+            # what the model has added goes again with its gradient, which is then a sum of two that cancel exactly
+            output.loss = output.loss + model.router_aux_loss_coef * (share * whole - output.aux_loss)
+        output.aux_loss = whole
+        return output
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the loss of a known model may have such a part."""
+    family = FAMILIES.get(model.config.model_type)
+    return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
+
+
+def balance(
+    sp: SequenceParallel, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
+) -> Tensor:
+    """experts * sum over e of (share of tokens that chose e) * (mean probability of e), of all layers and of all tokens
+    of the group's sequences; `chosen` experts a token. router_logits: (tokens, experts) of each layer. mask: 0 for
+    tokens that do not count."""
+    weight = None if mask is None else mask.reshape(-1, 1).float()
+    sums = []
+    for logits in router_logits:
+        likely = torch.softmax(logits, dim=-1)
+        picked = F.one_hot(likely.topk(chosen, dim=-1).indices, experts).sum(-2).float()
+        ones = torch.ones_like(likely[:, :1], dtype=torch.float32) if weight is None else weight.to(likely.device)
+        sums.append(torch.cat([(x * ones).sum(0) for x in (picked, likely.float(), torch.ones_like(ones))]))
+    total = sp.sum_over_ranks(torch.stack([x.to(sums[0].device) for x in sums]).sum(0))
+    counts, probabilities, rows = total[:experts].detach(), total[experts:-1], total[-1].detach()
+    return experts * (counts / rows * (probabilities / rows)).sum()
+
+
+@contextlib.contextmanager
+def left_out(model: Any) -> Iterator[None]:
+    """A context in which a model's loss is that of tokens alone."""
+    config: Any = unwrapped(model).config
+    before = getattr(config, "output_router_logits", False)
+    if before:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if before:
+            config.output_router_logits = True
+
+
+def check_output(model: Any, given: dict[str, Any]) -> None:
+    """Raises ConfigError for a forward that gives a tuple, in which the loss cannot be told."""
+    wanted = given.get("output_router_logits")
+    asked = model.config.output_router_logits if wanted is None else wanted
+    as_dict = given.get("return_dict")
+    if asked and (as_dict is False or (as_dict is None and not getattr(model.config, "return_dict", True))):
+        raise ConfigError(
+            "the loss for balanced experts needs a forward with return_dict=True; got False, leave it out or set "
+            "output_router_logits=False"
+        )
