@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.balance import by_balance, by_layout, lognormal, packs, products, travelling
+from benchmarks.attention.balance import by_balance, by_layout, lognormal, packs, products, travelling
 from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.compile import pattern_of
 from ds_seqpar.compiler.layout import LAYOUTS, Run
