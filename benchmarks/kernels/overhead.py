@@ -6,8 +6,7 @@
 Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_product_attention, which has the same
 kernel; of processor time, since it waits for nobody; and what a call takes outside of its kernel.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
-Instruction: of a ring's programs of one call, kernels empty and nothing posted at all, by the number of inner ranks:
-what the host takes for one. Program: what is looked up, or derived, before a rank's walk: for what it has seen, for a
+Program: what is looked up, or derived, before a rank's walk: for what it has seen, for a
 length that it has not, and for a pack of 64 documents that it has not; its kernel calls too.
 A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
 Needs no launcher: ranks are forked, over gloo, or are one of many on torch's fake backend, which carries nothing.
@@ -29,14 +28,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import tables
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.exchange import ALL_KEPT
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.program import Product
-from ds_seqpar.runtime.call import BackwardCall, ForwardCall
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
-from ds_seqpar.runtime.kernels import KERNELS, Kernel, Scores, Takes
+from ds_seqpar.runtime.kernels import KERNELS, Kernel
 from ds_seqpar.runtime.runtime import Runtime
-from ds_seqpar.runtime.walk import Walk
 from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
@@ -148,57 +144,6 @@ def agreeing(tokens: int, calls: int) -> dict[str, list[float]]:
     return in_turns(rows, calls)
 
 
-class Empty:
-    """A kernel that computes nothing."""
-
-    takes = Takes(tiles=True)
-
-    def forward_tiles(self, *_: object) -> None: ...
-
-    backward_tiles = forward_tiles
-
-
-class Silent:
-    """A transport that does nothing, and its handles."""
-
-    early = 0
-
-    def post(self, sends: object, receives: object) -> Silent:
-        return self
-
-    def wait(self) -> None: ...
-
-
-def instruction(args: argparse.Namespace) -> Rows:
-    rows: Rows = {}
-    for ranks in (1, 4, 8, 64):
-        with fake_ranks(ranks) as runtime:
-            walks = walks_of(runtime)
-            for way, walk in walks.items():
-                seconds = in_turns({way: lambda walk=walk: walk().run()}, args.calls)[way]
-                count = len(walk().program.code)
-                rows[f"{way}, {ranks} ranks, {count} instructions"] = Row([each / count for each in seconds], [])
-    return rows
-
-
-def walks_of(runtime: Runtime) -> dict[str, Callable[[], Walk]]:
-    """Of few tokens of full attention."""
-    q, k, v, do = blocks(2)
-    (forward, _), (backward, _) = (
-        runtime.bound(way, q, k.shape[2], FULL, runtime.shards(2), 0.0, 1, ALL_KEPT, False)
-        for way in ("forward", "backward")
-    )
-    own, scores, lse = {"q": q, "k": k, "v": v}, Scores(1.0), torch.zeros(q.shape[:-1])
-    return {
-        "forward": lambda: Walk(forward, ForwardCall(forward, Empty(), scores, own, None, 0, False), Silent()),
-        "backward": lambda: Walk(
-            backward,
-            BackwardCall(backward, Empty(), scores, own | {"do": do, "out": q}, None, [lse], [], []),
-            Silent(),
-        ),
-    }
-
-
 def program(args: argparse.Namespace) -> Rows:
     rows: Rows = {}
     for ranks in (8, 64, 256):
@@ -254,7 +199,7 @@ def fake_ranks(world: int) -> Iterator[Runtime]:
         dist.destroy_process_group()
 
 
-PARTS = {"Call": call, "Agreement": agreement, "Instruction": instruction, "Program": program}
+PARTS = {"Call": call, "Agreement": agreement, "Program": program}
 
 
 def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:
