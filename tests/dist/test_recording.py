@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import timeline
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.compiler.actions import Gather
 from ds_seqpar.compiler.masks import CAUSAL
@@ -240,21 +239,3 @@ def test_what_a_watched_message_fails_with_is_raised_where_it_is_waited_for():
         with pytest.raises(RuntimeError, match="connection closed by peer"):
             work.wait()
     assert work.seen is None
-
-
-def test_the_script_prints_what_was_measured_beside_what_is_simulated(capsys, monkeypatch, tmp_path):
-    trace = tmp_path / "trace.json"
-    words = "mesh --mesh 2 1 1 --ranks 4 --ulysses 2 --seq 64 --heads 4 2 --head-dim 8 --watch --trace"
-    monkeypatch.setattr("sys.argv", ["timeline", *words.split(), str(trace)])
-    timeline.main()
-    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert len(rows) == 4
-    for row in rows:
-        cells = [list(map(float, cell.split("/"))) for cell in row.strip("| ").split("|")]
-        # a number of what is measured alone, two of what is simulated too
-        assert [len(cell) for cell in cells] == [1, 2, 1, 1, 2, 2, 2, 2, 1]
-        assert all(number > 0 for cell in (cells[1], cells[5], cells[7]) for number in cell)
-    found = json.loads(trace.read_text())["traceEvents"]
-    kinds = {(e["name"], e["cat"]) for e in found if e["ph"] == "X"}
-    assert {("Gather(q(0,1))", "move"), ("q(0,1)*kv(0)", "product"), ("q k v in", "exchange")} <= kinds
-    assert len({e["pid"] for e in found}) == 8  # four ranks, measured and simulated

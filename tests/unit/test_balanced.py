@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.balance import by_balance, by_layout, lognormal, packs, products, travelling
 from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.compile import pattern_of
 from ds_seqpar.compiler.layout import LAYOUTS, Run
@@ -18,6 +17,7 @@ from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.compiler.tiles import tiles
 from ds_seqpar.errors import InputError
 from tests.grids import examples
+from tests.unit.packs import by_balance, by_layout, lognormal, packs, products, travelling
 from tests.unit.plans import built, ring
 
 LENGTHS = st.one_of(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import scale
+from ds_seqpar.compiler.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 1024
@@ -13,11 +13,11 @@ SCRIPT = """
 import json
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from benchmarks import scale
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from tests.unit.test_scale import shapes
 
 world, found = int(1024), {}
-for name, config in scale.shapes(world).items():
+for name, config in shapes(world).items():
     for rank in (0, 1, 8, 1023):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         sp = SequenceParallel(SequenceParallelConfig(**config))
@@ -34,6 +34,12 @@ print(json.dumps(found))
 """
 
 
+def shapes(world):
+    """Name -> settings for all ranks of the world, with 8 members of Ulysses."""
+    every = {name: {"ulysses": 8, "schedule": name} for name, its in SCHEDULES.items() if list(its.shapes(world // 8))}
+    return every | {"default, 16 groups": {"ulysses": 8, "size": world // 16}}
+
+
 def made():
     """Shape -> what each of some ranks made."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -43,7 +49,7 @@ def made():
 
 def test_a_rank_makes_its_own_groups_only():
     found = made()
-    assert set(found) == set(scale.shapes(WORLD))
+    assert set(found) == set(shapes(WORLD))
     for rank in found["ring"]:
         assert rank["sizes"] == [8, 128]
         assert rank["sp_is_all"]

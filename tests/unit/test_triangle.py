@@ -399,12 +399,3 @@ def test_no_rank_can_do_its_share_with_fewer_chunks_than_the_triangles():
         for own in itertools.combinations(chunks, 2)
     )
     assert 0 < best <= most[4]
-
-
-def test_an_exact_solver_finds_no_better_placement():
-    pytest.importorskip("ortools", reason="waits for pip install '.[solver]'")
-    from benchmarks import triangle_optimum
-
-    assert triangle_optimum.received(3) == [2] * 3
-    assert triangle_optimum.received(4) == [4] * 6
-    assert triangle_optimum.fewest(3, 3, 60) == "6"

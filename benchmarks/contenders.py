@@ -1,0 +1,97 @@
+"""How a contender of a benchmark is spelled, and what it is then.
+
+ring   mesh=4,1,4   attention2d=4,4+overlap   u4/attention2d=2,2   u8/ring+layout=contiguous   u16   auto   deepspeed
+
+Ours is `uN`, SCHEDULE or `uN/SCHEDULE`, a shape after `=`, and any `+KEY=VALUE` of the "sequence_parallel" section.
+`auto` lets the planner choose all that nothing says, what spares memory too. Peers take settings of their own:
+`deepspeed` is DeepSpeed's Ulysses, in a training step with its recipe for long sequences; `plain` is DeepSpeed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from typing import Any
+
+# schedule -> the settings that its shape is, in order
+SHAPES = {
+    "ring": (),
+    "triangle": ("strips",),
+    "distflash": (),
+    "double_ring": ("window",),
+    "wallfacer": ("team",),
+    "attention2d": ("rows", "cols"),
+    "mesh": ("mesh",),
+}
+PEERS = ("deepspeed", "plain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """name: as it was spelled. peer: whose it is, None where ours. settings: our "sequence_parallel" section without
+    size; of a peer its own settings."""
+
+    name: str
+    peer: str | None
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def section(self) -> dict[str, Any]:
+        return dict(self.settings)
+
+
+def parse(text: str) -> Spec:
+    """Raises ValueError for what is not spelled so, in a sentence."""
+    base, *words = text.split("+")
+    extra = dict(setting(word) if "=" in word else (word, True) for word in words)
+    if base in PEERS:
+        return Spec(text, base, tuple(extra.items()))
+    if base == "auto":
+        return Spec(text, None, tuple(({"memory": "auto"} | extra).items()))
+    match = re.fullmatch(r"(?:u(\d+)(?:/(?=.)|$))?(.*)", base)
+    assert match
+    schedule, _, shape = (match[2] or ("ring" if match[1] else "")).partition("=")
+    settings = {"ulysses": int(match[1] or 1), "schedule": schedule, **_shape(text, schedule, shape), **extra}
+    return Spec(text, None, tuple(settings.items()))
+
+
+def spec(text: str) -> Spec:
+    """`parse`, as the type of an argument of a command line."""
+    try:
+        return parse(text)
+    except ValueError as reason:
+        raise argparse.ArgumentTypeError(str(reason)) from None
+
+
+def add(parser: argparse.ArgumentParser, *default: str) -> None:
+    """The argument `contenders` of a command line: a list of Spec."""
+    parser.add_argument("contenders", nargs="*", metavar="CONTENDER", type=spec,
+                        default=[parse(text) for text in default], help=f"default: {' '.join(default)}")  # fmt: skip
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE; a value is JSON or else a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _shape(text: str, schedule: str, shape: str) -> dict[str, Any]:
+    names = SHAPES.get(schedule)
+    if names is None:
+        known = ", ".join((*SHAPES, "auto", *PEERS))
+        raise ValueError(f"a contender must be uN, SCHEDULE or uN/SCHEDULE; got {text!r}, use one of {known}")
+    if not shape:
+        return {}
+    try:
+        counts = [int(word) for word in shape.split(",")]
+    except ValueError:
+        counts = []
+    if len(counts) not in ((3,) if schedule == "mesh" else range(1, len(names) + 1)):
+        wanted = "a,b,R" if schedule == "mesh" else ",".join(names) or "nothing"
+        raise ValueError(f"{schedule}'s shape is {wanted} in whole numbers; got {text!r}")
+    return {"mesh": counts} if schedule == "mesh" else dict(zip(names, counts, strict=False))

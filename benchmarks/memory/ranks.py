@@ -1,0 +1,298 @@
+"""What `benchmarks.memory.peers` runs on a rank: one contender's training steps on one sequence, and what they took.
+
+All contenders train the same LLaMA on the same tokens with the same ZeRO-3 settings; `STEPS` has a function a kind,
+which returns how to make one step. Imported by ranks, so nothing here reads arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+import ds_seqpar
+from benchmarks.memory.live import Entry, Sites
+
+LONGEST = 2**19  # tokens of the text; a shorter sequence is its beginning
+# the same for all: ZeRO's own buffers are small beside activations, and parameters go once they were used
+ZERO = {
+    "stage": 3,
+    "reduce_bucket_size": 2**20,
+    "stage3_prefetch_bucket_size": 2**20,
+    "stage3_param_persistence_threshold": 2**10,
+    "stage3_max_live_parameters": 2**20,
+    "stage3_max_reuse_distance": 0,
+}
+Mark = Callable[[str], None]
+Step = Callable[[Mark], float]
+# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section. tiled_mlp:
+# DeepSpeed's TiledMLP; on ours it shows what there is beside the MLP
+OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """zero: settings beside or in place of those of ZERO."""
+
+    vocab: int = 131072
+    hidden: int = 256
+    intermediate: int = 1024
+    layers: int = 2
+    heads: int = 8
+    kv_heads: int = 4
+    bf16: bool = False
+    zero: Sequence[tuple[str, Any]] = ()
+
+    def make(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
+            max_position_embeddings=LONGEST, rope_theta=5e5, use_cache=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    def tokens(self, seq: int) -> Tensor:
+        return torch.randint(self.vocab, (1, LONGEST), generator=torch.Generator().manual_seed(1))[:, :seq].clone()
+
+    def settings(self) -> dict[str, Any]:
+        zero = ZERO | dict(self.zero)
+        adam = {"torch_adam": "offload_optimizer" not in zero}  # else DeepSpeed's own for processors, which it builds
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **adam}},
+            "zero_optimization": zero,
+            "bf16": {"enabled": self.bf16},
+            "steps_per_print": 10**9,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one rank. rest, rss: bytes resident before the first step, and the most during a step. allocated: of what a
+    followed step made, the most bytes alive at once, by phase; entries: what that was; moments: the most by part of the
+    model. losses, norms: of the steps, the same on all ranks."""
+
+    rest: int
+    rss: int
+    seconds: list[float]
+    losses: list[float]
+    norms: list[float]
+    allocated: dict[str, int]
+    entries: list[Entry]
+    moments: dict[str, int]
+
+
+def measure(
+    model: Model, kind: str, options: dict[str, Any], seq: int, timed: int, follow: bool, limit: int
+) -> Figures:
+    """One step to warm up, `timed` ones with a clock and the RSS reset before, and with `follow` one whose tensors are
+    followed. limit: bytes of RSS at which this process ends, before the machine has no more."""
+    watch(limit)
+    step = made(model, kind, options, seq)
+    rest, losses, norms, seconds = memory("VmRSS"), [], [], []
+    highest = 0
+    for turn in range(1 + timed):
+        reset_peak()
+        dist.barrier()
+        began = time.perf_counter()
+        losses.append(step(lambda _: None))
+        if turn:
+            seconds.append(time.perf_counter() - began)
+        norms.append(NORM[0]())
+        highest = max(highest, memory("VmHWM"))
+    allocated: dict[str, int] = {}
+    entries: list[Entry] = []
+    moments: dict[str, int] = {}
+    if follow:
+        with Sites() as live:
+
+            def mark(phase: str) -> None:
+                allocated[phase] = live.peak
+                live.restart()
+
+            step(mark)
+        entries, moments = live.at_peak, dict(live.moments.most_common(64))
+    return Figures(rest, highest, seconds, losses, norms, allocated, entries, moments)
+
+
+def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
+    """How to make a step of a contender, once in a process."""
+    own = own_of(options)
+    if own["tiled_mlp"]:
+        modeling_llama.LlamaMLP.forward = tiled_mlp
+    section = {name: value for name, value in options.items() if name not in OWN}
+    return STEPS[kind](model, own, section, seq)
+
+
+def own_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options.get(name, default) for name, default in OWN.items()}
+
+
+NORM: list[Callable[[], float]] = []  # how to ask the engine for the norm of its last gradients
+ENGINE: list[Any] = []  # of this process
+
+
+def _engine(engine: Any) -> Any:
+    NORM[:], ENGINE[:] = [lambda: float(engine.get_global_grad_norm())], [engine]
+    return engine
+
+
+def plain(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
+    """Every rank the whole sequence, the same one: ranks share states only."""
+    llama = checkpointed(model.make(), own, reentrant=True)
+    engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0])
+    ids = model.tokens(seq)
+
+    def step(mark: Mark) -> float:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        return finish(engine, loss, mark)
+
+    return step
+
+
+def ours(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
+    llama = checkpointed(model.make(), own, reentrant=False)
+    section = planned_for(section, seq)
+    config = model.settings() | {"sequence_parallel": {"size": dist.get_world_size(), **section}}
+    engine = _engine(ds_seqpar.initialize(model=llama, model_parameters=list(llama.parameters()), config=config)[0])
+    sp, ids = engine.sequence_parallel, model.tokens(seq)
+
+    def step(mark: Mark) -> float:
+        (batch,) = sp.shard_batches([{"input_ids": ids, "labels": ids}], device=engine.device)
+        loss = engine(**batch).loss
+        finish(engine, loss, mark)
+        return sp.mean_loss([loss])
+
+    return step
+
+
+def planned_for(section: dict[str, Any], seq: int) -> dict[str, Any]:
+    """With the length, where "memory": "auto" needs one."""
+    return {"seq_len": seq, **section} if section.get("memory") == "auto" else section
+
+
+def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
+    """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
+    tutorial sets it up: tiles of the MLP and of logits with loss, and reentrant checkpointing. (Keeping checkpoints on
+    the CPU is nothing here.) Tokens are sharded by hand as UlyssesSPDataLoaderAdapter does.
+
+    TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so what the loss is divided by
+    must be divided by inside of it. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for GPUs.
+    """
+    deepspeed.init_distributed()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    llama = checkpointed(model.make(), own, reentrant=True)
+    share = (seq - 1) / world
+    tiles = math.ceil(seq // world * model.vocab * 4 / own["tile_bytes"])
+
+    def tile(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = head.lm_head(hidden).float()
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / share
+
+    def forward(**inputs: Tensor) -> Tensor:
+        hidden = llama.model(**inputs, use_cache=False).last_hidden_state
+        return TiledFusedLogitsLoss.apply(tile, llama, hidden, labels, None, tiles, [llama.lm_head.weight], "sum")
+
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
+    )
+    llama.forward = forward  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
+    config = model.settings() | {"sequence_parallel_size": world}
+    engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0])
+    group = deepspeed.utils.groups._get_sequence_parallel_group()
+    ids = model.tokens(seq)
+    here = slice(rank * seq // world, (rank + 1) * seq // world)
+    shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
+    batch = {"input_ids": ids[:, here].contiguous(), "position_ids": torch.arange(seq)[None, here]}
+    labels = shifted[:, here].contiguous()
+
+    def step(mark: Mark) -> float:
+        part = engine(**batch)
+        loss = torch.stack(torch.distributed.nn.functional.all_gather(part, group=group)).mean()
+        return finish(engine, loss, mark)
+
+    return step
+
+
+def tiled_mlp(self: Any, x: Tensor) -> Tensor:
+    """LlamaMLP.forward in tiles of about `hidden` tokens."""
+    weights = [self.down_proj.weight, self.gate_proj.weight, self.up_proj.weight]
+    return TiledMLP.apply(_mlp, self, x, math.ceil(x.shape[1] / x.shape[2]), weights)
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+STEPS = {"plain": plain, "deepspeed": alst, "ours": ours}
+
+
+def checkpointed(llama: LlamaForCausalLM, own: dict[str, Any], *, reentrant: bool) -> LlamaForCausalLM:
+    if own["checkpointing"]:
+        llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return llama.train()
+
+
+def finish(engine: Any, loss: Tensor, mark: Mark) -> float:
+    mark("forward")
+    engine.backward(loss)
+    mark("backward")
+    engine.step()
+    mark("step")
+    return loss.item()
+
+
+def token_losses(model: Model, seq: int) -> Tensor:
+    """float64 (seq - 1,): what the whole model loses on each token, in one process. Attention is causal, so those of a
+    shorter sequence are the first of them."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    llama = model.make()
+    llama = llama.bfloat16() if model.bf16 else llama
+    ids, found = model.tokens(seq), []
+    with torch.no_grad():
+        hidden = llama.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        for part, labels in zip(hidden.split(256), ids[0, 1:].split(256), strict=True):
+            found.append(F.cross_entropy(llama.lm_head(part).float(), labels, reduction="none").double())
+    return torch.cat(found)
+
+
+def memory(name: str) -> int:
+    """Bytes, of a line of /proc/self/status."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def reset_peak() -> None:
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # VmHWM begins again
+
+
+OVER = 77  # the exit code of a rank that went over its limit
+
+
+def watch(limit: int, every: float = 0.05) -> None:
+    """Ends this process once its RSS is above `limit`."""
+
+    def look() -> None:
+        while memory("VmRSS") < limit:
+            time.sleep(every)
+        os._exit(OVER)
+
+    threading.Thread(target=look, daemon=True).start()

@@ -1,0 +1,142 @@
+"""How well the planner's model predicts: seconds by the model beside measured ones, on a cluster in a box.
+
+    python -m benchmarks.planner.predict calls --nodes 8 --link 50mbit
+    python -m benchmarks.planner.predict calls --nodes 1 --ranks-per-node 4 --seq 4096 --rounds 3
+    python -m benchmarks.planner.predict steps --nodes 4 --ranks-per-node 2 --link 100mbit --steps 2 -- u4/ring ring u8
+
+`calls` are of attention, forward and backward, with the options of `benchmarks.cluster.attention`; `steps` are of
+training, with the options of `benchmarks.cluster.training`. Ranks of one node talk over loopback. First the ranks
+calibrate their machine, as `python -m ds_seqpar calibrate` does; each prediction is made of that and of the contender
+alone, before it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.cluster import attention, harness, net, plan, training
+from benchmarks.cluster import ranks as on_rank
+from benchmarks.contenders import Spec
+from benchmarks.memory.footprint import step_of
+from benchmarks.memory.peers import Bench
+from ds_seqpar.compiler import heads as dealing
+from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.planner.calls import Call
+from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.machine import Machine, machine_of
+from ds_seqpar.planner.prices import call_seconds
+from ds_seqpar.planner.search import DIRECTIONS
+from ds_seqpar.planner.steptime import call_of, carried_seconds, step_time
+from ds_seqpar.runtime.comm import distances
+from tests.launch import PRELOAD, Ranks
+
+CALLS = ["ring", "ring+layout=contiguous", "distflash", "attention2d", "mesh+overlap", "wallfacer", "u2/ring", "u4"]
+COLUMNS = ["contender", "measured, s", "spread", "predicted, s", "predicted / measured"]
+Row = tuple[str, list[float], float]  # name, seconds measured, seconds predicted
+
+
+def main() -> None:
+    modes = {"calls": calls, "steps": steps}
+    if len(sys.argv) < 2 or sys.argv[1] not in modes:
+        tables.parser(__doc__).parse_args(sys.argv[1:2])
+        raise SystemExit(f"the first word must be one of {', '.join(modes)}")
+    title, rows = modes[sys.argv[1]](sys.argv[2:])
+    print(f"\n{title}\n\n{table(rows)}\n\n{summary(rows)}", flush=True)
+
+
+def calls(given: list[str]) -> tuple[str, list[Row]]:
+    args = attention.arguments(tables.parser(__doc__), CALLS, given)
+    harness.ready()
+    problem = attention.problem_of(args)
+    with attention.set_up(args, problem) as (ranks, task):
+        machine = calibrated(ranks)
+        rows = attention.prepare(ranks, args, task, problem)
+        predicted = {spec.name: of_call(spec, problem, machine) for spec in args.contenders if not spec.peer}
+        able = [row for row in rows if "cannot" not in row and row["name"] in predicted]
+        attention.take_turns(ranks, able, args.rounds)
+    return attention.title(args), [(row["name"], row["seconds"], predicted[row["name"]]) for row in able]
+
+
+def steps(given: list[str]) -> tuple[str, list[Row]]:
+    args = training.arguments(given)
+    harness.ready()
+    os.environ["PYTHONWARNINGS"] = "ignore"  # DeepSpeed's and transformers' of their own calls, of every rank
+    bench, rows = Bench(args), []
+    with net.Network(args.nodes, args.link[0]) as network:
+        with Ranks(args.world, None, PRELOAD) as ranks:
+            harness.call(ranks, on_rank.enter, network.names, args.ranks_per_node, ranks.folder.name, args.patience)
+            machine = calibrated(ranks)
+        for spec in (spec for spec in args.contenders if not spec.peer):
+            predicted = of_step(spec, bench.model, args, machine)
+            found = training.turns(network, args, bench, spec.name, training.contender(spec, args), args.seq)
+            rows.append((spec.name, found[args.link[0]][0], predicted))
+    return training.title(args, args.link[0]), rows
+
+
+def calibrated(ranks: Ranks) -> Machine:
+    return machine_of("calibrated", harness.call(ranks, on_rank.calibrated)[0])
+
+
+def of_call(spec: Spec, problem: plan.Problem, machine: Machine) -> float:
+    """Seconds of one call, forward and backward, and of comparing its inputs."""
+    config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
+    config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
+    first = dealing.stages(problem.heads, problem.kv_heads, config.head_stages)[0]
+    call = Call(
+        config=config, world=problem.world, mask=CAUSAL if problem.causal else FULL,
+        shards=EvenShards(config.layout, problem.seq, config.size // config.ulysses),
+        heads=(*first.counts, problem.head_dim), dtype=plan.DTYPES[problem.dtype], stages=config.head_stages,
+        kept=config.kept(config.head_stages, False, False),
+    )  # fmt: skip
+    wire = machine.between if problem.nodes > 1 else machine.inside
+    return len(distances(problem.world)) * wire.latency + sum(call_seconds(machine, call, way) for way in DIRECTIONS)
+
+
+def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:
+    """Seconds of a training step."""
+    step = step_of(model, training.contender(spec, args)[1], args.seq, args.world)
+    stages = step.config.head_stages
+    one = call_of(step, stages)
+    forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
+    wire = machine.between if step.config.size > machine.per_node else machine.inside
+    forward += len(distances(step.config.size)) * wire.latency
+    carried = [stages * carried_seconds(machine, step.world, closed(machine, one, way)) for way in DIRECTIONS]
+    return step_time(step, machine, forward, backward, carried=(carried[0], carried[1])).seconds
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = []
+    for name, seconds, predicted in rows:
+        median = statistics.median(seconds)
+        lines.append([name, f"{median:.3f}", tables.spread(seconds), f"{predicted:.3f}", f"{predicted / median:.2f}"])
+    return tables.table(COLUMNS, lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Errors, whether the order is right, and what the pick by prediction costs."""
+    measured, predicted = [statistics.median(row[1]) for row in rows], [row[2] for row in rows]
+    errors = [abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]
+    pick = measured[predicted.index(min(predicted))] / min(measured)
+    order = statistics.correlation(ranked(measured), ranked(predicted)) if len(rows) > 1 else 1.0
+    return (
+        f"median error {statistics.median(errors):.1%}, greatest {max(errors):.1%}; rank correlation {order:.2f}; "
+        f"the fastest by prediction takes {pick:.3f} of the fastest's time"
+    )
+
+
+def ranked(values: Sequence[float]) -> list[float]:
+    """Ranks; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(x) + (ordered.count(x) - 1) / 2 for x in values]
+
+
+if __name__ == "__main__":
+    main()
