@@ -13,11 +13,12 @@ from .compiler import schedules
 from .compiler.compile import Recipe
 from .compiler.cuts import KERNELS
 from .compiler.exchange import Kept, kept_of
+from .compiler.layout import Axes, Topology, divisors, place
 from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
-from .compiler.topology import Axes, Topology, divisors, place
-from .deepspeed_json import read_deepspeed, section_of
 from .errors import SECTION, ConfigError, InputError, choose, in_words, nearest
 
+CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
+UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
 Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
@@ -183,6 +184,8 @@ class SequenceParallelConfig:
 
         Raises ConfigError for a section that is misspelt, or stands inside another one.
         """
+        from .deepspeed_json import read_deepspeed, section_of  # for those who have such a file
+
         return cls.from_dict(section_of(read_deepspeed(config)))
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:

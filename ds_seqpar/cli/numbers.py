@@ -40,9 +40,9 @@ def counted(content: dict[str, Any]) -> Model | None:
     family = content.get("model_type")
     if family not in PLAIN or "quantization_config" in content:
         return None
-    hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
-    if family != "qwen3" and isinstance(hidden, int) and is_count(heads) and hidden % heads == 0:
-        content = {"head_dim": hidden // heads, **content}
+    width, count = content.get("hidden_size"), content.get("num_attention_heads")
+    if family != "qwen3" and isinstance(width, int) and isinstance(count, int) and count and width % count == 0:
+        content = {"head_dim": width // count, **content}
     flags = [content.get(name, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")]
     if not all(is_count(content.get(name)) for name in NEEDED) or not all(type(flag) is bool for flag in flags):
         return None

@@ -12,6 +12,7 @@ from ..compiler import heads as dealing
 from ..compiler.compile import Bound, Compiler, Recipe, pattern_of
 from ..compiler.cuts import PLAIN, Takes
 from ..compiler.exchange import ALL_KEPT, Kept, Members
+from ..compiler.layout import Topology
 from ..compiler.lower import lower
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
@@ -19,7 +20,6 @@ from ..compiler.plan import Pattern
 from ..compiler.program import Assemble, ExchangeStart, GatherStart, Instruction, Post, Program, ScatterStart
 from ..compiler.shape import Shape, shape_of
 from ..compiler.shards import EvenShards, Shards
-from ..compiler.topology import Topology
 from ..config import SequenceParallelConfig
 from .machine import Machine
 

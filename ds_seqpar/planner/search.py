@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler import heads as dealing
-from ..compiler.layout import LAYOUTS, contiguous
+from ..compiler.layout import LAYOUTS, Axes, Topology, contiguous
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.timeline import Timeline
-from ..compiler.topology import Axes, Topology
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
 from . import prices

@@ -6,7 +6,7 @@ Annotations say what a user is meant to give. The checks take what was given, wh
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -20,8 +20,8 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
 from ..errors import InputError, SeqParError, as_error
-from . import causes, keeping
-from .agreement import Compared, agree
+from . import keeping
+from .agreement import Compared, Fields, agree
 from .comm import TorchComm
 from .runtime import Runtime
 
@@ -85,7 +85,13 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         return  # nobody to compare with
     # inside torch.func nothing can be sent, not even the refusal of it
     with temporarily_clear_interpreter_stack(), runtime.recorded("agree", WHAT):
-        agree(group, WHAT, given, error=error, call="attention", advice=causes.of_attention)
+        agree(group, WHAT, given, error=error, call="attention", advice=_advice)
+
+
+def _advice(given: Mapping[int, Fields]) -> str:
+    from .causes import of_attention  # of ranks that differ, which few runs see
+
+    return of_attention(given)
 
 
 def _kind_of(q: object, k: object, v: object, asked: Asked) -> tuple | None:
