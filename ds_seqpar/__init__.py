@@ -1,10 +1,30 @@
 """Exact sequence parallel attention for DeepSpeed: Ulysses around any schedule, as settings of one engine."""
 
-from .compiler.masks import Mask
-from .compiler.shards import UnevenShards
-from .config import SequenceParallelConfig
-from .engine import initialize
-from .errors import SeqParError
-from .parallel import SequenceParallel
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compiler.masks import Mask
+    from .compiler.shards import UnevenShards
+    from .config import SequenceParallelConfig
+    from .engine import initialize
+    from .errors import SeqParError
+    from .parallel import SequenceParallel
 
 __all__ = ["Mask", "SeqParError", "SequenceParallel", "SequenceParallelConfig", "UnevenShards", "initialize"]
+HOMES = {
+    "Mask": "compiler.masks",
+    "SeqParError": "errors",
+    "SequenceParallel": "parallel",
+    "SequenceParallelConfig": "config",
+    "UnevenShards": "compiler.shards",
+    "initialize": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What the package exports, imported when it is first asked for: commands that only plan import no torch."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(f".{HOMES[name]}", __name__), name)
+    return found

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .documents import Lengths, documents_of, starts_of, without_documents
+from .documents import Lengths, documents_of, without_documents
 from .errors import InputError, as_error
-from .placement import Placement
+from .placement import Placement, starts_of
 from .runtime import causes, trusted
 from .runtime.agreement import Alike, agree, in_words, sums
 from .runtime.groups import Groups

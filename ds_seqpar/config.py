@@ -13,11 +13,12 @@ from .compiler import schedules
 from .compiler.compile import Recipe
 from .compiler.cuts import KERNELS
 from .compiler.exchange import Kept, kept_of
+from .compiler.layout import Axes, Topology, divisors, place
 from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
-from .compiler.topology import Axes, Topology, divisors, place
-from .deepspeed_json import read_deepspeed, section_of
-from .errors import SECTION, ConfigError, choose, in_words, nearest
+from .errors import SECTION, ConfigError, InputError, choose, in_words, nearest
 
+CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
+UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
 Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
@@ -183,6 +184,8 @@ class SequenceParallelConfig:
 
         Raises ConfigError for a section that is misspelt, or stands inside another one.
         """
+        from .deepspeed_json import read_deepspeed, section_of  # for those who have such a file
+
         return cls.from_dict(section_of(read_deepspeed(config)))
 
     def resolve(self, world_size: int, heads: tuple[int, int] | None = None) -> SequenceParallelConfig:
@@ -361,3 +364,15 @@ def most_logits(vocab: int, hidden: int) -> int:
     """Bytes of a tile's logits in fp32, at most, with loss_tiles "auto": a quarter of the head's gradient in fp32,
     which is there beside them; 256 MiB where that is less."""
     return min(2**28, vocab * hidden)
+
+
+def check_length(config: SequenceParallelConfig, seq: int) -> None:
+    """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
+    step = layouts.multiple(config.layout, config.size, config.ulysses)
+    if seq < 1 or seq % step:
+        fits = max(1, -(-seq // step)) * step
+        raise InputError(
+            f"a sequence's length must be a multiple of {step} for the {config.layout} layout on {config.size} "
+            f"ranks with ulysses {config.ulysses}; got {seq}, pad it (on the right) to {fits}, or share it by "
+            "sp.place(length), which has a mask and shards for attention"
+        )

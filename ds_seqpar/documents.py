@@ -59,11 +59,6 @@ def without_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if name not in read}
 
 
-def starts_of(lengths: Lengths) -> tuple[int, ...]:
-    """The first positions of documents that lie end to end."""
-    return tuple(itertools.accumulate(lengths[:-1], initial=0))
-
-
 def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
     given = _integers(name, positions)
     if given.shape not in ((seq,), (1, seq), (rows, seq)):

@@ -27,8 +27,7 @@ from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import agree
 from .runtime.devices import set_device
-from .runtime.leaving import wait_at_exit
-from .runtime.telling import told_once
+from .runtime.telling import told_once, wait_at_exit
 
 if TYPE_CHECKING:
     import argparse

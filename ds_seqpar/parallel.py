@@ -11,23 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import batches
 from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
-from .config import SequenceParallelConfig
-from .errors import ConfigError, SeqParError
-from .losses import mean_of
-from .recording import Record
-from .resolve import agreed
+from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .errors import ConfigError, SeqParError, as_error
 from .runtime import devices, groups, inputs, keeping, ops, runtime
+from .runtime.agreement import agree
 from .runtime.comm import TorchComm, failing
-from .runtime.offload import Store, store_of
 from .runtime.telling import told_once
-from .sharding import Sharding
-from .tokens import Vocabulary
+from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
     from .planner.auto import Job
+    from .recording import Record
+    from .runtime.offload import Store
+    from .tokens import Vocabulary
 
 
 class SequenceParallel(Sharding):
@@ -63,7 +61,7 @@ class SequenceParallel(Sharding):
         device, no_device = _own_device()
         self.device, world = device, groups.control_world()
         try:
-            self.config = agreed(world, config, heads, job, no_device)
+            self.config = _agreed(world, config, heads, job, no_device)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -149,15 +147,14 @@ class SequenceParallel(Sharding):
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         backward, meant = torch.is_grad_enabled() and followed, inputs.mask_of(causal, mask)
         asked = inputs.Asked(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
-        after = ops.agree(self.runtime, q, k, v, asked)
-        out, lse = ops.attention(self.runtime, q, k, v, asked, after)
+        out, lse = ops.attention(self.runtime, q, k, v, asked)
         return out if lse is None else (out, ops.Constant.apply(lse, out))
 
     def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
         inputs.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return ops.attention(self.runtime, q, k, v, asked)[0]
+        return ops.attention(self.runtime, q, k, v, asked, agreed=True)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in
@@ -169,6 +166,8 @@ class SequenceParallel(Sharding):
     def checkpointing(self, checkpoint: Callable[..., Any]) -> keeping.Checkpoint:
         """The same of another checkpoint function."""
         if self.config.offload_checkpoints and self.store is None:
+            from .runtime.offload import store_of
+
             self.store = store_of(self.device)
         return keeping.Checkpoint(checkpoint, self.config.keep_attention, self.store)
 
@@ -177,6 +176,8 @@ class SequenceParallel(Sharding):
         `record.events`, `record.save("trace.json")`, or all ranks' by `record.gather()`. watch: on CPUs, a thread waits
         for each message, so that its end is known where the rank itself waits later. Not collective; where it is not
         used nothing is kept. Entering it raises ConfigError inside another one."""
+        from .recording import Record
+
         return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
 
     def shard_batches(
@@ -193,7 +194,9 @@ class SequenceParallel(Sharding):
         of any length, whose `mean_loss` is the evaluation loss. device: where to put it (`engine.device`); default:
         where the window is. Whole sequences are best left on the CPU."""
         steps = self.accumulation_steps if training else None
-        return batches.shard_window(self, window, causal, steps, device)
+        from .batches import shard_window  # attention alone does without
+
+        return shard_window(self, window, causal, steps, device)
 
     def shard_batch(
         self,
@@ -245,6 +248,42 @@ def _own_device() -> tuple[torch.device, ConfigError | None]:
         return devices.bind(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
         return torch.device("cpu"), reason
+
+
+def _agreed(
+    world: dist.ProcessGroup,
+    given: object,
+    heads: tuple[int, int] | None,
+    job: Job | None,
+    error: SeqParError | None,
+) -> SequenceParallelConfig:
+    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit, or where one
+    has an error already. Where the settings ask for a plan each rank plans for itself, and rank 0 says what is
+    chosen."""
+    settings: dict[str, Any] = {}
+    try:
+        config, ranks = _config(given), dist.get_world_size()
+        resolved = config.resolve(ranks, heads)
+        settings = {**config.settings(), "heads": heads}
+    except Exception as reason:  # a schedule of one's own may raise anything
+        error = error or as_error(UNREADABLE, reason)
+    agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel")
+    if not config.asks_for_plan:
+        return resolved
+    from .resolve import planned_by_all  # most runs need none of the planner
+
+    return planned_by_all(world, config, heads, job)
+
+
+def _config(given: object) -> SequenceParallelConfig:
+    if given is None:
+        return SequenceParallelConfig()
+    if not isinstance(given, SequenceParallelConfig):
+        raise ConfigError(
+            f"SequenceParallel needs a SequenceParallelConfig; got {type(given).__name__}, "
+            "make one by SequenceParallelConfig.from_dict or from_deepspeed"
+        )
+    return given
 
 
 def _autocast(*tensors: Tensor) -> Sequence[Tensor]:

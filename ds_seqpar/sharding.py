@@ -1,22 +1,21 @@
-"""Moving data between global order and the tokens of one rank, whatever says which those are."""
+"""Moving data between global order and the tokens of one rank, whatever says which those are; and losses' mean."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compiler.balance import shards_of
 from .compiler.layout import multiple
 from .compiler.masks import Mask
 from .compiler.shards import positions
 from .config import SequenceParallelConfig
-from .documents import starts_of
 from .errors import InputError
-from .placement import Placement
+from .placement import Placement, starts_of
 from .runtime import inputs
 from .runtime.agreement import agree, sums
 from .runtime.comm import failing
@@ -47,6 +46,8 @@ class Sharding:
         mask = Mask(causal=causal, documents=Mask.documents_of(lengths))
         if sum(lengths) != seq:
             raise InputError(f"documents must have all {seq} tokens of the sequence; got {sum(lengths)}")
+        from .compiler.balance import shards_of  # of lengths that ranks cannot share equally
+
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
         return Placement(mask, shards, restarts=starts_of(lengths))
 
@@ -181,3 +182,31 @@ def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
 @functools.lru_cache(maxsize=64)
 def _positions(layout: str, seq: int, size: int, ulysses: int, rank: int) -> Tensor:
     return torch.tensor(positions(layout, seq, size, ulysses, rank), device="cpu")  # whatever the default device is
+
+
+# ---- losses
+
+
+def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
+    """The loss of an optimiser step: the mean over all ranks of the losses that each was given, in double precision,
+    and that of this rank's own, in their dtype, which autograd follows. Collective; raises InputError or
+    DisagreementError on all ranks."""
+    losses, error = _losses(given)
+    own = torch.zeros((), device="cpu") if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
+    exact = 0.0 if error else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
+    agree(world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
+    return sums(world, [exact], "mean_loss")[0] / dist.get_world_size(), own
+
+
+def _losses(given: object) -> tuple[list[Tensor], InputError | None]:
+    wanted = (
+        "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
+    )
+    losses: list[Any] = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
+    if not losses:
+        return losses, InputError(f"{wanted}; got none")
+    for loss in losses:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            return losses, InputError(f"{wanted}; got {what}")
+    return losses, None

@@ -17,7 +17,7 @@ from .compiler.compile import Compiler
 from .compiler.masks import Mask
 from .compiler.program import Wait
 from .compiler.shards import EvenShards, Shards, members_positions, tokens_of
-from .config import SequenceParallelConfig, check_heads
+from .config import SequenceParallelConfig, check_heads, check_length
 from .errors import ConfigError, InputError
 from .runtime import inputs
 from .runtime.buffers import Tensors
@@ -152,7 +152,7 @@ def attention(
         raise InputError(f"the output's gradient must be like the output, {like}; got {inputs.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
     if shards is None:
-        inputs.check_length(config, q.shape[1])
+        check_length(config, q.shape[1])
         inputs.check_documents(meant, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
     else:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_seqpar.runtime.kernels import BlockSpec, Takes
+from ds_seqpar.runtime.kernels.accumulate import merge_
 from ds_seqpar.runtime.kernels.reference import Reference
-from ds_seqpar.runtime.merge import merge_
 from tests.oracle import attention, dense, error
 
 SCALE = 0.3  # not head_dim ** -0.5: a kernel must take the one it is given

@@ -23,13 +23,6 @@ from .calibration import Calibration
 from .zero_costs import zero_costs
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
-    )
-    parser.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
-
-
 def run(args: argparse.Namespace) -> None:
     """Collective over the ranks of a launcher. Raises ConfigError where nobody launched any, and on all ranks where
     the first one cannot write the file."""

@@ -13,7 +13,7 @@ import sys
 from .. import cpu_op
 from ..errors import ConfigError, SeqParError
 from ..files import LARGEST, shown
-from . import calibrate, memory, plan, show
+from . import memory, plan, show
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,11 +25,14 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("prepare", help="compile what DeepSpeed needs on this machine, before ranks start")
     memory.add_parser(commands)
     plan.add_parser(commands)
-    calibrate.add_parser(commands)
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine for `plan`, on all ranks: deepspeed --module ds_seqpar calibrate"
+    )
+    calibrate.add_argument("-o", "--output", default="machine.json", metavar="FILE", help="default: machine.json")
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names in files may have what no terminal shows
-    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": calibrate.run}
+    runs = {"show": show.run, "prepare": _prepare, "memory": memory.run, "plan": plan.run, "calibrate": _calibrate}
     try:
         _check_numbers(args)
         runs[args.command](args)
@@ -46,6 +49,12 @@ def _check_numbers(args: argparse.Namespace) -> None:
             if isinstance(number, int) and abs(number) > LARGEST:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} must be a whole number of at most 64 bits; got {shown(number)}")
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from . import calibrate  # and torch, which commands that run nothing do without
+
+    calibrate.run(args)
 
 
 def _prepare(args: argparse.Namespace) -> None:

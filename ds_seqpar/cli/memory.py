@@ -16,7 +16,6 @@ from ..deepspeed_checks import check_deepspeed
 from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
 from ..errors import ConfigError, nearest
 from ..files import parse_json, shown
-from ..models import numbers_of
 from ..planner.footprint import (
     HOST_PARTS,
     PARTS,
@@ -32,6 +31,7 @@ from ..planner.footprint import (
 )
 from ..planner.machine import Machine, presets
 from ..planner.request import Room, Step
+from .numbers import numbers_of
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 GIB, KIB = 2**30, 2**10
@@ -160,7 +160,8 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
             if not isinstance(inside, dict):
                 raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
         inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
-    check_deepspeed(content, args.config)
+    if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
+        check_deepspeed(content, args.config)  # imports DeepSpeed, which takes seconds
     if Zero.of(content.get("zero_optimization", {})).offload_optimizer.super_offload:
         raise ConfigError(
             "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"

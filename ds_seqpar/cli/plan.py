@@ -15,7 +15,6 @@ from ..config import ASKING, SequenceParallelConfig
 from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
 from ..errors import ConfigError
 from ..files import read_text
-from ..models import numbers_of
 from ..planner.footprint import HOST_PARTS, PARTS
 from ..planner.machine import DEFAULT, Machine, presets
 from ..planner.plan import SIMULATED, Choice, over_floor, plan
@@ -24,6 +23,7 @@ from ..planner.request import Request
 from ..planner.search import Prediction, in_words, timelines
 from ..planner.steptime import TIMES
 from .memory import DIGITS, content_of, count, fill_in, gibibytes, told
+from .numbers import numbers_of
 
 GIB = 2**30
 DRAWN = 32  # ranks in a picture

@@ -21,9 +21,8 @@ from ..compiler.shape import shape_of
 from ..compiler.shards import EvenShards
 from ..compiler.simulate import Costs, communication, computation, programs_of, simulate
 from ..compiler.validate import validate
-from ..config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, setting_names
+from ..config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
-from ..runtime.inputs import check_length
 
 
 def add_parser(commands: Any) -> None:

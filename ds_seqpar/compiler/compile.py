@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from . import exchange, overlap
+from . import exchange
 from .actions import Key, Steps
 from .cuts import PLAIN, Takes, calls
 from .exchange import ALL_KEPT, Heads, Kept, Members, Traffic
-from .layout import LAYOUTS
+from .layout import LAYOUTS, Topology
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
@@ -25,7 +25,6 @@ from .schedules import Schedule
 from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards, members_tokens
 from .tiles import Tile, tiles
-from .topology import Topology
 
 KEPT = 64  # of each: more masks and lengths than a run has at one time
 PROBE = 4  # tokens of a run from which on what is visible only grows with it
@@ -95,7 +94,11 @@ def _fewest(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple
 def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
     steps = recipe.schedule.build(recipe.topology, pattern, direction, travels)
     plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.parts)
-    return overlap.overlapped(plan, pattern, dict(sizes)) if recipe.overlap else plan
+    if not recipe.overlap:
+        return plan
+    from .overlap import overlapped  # and the simulator
+
+    return overlapped(plan, pattern, dict(sizes))
 
 
 class Bound:

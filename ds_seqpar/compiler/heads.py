@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .topology import divisors
+from .layout import divisors
 
 
 class Stage(NamedTuple):

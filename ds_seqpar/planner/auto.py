@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .. import limits
-from ..compiler.topology import divisors
+from ..compiler.layout import divisors
 from ..config import ASKING, PLANNED_FOR, SPARING, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError

@@ -12,6 +12,7 @@ from ..compiler import heads as dealing
 from ..compiler.compile import Bound, Compiler, Recipe, pattern_of
 from ..compiler.cuts import PLAIN, Takes
 from ..compiler.exchange import ALL_KEPT, Kept, Members
+from ..compiler.layout import Topology
 from ..compiler.lower import lower
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
@@ -19,7 +20,6 @@ from ..compiler.plan import Pattern
 from ..compiler.program import Assemble, ExchangeStart, GatherStart, Instruction, Post, Program, ScatterStart
 from ..compiler.shape import Shape, shape_of
 from ..compiler.shards import EvenShards, Shards
-from ..compiler.topology import Topology
 from ..config import SequenceParallelConfig
 from .machine import Machine
 
@@ -173,6 +173,9 @@ def renumbered(program: Program, rank: int, at: Callable[[int], int], group: tup
 
 # ---- memory
 
+# kept, since settings that spare memory, stages of heads too, leave the inner programs as they are
+compiler_of = functools.lru_cache(maxsize=256)(Compiler)
+
 
 def call_figures(
     config: SequenceParallelConfig,
@@ -195,7 +198,7 @@ def call_figures(
     with the most heads; takes: of the kernel; early: as `Comm.early`, which is 0
     but over gloo; kept: whether the checkpoint around it keeps what backward needs, None where there is no checkpoint.
     """
-    recipe = config.recipe(config.topology(world))
+    recipe = config.recipe(Topology(axes=config.inner_axes))  # where ranks lie changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
     q_heads, kv_heads, _ = heads
     own = shape_of(config.travel_dtype, dtype, batch, heads)
@@ -205,7 +208,7 @@ def call_figures(
     if member is None:
         member = dealing.busiest(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))
-    compiler, members = Compiler(recipe, rank, early), Members(config.ulysses, member)
+    compiler, members = compiler_of(recipe, rank, early), Members(config.ulysses, member)
 
     def bound(direction: str) -> Bound:
         more = count, leaves if config.ulysses > 1 else Kept()

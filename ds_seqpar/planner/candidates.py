@@ -8,9 +8,8 @@ from typing import Any
 
 from .. import limits
 from ..compiler import schedules
-from ..compiler.layout import LAYOUTS, multiple
+from ..compiler.layout import LAYOUTS, Topology, divisors, multiple, place
 from ..compiler.schedules.base import Own, Schedule
-from ..compiler.topology import Topology, divisors, place
 from ..config import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
 

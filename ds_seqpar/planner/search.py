@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..compiler import heads as dealing
-from ..compiler.layout import LAYOUTS, contiguous
+from ..compiler.layout import LAYOUTS, Axes, Topology, contiguous
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.timeline import Timeline
-from ..compiler.topology import Axes, Topology
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
 from . import prices
@@ -23,7 +22,7 @@ from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
 from .footprint import Footprint, attention_figures, fits, footprint, taken
 from .machine import PER_PRODUCT, Machine
-from .request import Request
+from .request import Request, Step
 from .steptime import StepTime, call_of, carried_seconds, step_time
 
 DIRECTIONS = ("forward", "backward")
@@ -191,8 +190,8 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
                 break
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
-            without = taken(footprint(step, NOTHING), request.room)
-            if without > request.limit:  # whatever attention takes, which is a hundred times the work to find
+            without = taken(footprint(step, least_attention(step)), request.room)
+            if without > request.limit:  # what attention takes exactly is a hundred times the work to find
                 least = min(least, without)
                 continue
             figures = attention_figures(step)
@@ -316,7 +315,6 @@ LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"offload_checkpoints": True, "keep_attention": False},
 )
 LAST = {name for settings in LAST_SPARING for name in settings}
-NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
 COMMON = (
     "travel_dtype",
     "kernel",
@@ -367,7 +365,15 @@ def _lean(rungs: list[dict[str, Any]]) -> int:
 
 
 def least_memory(request: Request, size: int) -> Footprint:
-    """Without attention, with everything that spares: no candidate of this size takes less."""
+    """With the least of attention, and everything that spares: no candidate of this size takes less."""
     spared = {name: value for name, value in memory_settings(request, 1)[-1].items() if name != "head_stages"}
     config = SequenceParallelConfig(size=size, ulysses=1, **{**common(request.given), **spared}).resolve(size)
-    return footprint(request.step(config, Mask()), NOTHING)
+    step = request.step(config, Mask())
+    return footprint(step, least_attention(step))
+
+
+def least_attention(step: Step) -> Figures:
+    """What attention takes at least, whatever the schedule: out, and in backward dq, dk and dv beside it."""
+    m, rows = step.model, step.seq // step.config.size * step.batch
+    out, grads = (rows * heads * m.head_dim * ITEMSIZE[step.dtype] for heads in (m.heads, m.heads + 2 * m.kv_heads))
+    return Figures(forward=out, kept=out, backward=out + grads, inputs=True)

@@ -1,12 +1,26 @@
-"""The slots of a program as tensors: one buffer of bytes each, seen as the tensors of the unit that it holds."""
+"""The slots of a program as tensors: one buffer of bytes each, seen as the tensors of the unit that it holds.
+
+DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023).
+Pure functions around that all-to-all, which belongs to comm. In what travels, tokens come
+first and a token's heads, of q, k and v, stand side by side: what the members sent, one after another, then is the
+inner rank's (tokens, batch, heads, D) as it stands, and q, k and v are views of it. So each tensor is copied once on
+its way out and once by the transfer; outward the same in reverse. Who gets which heads is `heads_of`; neighbouring
+members that get as many as one another are copied for together, and where U divides the heads these are all. A kv head
+that several members need (U > Hkv) goes to exactly those; its gradients are summed. `counts`: the tokens of every
+member, in their order.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..compiler.actions import Key, Unit
 from ..compiler.compile import Bound
+from ..compiler.heads import Deal
 from ..compiler.shape import Place
 
 Tensors = tuple[Tensor, ...]
@@ -66,3 +80,61 @@ class Buffers:
 def views(buffer: Tensor, places: tuple[Place, ...]) -> Tensors:
     """The tensors of a unit in its bytes."""
     return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in places)
+
+
+# ---- heads, as an exchange sends them
+
+
+def _blocks(buffer: Tensor, its: Deal, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
+    """What goes or comes outside (elements,) -> of every run the part (members, s, B, h, D) of each tensor."""
+    shapes = [(run.members, tokens, batch, sum(run.heads), dim) for run in its.runs]
+    parts = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)
+    return [part.view(shape).split(run.heads, dim=3) for part, shape, run in zip(parts, shapes, its.runs, strict=True)]
+
+
+def pack_in(tensors: Sequence[Tensor], its: Deal, buffer: Tensor) -> None:
+    """Each (B, s, H, D), H as `its.totals` -> buffer (elements,): for each member (s, B, h of all, D), the heads that
+    it works on."""
+    batch, tokens, _, dim = tensors[0].shape
+    for run, block in zip(its.runs, _blocks(buffer, its, batch, tokens, dim), strict=True):
+        for x, part, heads, span, shared in zip(tensors, block, *run[1:], strict=True):
+            shares = run.members // shared
+            mine = _by_member(x, span, (batch, tokens, shares, heads, dim))
+            part.view(shares, shared, tokens, batch, heads, dim).copy_(mine.unsqueeze(1))
+
+
+def _by_member(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
+    """(B, s, H, D) -> a view (shares, s, B, h, D) of these heads. shape: (B, s, shares, h, D)."""
+    some = x if x.shape[2] == span.stop - span.start else x[:, :, span]
+    return some.view(shape).permute(2, 1, 0, 3, 4)
+
+
+def split_in(received: Tensor, heads: Sequence[int]) -> list[Tensor]:
+    """What the all-to-all gives, (T, B, h of all, D), T the tokens of all members -> views (B, T, h, D) of it."""
+    return [x.transpose(0, 1) for x in received.split(list(heads), dim=2)]
+
+
+def join_out(tensors: Sequence[Tensor]) -> Tensor:
+    """The inverse of `split_in`: each (B, T, h, D) -> (T, B, h of all, D); a view where there is one tensor."""
+    turned = [x.transpose(0, 1) for x in tensors]
+    return turned[0] if len(turned) == 1 else torch.cat(turned, dim=2)
+
+
+def unpack_out(received: Tensor, its: Deal, batch: int, tokens: int, dim: int) -> list[Tensor]:
+    """What the all-to-all gives, (elements,): from each member (s, B, h of all, D) -> each (B, s, H, D), in memory of
+    its own. Where members share heads, what belongs to one is summed, in fp32 or wider."""
+    blocks, found = _blocks(received, its, batch, tokens, dim), []
+    wide = torch.float64 if received.dtype == torch.float64 else torch.float32
+    for index, (total, split) in enumerate(zip(its.totals, its.split, strict=True)):
+        shape, done = (batch, tokens, total, dim), 0
+        whole = received.new_empty(shape, dtype=wide) if split else received.new_empty(shape)
+        for run, block in zip(its.runs, blocks, strict=True):
+            part, heads, span, shared = block[index], run.heads[index], run.spans[index], run.sharing[index]
+            shares = run.members // shared
+            if shared > 1:
+                part = part.view(shares, shared, tokens, batch, heads, dim).sum(1, dtype=wide)
+            place = _by_member(whole, span, (batch, tokens, shares, heads, dim))
+            place.add_(part) if span.start < done else place.copy_(part)
+            done = span.stop
+        found.append(whole.to(received.dtype) if split else whole)
+    return found

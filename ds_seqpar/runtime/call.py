@@ -12,10 +12,9 @@ from torch import Tensor
 from ..compiler.compile import Bound
 from ..compiler.exchange import Heads
 from ..compiler.program import Trade
-from . import sinks as sink
-from . import ulysses
-from .buffers import Tensors
+from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
+from .kernels.accumulate import merge_sinks_, sinks_gradient
 from .work import Backward, Forward, Work, rowsum
 
 
@@ -81,7 +80,7 @@ class _Call:
         return x if x.shape[2] == held.stop - held.start else x[:, :, held]
 
     def arrive(self, trade: Trade, joined: Tensor) -> None:
-        self.inner.update(zip(trade.fields, ulysses.split_in(joined, self.heads.widths(trade)), strict=True))
+        self.inner.update(zip(trade.fields, split_in(joined, self.heads.widths(trade)), strict=True))
 
     def give(self, field: str) -> Tensor:
         return self.left.pop(field)
@@ -143,7 +142,7 @@ class ForwardCall(_Call):
         out, lse = result
         sinks = self.own_sinks(stage)
         if sinks is not None:
-            sink.merge_(out, lse, sinks)
+            merge_sinks_(out, lse, sinks)
         self.lses.append(lse)
         self.inner = {}
         if not self.alone and self.keep > 1:
@@ -192,7 +191,7 @@ class BackwardCall(_Call):
         if sinks is not None and self.dsinks is not None:
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
             mine = self.dsinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
-            mine.copy_(sink.gradient(delta, lse, sinks))
+            mine.copy_(sinks_gradient(delta, lse, sinks))
         return Backward(self.kernel, self.scores.scale, do, q, k, v, out, lse)
 
     def leave(self, stage: int, result: Tensors) -> None:

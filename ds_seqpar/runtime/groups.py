@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..compiler.topology import Topology
+from ..compiler.layout import Topology
 from ..errors import ConfigError
 from .devices import accelerated, backends, bind
-from .leaving import PATIENCE, wait_at_exit
+from .telling import IDLE_PATIENCE, wait_at_exit
 
 Group = dist.ProcessGroup
 
@@ -110,7 +110,7 @@ def free(made: list[Group]) -> None:
             dist.destroy_process_group(made[number])
     thread = threading.Thread(target=made.clear, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(IDLE_PATIENCE)
 
 
 def create(topology: Topology, rank: int, world: Group) -> Groups:

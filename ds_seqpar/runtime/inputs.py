@@ -6,7 +6,7 @@ Annotations say what a user is meant to give. The checks take what was given, wh
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -16,13 +16,12 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter, functional
 
 from ..compiler.heads import most_stages
-from ..compiler.layout import multiple
 from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
-from ..config import SequenceParallelConfig, check_heads
+from ..config import check_heads, check_length
 from ..errors import InputError, SeqParError, as_error
-from . import causes, keeping
-from .agreement import Compared, agree
+from . import keeping
+from .agreement import Compared, Fields, agree
 from .comm import TorchComm
 from .runtime import Runtime
 
@@ -86,7 +85,13 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: As
         return  # nobody to compare with
     # inside torch.func nothing can be sent, not even the refusal of it
     with temporarily_clear_interpreter_stack(), runtime.recorded("agree", WHAT):
-        agree(group, WHAT, given, error=error, call="attention", advice=causes.of_attention)
+        agree(group, WHAT, given, error=error, call="attention", advice=_advice)
+
+
+def _advice(given: Mapping[int, Fields]) -> str:
+    from .causes import of_attention  # of ranks that differ, which few runs see
+
+    return of_attention(given)
 
 
 def _kind_of(q: object, k: object, v: object, asked: Asked) -> tuple | None:
@@ -311,18 +316,6 @@ def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> Non
         raise InputError(
             f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "
             f"got {q.shape[1]} and {k.shape[1]}"
-        )
-
-
-def check_length(config: SequenceParallelConfig, seq: int) -> None:
-    """Raises InputError, naming the next length that fits, unless a sequence of `seq` tokens can be shared."""
-    step = multiple(config.layout, config.size, config.ulysses)
-    if seq < 1 or seq % step:
-        fits = max(1, -(-seq // step)) * step
-        raise InputError(
-            f"a sequence's length must be a multiple of {step} for the {config.layout} layout on {config.size} "
-            f"ranks with ulysses {config.ulysses}; got {seq}, pad it (on the right) to {fits}, or share it by "
-            "sp.place(length), which has a mask and shards for attention"
         )
 
 

@@ -15,14 +15,16 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from .buffers import Tensors
-from .offload import Packed, Store
+
+if TYPE_CHECKING:
+    from .offload import Packed, Store
 
 Result = TypeVar("Result")
 
@@ -111,17 +113,17 @@ def is_known() -> bool:
     return kept is not None and kept.again
 
 
-def once(compute: Callable[[], Tensors]) -> Tensors:
-    """What `compute` gives, or gave in the first run."""
+def taken() -> Tensors | None:
+    """The next result, where it was kept."""
     kept = _innermost()
-    if kept is None:
-        return compute()
-    if kept.again:
-        return kept.take()
-    found = compute()
-    if kept.runs == 1 and kept.keep:
+    return kept.take() if kept is not None and kept.again else None
+
+
+def put(found: Tensors) -> None:
+    """Keeps a result for the second run, where this is the first one of a function that is kept."""
+    kept = _innermost()
+    if kept is not None and kept.runs == 1 and kept.keep:
         kept.put(found)
-    return found
 
 
 class Checkpoint:

@@ -69,10 +69,11 @@ def agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Te
 
 
 def attention(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, after: Tensor | None = None
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, agreed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """q (B, s, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's tokens -> out (B, s, Hq, Dv), differentiable,
-    and where it is asked for the lse (B, s, Hq) of its rows. after: what `agree` gave."""
+    and where it is asked for the lse (B, s, Hq) of its rows. agreed: whether ranks have agreed on the inputs."""
+    after = None if agreed else agree(runtime, q, k, v, asked)
     scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
     scores = Scores(scale, float(asked.softcap or 0.0))
     more = asked.mask, asked.shards, scores, asked.sinks, after, asked.lse
@@ -277,7 +278,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: _Given) -> Tensors:
-        found = keeping.once(lambda: tuple(_seen(given, q, k, v, sinks)))
+        found = keeping.taken()
+        if found is None:
+            found = tuple(_seen(given, q, k, v, sinks))
+            keeping.put(found)
         ctx.given, ctx.k_shape = given, k.shape
         _save(ctx, (q, k, v), sinks, found, given.keep, given.lse)
         ctx.mark_non_differentiable(*found[2:])  # the lse stays: by it `_final` finds the inputs

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..compiler.compile import Bound, Compiler
 from ..compiler.exchange import ALL_KEPT, Kept, Members
 from ..compiler.heads import heads_of
+from ..compiler.layout import Topology
 from ..compiler.masks import Mask
-from ..compiler.memory import fewest_stages
 from ..compiler.shape import Shape, shape_of
 from ..compiler.shards import EvenShards, Shards
-from ..compiler.topology import Topology
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
 from ..handles import handle_of
 from .call import BackwardCall, ForwardCall, Saved
 from .comm import Comm
 from .kernels import BlockSpec, Kernel, Scores, select
-from .recorder import Recorder
 from .walk import Walk
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 NOT_RECORDED = contextlib.nullcontext()
 
@@ -84,6 +85,8 @@ class Runtime:
         program of the first inner rank, which all know."""
         key = q.shape, k.shape, q.dtype, mask, shards
         if self.staged is None or self.staged[0] != key:
+            from ..compiler.memory import fewest_stages  # which only "auto" asks for
+
             settings = self.config.ulysses, self.config.travel_dtype, self.own_shape(q, k.shape[2])
             self.staged = key, fewest_stages(self.compiler.recipe, *settings, mask, shards)
         return self.staged[1]

@@ -33,8 +33,7 @@ from ..compiler.program import (
     Wait,
 )
 from ..compiler.shards import rows_in, rows_of
-from . import ulysses
-from .buffers import Buffers, Tensors
+from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call import Call
 from .comm import Comm, Handle, Message
 from .kernels.accumulate import Running
@@ -93,9 +92,9 @@ class Walk:
         if trade.inward:
             traffic, parts = self.bound.traffic(trade), [self.call.part(trade.stage, field) for field in trade.fields]
             message = self.buffers.elements(one.into, traffic.dtype)
-            ulysses.pack_in(parts, self.call.heads.deal(trade), message)
+            pack_in(parts, self.call.heads.deal(trade), message)
         else:
-            joined = ulysses.join_out([self.call.give(field) for field in trade.fields])
+            joined = join_out([self.call.give(field) for field in trade.fields])
             self.buffers.adopt(one.into, joined.contiguous())
 
     def exchange(self, one: ExchangeStart) -> None:
@@ -120,7 +119,7 @@ class Walk:
         trade, traffic = one.trade, self.bound.traffic(one.trade)
         received = self.buffers.elements(one.received, traffic.dtype)
         tokens = traffic.tokens[self.call.heads.members.member]
-        found = ulysses.unpack_out(received, self.call.heads.deal(trade), self.bound.shape.batch, tokens, traffic.width)
+        found = unpack_out(received, self.call.heads.deal(trade), self.bound.shape.batch, tokens, traffic.width)
         for field, x in zip(trade.fields, found, strict=True):
             self.call.put(trade.stage, field, x)
 

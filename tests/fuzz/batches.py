@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.topology import divisors
+from ds_seqpar.compiler.layout import divisors
 from ds_seqpar.config import LAYOUTS
 from tests.fuzz import ranks
 

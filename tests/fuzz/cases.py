@@ -11,9 +11,8 @@ import math
 from hypothesis import strategies as st
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
-from ds_seqpar.compiler.layout import LAYOUTS, multiple
+from ds_seqpar.compiler.layout import LAYOUTS, divisors, multiple
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
 

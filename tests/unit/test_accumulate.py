@@ -11,7 +11,7 @@ from ds_seqpar.compiler.tiles import Tile, tiles
 from ds_seqpar.config import LAYOUTS as COMMON
 from ds_seqpar.runtime.kernels import reference
 from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum, backward, forward
-from ds_seqpar.runtime.kernels.cpu_flash import CpuFlash
+from ds_seqpar.runtime.kernels.flash import CpuFlash
 from ds_seqpar.runtime.kernels.reference import Reference
 from tests.grids import grouped
 from tests.kernel_suite import SCALE, LowerRight

@@ -5,13 +5,12 @@ import itertools
 import pytest
 
 from ds_seqpar.compiler.compile import Recipe, pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS, join
+from ds_seqpar.compiler.layout import LAYOUTS, Topology, join
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.shape import Shape
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.compiler.tiles import tiles
-from ds_seqpar.compiler.topology import Topology
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig
 from tests.grids import few_then_rest
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring

@@ -11,10 +11,9 @@ from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS
 from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.config import SequenceParallelConfig, check_length
 from ds_seqpar.errors import SeqParError
 from ds_seqpar.planner.candidates import candidates, checked, refusal, travels
-from ds_seqpar.runtime.inputs import check_length
 
 HEADS = (6, 2)
 ALL = list(range(1, 17))

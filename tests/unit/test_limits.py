@@ -12,9 +12,8 @@ import pytest
 from ds_seqpar import limits
 from ds_seqpar.__main__ import main
 from ds_seqpar.compiler import heads
-from ds_seqpar.compiler.layout import Run
+from ds_seqpar.compiler.layout import Run, divisors
 from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
+from ds_seqpar import models
 from ds_seqpar.__main__ import main
 from ds_seqpar.cli.memory import SHADES
-from ds_seqpar.models import numbers_of
+from ds_seqpar.cli.numbers import PLAIN, counted, numbers_of
 from ds_seqpar.planner.footprint import PARTS
 from tests.words import missing
 
@@ -65,6 +66,24 @@ def test_parameters_are_counted_on_the_model_itself(tmp_path, name):
     assert (found.layer_parameters, found.intermediate, found.tied) == (layer, intermediate, tied)
     assert found.parameters == 3 * layer + (1 if tied else 2) * ENDS + 64
     assert (found.layers, found.heads, found.kv_heads, found.head_dim) == (3, 8, 2, 8)
+
+
+@pytest.mark.parametrize("more", [{}, {"head_dim": 16, "attention_bias": True, "mlp_bias": True}], ids=["", "biases"])
+@pytest.mark.parametrize("family", PLAIN)
+def test_plain_models_are_counted_from_their_config_as_on_the_model_itself(tmp_path, family, more):
+    config = {**LLAMA, "head_dim": 8, **more, "model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert counted(config) == models.numbers_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"model_type": "gemma2"}, {"hidden_size": None}, {"hidden_size": 65}, {"vocab_size": "256"},
+     {"num_key_value_heads": 3}, {"attention_bias": 1}, {"quantization_config": {}}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_odd_in_a_config_is_left_to_transformers(odd):
+    assert counted({**LLAMA, **odd}) is None
 
 
 def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):

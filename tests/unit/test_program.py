@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler import early as asking
+from ds_seqpar.compiler import lower as lowering
 from ds_seqpar.compiler.actions import ACCUMULATORS, OPERANDS
-from ds_seqpar.compiler.lower import lower
+from ds_seqpar.compiler.lower import lower, pool_of
 from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.program import (
     OWN,
@@ -28,7 +28,6 @@ from ds_seqpar.compiler.program import (
     slots_of,
 )
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.slots import pool_of
 from tests.grids import examples
 from tests.unit.plans import (
     FORMS,
@@ -283,7 +282,7 @@ def test_more_steps_before_take_no_slot_more(schedule, direction, travels, early
     meet = {(q, kv) for steps in plan.ranks for step in steps for c in step.computes for q in c.q for kv in c.kv}
     plan = overlapped(plan, pattern(plan.size, meet), SIZES)
     found = _programs(plan, early=early)
-    monkeypatch.setattr(asking, "_sooner", lambda code, buffers, asks, at: at)
+    monkeypatch.setattr(lowering, "_sooner", lambda code, buffers, asks, at: at)
     for program, without in zip(found, _programs(plan, early=early), strict=True):
         assert Counter(map(pool_of, program.slots)) == Counter(map(pool_of, without.slots))
 
@@ -305,7 +304,7 @@ def test_a_message_is_asked_for_as_soon_as_a_buffer_is_free_for_it(tag, wanted):
     code = [receive(0, 0, "kv", 0), receive(0, 1, "kv", 0), Wait(1, 0), Wait(4, 1), receive(5, 2, "kv", 1),
             receive(5, 3, "q", tag), Wait(6, 2), Wait(6, 3)]  # fmt: skip
     buffers = [Slot(kind, "operand", ((0,),)) for kind in ("kv", "kv", "kv", "q")]
-    found = asking.asked_early(code, buffers, 1)
+    found = lowering.asked_early(code, buffers, 1)
     asked = {one.receives[0].slot: one.step for one in found if isinstance(one, Post)}
     assert asked == {0: 0, 1: 0, 2: 2, 3: wanted}
     assert [one.step for one in found if isinstance(one, Wait)] == [1, 4, 6, 6]

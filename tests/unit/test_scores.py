@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
 from ds_seqpar.errors import InputError, KernelError
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, chunked, select
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, reference, select
 from ds_seqpar.testing import attention
 from tests import oracle
 from tests.grids import examples
@@ -117,7 +117,7 @@ def test_any_cap_sinks_scale_and_window(data):
     ("q_len", "kv_len", "causal"), [(37, 37, True), (24, 56, True), (56, 24, True), (9, 40, False)]
 )
 def test_kernels_that_cap(name, q_len, kv_len, causal, monkeypatch):
-    monkeypatch.setattr(chunked, "SCORES", 500)  # many pieces, the last one shorter
+    monkeypatch.setattr(reference, "SCORES", 500)  # many pieces, the last one shorter
     kernel = KERNELS[name].capped(1.5)
     dice = torch.Generator().manual_seed(0)
     q, k, v, do = (
@@ -133,13 +133,13 @@ def test_kernels_that_cap(name, q_len, kv_len, causal, monkeypatch):
 
 
 def test_a_capped_kernel_never_holds_a_dense_matrix(monkeypatch):
-    monkeypatch.setattr(chunked, "SCORES", 4096)
+    monkeypatch.setattr(reference, "SCORES", 4096)
     made = []
     for name in ("attend", "gradients"):
-        inner = getattr(chunked, name)
+        inner = getattr(reference, name)
         at = {"attend": (0, 1), "gradients": (1, 2)}[name]  # q and k among the arguments
         monkeypatch.setattr(
-            chunked,
+            reference,
             name,
             lambda *x, inner=inner, at=at: (made.append(x[at[0]].shape[1] * x[at[1]].shape[1]), inner(*x))[1],
         )

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from ds_seqpar.compiler.layout import divisors
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.topology import divisors
 from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig, even_ulysses
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.topology import Topology
+from ds_seqpar.compiler.layout import Topology
 from ds_seqpar.config import SequenceParallelConfig
 from tests import grids
 from tests.grids import examples

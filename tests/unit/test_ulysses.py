@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_seqpar.compiler.heads import deal, dealt, share_of, sizes
-from ds_seqpar.runtime import ulysses
+from ds_seqpar.runtime import buffers
 
 DIM = 4
 # members, query heads, kv heads: more kv heads than members, as many, fewer, one
@@ -49,7 +49,7 @@ def _sizes(its, counts, token):
 def _packed(tensors, its):
     batch, tokens, _, dim = tensors[0].shape
     buffer = tensors[0].new_empty(sum(its.widths) * tokens * batch * dim)
-    ulysses.pack_in(tensors, its, buffer)
+    buffers.pack_in(tensors, its, buffer)
     return buffer
 
 
@@ -69,7 +69,7 @@ def _inward(tensors, kv_heads):
     its = deal(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
     received = _exchange([_packed(mine, its) for mine in tensors], _sizes(its, counts, batch * dim))
     return [
-        ulysses.split_in(x.view(sum(counts), batch, its.widths[u], dim), _own_heads(tensors[0], kv_heads, members, u))
+        buffers.split_in(x.view(sum(counts), batch, its.widths[u], dim), _own_heads(tensors[0], kv_heads, members, u))
         for u, x in enumerate(received)
     ]
 
@@ -77,9 +77,9 @@ def _inward(tensors, kv_heads):
 def _outward(tensors, heads, kv_heads, counts):
     members, (batch, *_, dim) = len(tensors), tensors[0][0].shape
     its = deal(tuple(heads), kv_heads, members)
-    joined = [ulysses.join_out(mine).contiguous() for mine in tensors]
+    joined = [buffers.join_out(mine).contiguous() for mine in tensors]
     received = _exchange(joined, [found[::-1] for found in _sizes(its, counts, batch * dim)])
-    return [ulysses.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
+    return [buffers.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
 
 
 def _random(batch, counts, *heads, seed=0, strided=False):
@@ -201,13 +201,13 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
     """Inward what arrived is used as it stands; outward what a kernel gives for one sequence is sent as it stands; and
     an op's results share no memory with each other."""
     received = torch.randn(6, batch, 4, DIM)
-    assert {_memory(x) for x in ulysses.split_in(received, [2, 1, 1])} == {_memory(received)}
+    assert {_memory(x) for x in buffers.split_in(received, [2, 1, 1])} == {_memory(received)}
     out = torch.randn(batch, 6, 2, DIM)
-    joined = ulysses.join_out([out])
+    joined = buffers.join_out([out])
     assert _memory(joined) == _memory(out)
     assert joined.is_contiguous() == (batch == 1)
     came = torch.randn(2 * 3 * batch * 4 * DIM)
-    found = ulysses.unpack_out(came, deal((4, 2, 2), 2, 2), batch, 3, DIM)
+    found = buffers.unpack_out(came, deal((4, 2, 2), 2, 2), batch, 3, DIM)
     assert len({_memory(x) for x in (came, *found)}) == 4
     assert all(x.is_contiguous() for x in found)
 
@@ -219,5 +219,5 @@ def test_equal_shares_are_copied_at_once(members, q_heads, kv_heads):
     assert [run.members for run in its.runs] == [members]
     tensors = _random(1, [3], q_heads, kv_heads, kv_heads)[0]
     with CountCopies() as seen:
-        ulysses.unpack_out(_packed(tensors, its), its, 1, 3, DIM)
+        buffers.unpack_out(_packed(tensors, its), its, 1, 3, DIM)
     assert seen.copies == 6

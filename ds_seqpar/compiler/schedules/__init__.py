@@ -1,5 +1,5 @@
-"""Schedules: one a file, or a folder, found by themselves; `register` takes others. Each says all there is to know of
-it in a `Schedule`, its own layouts too; nobody else spells its name.
+"""Schedules: one a file, or a family of them, or a folder, found by themselves; `register` takes others. Each says all
+there is to know of it in a `Schedule`, its own layouts too; nobody else spells its name.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def settings() -> dict[str, tuple[Setting, Schedule]]:
 
 
 def _register_own() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        found = getattr(importlib.import_module(f".{module.name}", __name__), "SCHEDULE", None)
-        if isinstance(found, Schedule):
-            register(found)
+    modules = [importlib.import_module(f".{module.name}", __name__) for module in pkgutil.iter_modules(__path__)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Schedule)]
+    for its in sorted(found, key=lambda its: its.name):
+        register(its)
 
 
 _register_own()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import SECTION, ConfigError
-from ..layout import COMMON, LAYOUTS, Layout
+from ..layout import COMMON, LAYOUTS, Axes, Layout, Topology
 from ..plan import Pattern, StepsOf
-from ..topology import Axes, Topology
 
 Value = int | tuple[int, ...]
 Own = Mapping[str, Any]  # name -> Value: a schedule's own settings without "auto"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ...errors import ConfigError
 from ..actions import Compute, Move, Step, Steps
+from ..layout import Axes, Topology
 from ..plan import Pattern, StepsOf
-from ..topology import Axes, Topology
 from .base import Own, Schedule
 
 

@@ -1,18 +1,21 @@
-"""The mesh family: Attention2D, WallFacer and Ring Attention as shapes (a, b, R) of one schedule."""
+"""The mesh family: Attention2D, WallFacer and Ring Attention as shapes (a, b, R) of one schedule.
+
+Attention2D is a mesh without a ring; WallFacer a mesh (C, C, A / C^2).
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import SECTION, ConfigError
-from ..actions import Collective, Gather, Key, ReduceScatter
-from ..plan import Counted, Pattern
-from ..topology import Axes, Topology, divisors
-from .base import Heads, Own, Schedule, blocks_received, three_counts
-from .direct import Pairs, direct
-from .rotation import Round, rotation
+from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceScatter, Step, Steps
+from ..layout import Axes, Topology, divisors
+from ..plan import Counted, Pattern, bits
+from .base import Heads, Own, Schedule, blocks_received, count, three_counts
+from .ring import Round, rotation
 
 
 def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
@@ -147,7 +150,7 @@ def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
     return {"mesh": shape}
 
 
-SCHEDULE = Schedule(
+MESH = Schedule(
     name="mesh",
     summary="a ranks gather q, b ranks k/v, R go round: holds the rings, attention2d and wallfacer",
     build=mesh,
@@ -159,3 +162,168 @@ SCHEDULE = Schedule(
     collective_axes=("x", "y"),
     ring_axes=("z",),
 )
+
+
+# ---- Attention2D
+
+
+def grids(ranks: int) -> list[Own]:
+    return [{"rows": ranks // cols, "cols": cols} for cols in divisors(ranks)]
+
+
+def grid(ranks: int, given: Own, heads: Heads | None) -> Own:
+    """One side gives the other; neither: the fewest elements received for these heads."""
+    rows, cols = given.get("rows"), given.get("cols")
+    if not (rows or cols):
+        cols, rows = sides(ranks, heads)
+    rows = ranks // cols if cols and not rows else rows
+    cols = ranks // rows if rows and not cols else cols
+    if {"rows": rows, "cols": cols} not in grids(ranks):
+        fitting = [(shape["rows"], shape["cols"]) for shape in grids(ranks)]
+        raise ConfigError(
+            f"{SECTION}.rows x cols must be the {ranks} ranks of attention2d; got "
+            f"{', '.join(f'{side} {value}' for side, value in given.items())}, use one of (rows, cols) = {fitting}"
+        )
+    return {"rows": rows, "cols": cols}
+
+
+ATTENTION2D = Schedule(
+    name="attention2d",
+    summary="Attention2D: q is gathered along the rows of a grid, k/v along its columns",
+    build=mesh,
+    axes=lambda ranks, own: mesh_axes(own["cols"], own["rows"], 1),
+    received=received,
+    settings=(
+        count("rows", "ranks that k/v is gathered over"),
+        count("cols", "ranks that q is gathered over"),
+    ),
+    shapes=grids,
+    resolve=grid,
+    collective_axes=("x", "y"),
+    ring_axes=("z",),
+)
+
+
+# ---- WallFacer
+
+
+def teams(ranks: int) -> list[Own]:
+    return [{"team": team} for team in divisors(ranks) if ranks % (team * team) == 0]
+
+
+def team_of(ranks: int, given: Own, heads: Heads | None) -> Own:
+    """A team that is not given: the largest that fits."""
+    fitting = [shape["team"] for shape in teams(ranks)]
+    team = given.get("team") or fitting[-1]
+    if team not in fitting:
+        raise ConfigError(
+            f"{SECTION}.team must be a number whose square divides the {ranks} ranks of wallfacer; "
+            f"got {team}, use one of {fitting}"
+        )
+    return {"team": team}
+
+
+WALLFACER = Schedule(
+    name="wallfacer",
+    summary="WallFacer: q and k/v are gathered over teams of C, and A / C^2 teams go round",
+    build=mesh,
+    axes=lambda ranks, own: mesh_axes(own["team"], own["team"], ranks // own["team"] ** 2),
+    received=received,
+    settings=(count("team", "the size C of a team"),),
+    shapes=teams,
+    resolve=team_of,
+    collective_axes=("x", "y"),
+    ring_axes=("z",),
+)
+
+
+# ---- without collectives: each rank gets every block that it reads straight from the block's owner
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def direct(
+    size: int,
+    direction: str,
+    products: Callable[[int], Sequence[Pairs]],
+    reads: Callable[[int], tuple[int, int]],
+) -> Counted:
+    """The steps of any rank. products(rank)[t]: the (q block, kv block) pairs that it computes in step t; those of step
+    0 of its own blocks only. reads(rank): bitmasks of the q and the kv blocks in these pairs.
+
+    What a mesh becomes where a mask leaves holes in its groups, or blocks differ in length: no block is sent that its
+    receiver does not read, and results go straight home. As many bytes as the collectives at most.
+    """
+    return _Direct(size, direction, products, reads)
+
+
+class _Direct(Counted):
+    def __init__(
+        self,
+        size: int,
+        direction: str,
+        products: Callable[[int], Sequence[Pairs]],
+        reads: Callable[[int], tuple[int, int]],
+    ) -> None:
+        self.size, self.direction, self.products, self.reads = size, direction, products, reads
+
+    @functools.cached_property
+    def every(self) -> list[Sequence[Pairs]]:
+        return [self.products(rank) for rank in range(self.size)]
+
+    @functools.cached_property
+    def moves(self) -> tuple[dict[tuple[int, int], list[Move]], dict[tuple[int, int], list[Move]]]:
+        """(rank, step) -> its moves of operands, and of results."""
+        operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        results: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        for rank, steps in enumerate(self.every):
+            for move, t in _fetches(rank, steps):
+                for end in move.ranks:
+                    operands[end, t].append(move)
+            for move, t in _homewards(rank, steps, self.direction):
+                for end in move.ranks:
+                    results[end, t].append(move)
+        return operands, results
+
+    def __call__(self, rank: int) -> Steps:
+        mine, (operands, results) = self.every[rank], self.moves
+        return tuple(
+            Step(
+                moves=tuple(operands[rank, t]),
+                computes=tuple(Compute(rank=rank, q=(i,), kv=(j,)) for i, j in (mine[t] if t < len(mine) else ())),
+                results=tuple(results[rank, t]),
+            )
+            for t in range(max(map(len, self.every)))
+        )
+
+    def received(self, units: Mapping[str, float]) -> list[float]:
+        """Of a rank: what it reads of others, and a result from each other that reads what it owns."""
+        found: list[float] = [0] * self.size
+        results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])
+        for rank in range(self.size):
+            for kind, blocks, result in zip(OPERANDS, self.reads(rank), results, strict=True):
+                foreign = blocks & ~(1 << rank)
+                found[rank] += units[kind] * foreign.bit_count()
+                for owner in bits(foreign) if result else ():
+                    found[owner] += result
+        return found
+
+
+def _fetches(rank: int, steps: Sequence[Pairs]) -> list[tuple[Move, int]]:
+    """Each foreign block arrives in the step before the first that reads it."""
+    first: dict[tuple[str, int], int] = {}
+    for t, pairs in enumerate(steps):
+        for i, j in pairs:
+            for unit in (("q", i), ("kv", j)):
+                first.setdefault(unit, t)
+    return [(Move(src=b, dst=rank, kind=kind, key=(b,)), t - 1) for (kind, b), t in first.items() if b != rank]
+
+
+def _homewards(rank: int, steps: Sequence[Pairs], direction: str) -> list[tuple[Move, int]]:
+    """Each foreign block's result goes home after the last step that adds to it."""
+    last: dict[tuple[str, int], int] = {}
+    for t, pairs in enumerate(steps):
+        for i, j in pairs:
+            for unit in (("out", i),) if direction == "forward" else (("dq", i), ("dkv", j)):
+                last[unit] = t
+    return [(Move(src=rank, dst=b, kind=kind, key=(b,)), t) for (kind, b), t in last.items() if b != rank]

@@ -1,13 +1,131 @@
-"""Ring Attention (Liu et al., 2023), and BurstAttention's rings: the q-travelling one and the double one."""
+"""Rings: units that go round while others stay, and results that follow them home.
+
+Ring Attention (Liu et al., 2023), and BurstAttention's rings: the q-travelling one and the double one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ..plan import Counted, Pattern
-from ..topology import Axes, Topology
-from .base import Own, Schedule, blocks_received
-from .rotation import Round, rotation
+from ...errors import SECTION, ConfigError
+from ..actions import Compute, Gather, Key, Move, ReduceScatter, Step, Steps
+from ..layout import Axes, Topology, divisors
+from ..plan import Counted, Pattern, received
+from .base import Heads, Own, Schedule, blocks_received, count
+
+# (what travels, direction) -> the accumulator that travels with it, one hop behind
+FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round:
+    """One way round all ranks. `there(unit, t)`: the rank where it is in step t; `here(rank, t)`: the unit that is at
+    that rank then (the inverse); unit u starts on rank u. `keys(rank)`: the (q, kv) keys that a rank starts with."""
+
+    size: int
+    there: Callable[[int, int], int]
+    here: Callable[[int, int], int]
+    keys: Callable[[int], tuple[Key, Key]]
+    gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()
+    reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()
+
+    def facing(self, travels: str) -> Round:
+        """The way for what travels, of k/v's: queries go it backwards. Under windows and causal documents those who
+        read k/v are on the next ranks, and what queries read is on the ranks before."""
+        return self if travels == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
+
+
+def rotation(way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> Counted:
+    """The steps of any rank. steps: how many ranks a unit visits, its own included.
+
+    A unit stops at the last rank that needs it. What was computed at home stays at home; the results of visits follow
+    the unit one hop behind, and the last visited rank sends them home. Gathers come before the first step, reduces
+    after everything is home.
+    """
+    return _Rotation(way, steps, direction, travels, pattern)
+
+
+class _Rotation(Counted):
+    def __init__(self, way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> None:
+        self.way, self.travels, self.direction = way, travels, direction
+        self.side = 1 if travels == "kv" else 0
+        self.follower = FOLLOWER[travels, direction]
+        keys = [way.keys(rank) for rank in range(way.size)]
+        self.moving, self.staying = [k[self.side] for k in keys], [k[1 - self.side] for k in keys]
+        seen = [functools.reduce(operator.or_, [pattern.rows[i] for i in q], 0) for q, _ in keys]
+        held = [sum([1 << j for j in kv]) for _, kv in keys]
+        # k/v blocks that a unit's keys are, or that its queries see, and the same of what stays on a rank: they meet
+        # where the two have a block in common
+        self.brings, self.wants = (held, seen) if self.side else (seen, held)
+        # of each unit the last step in which it meets something, and the first after that at home
+        self.last = [next(self.visits(unit, range(steps - 1, 0, -1)), 0) for unit in range(way.size)]
+        self.first = [next(self.visits(unit, range(1, last + 1)), steps) for unit, last in enumerate(self.last)]
+        self.steps = max(self.last) + 1
+
+    def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
+        """Those of some steps in which it meets something where it is."""
+        brings, wants, there = self.brings[unit], self.wants, self.way.there
+        return (t for t in steps if brings & wants[there(unit, t)])
+
+    def product(self, unit: int, rank: int) -> Compute:
+        moving, staying = self.moving[unit], self.staying[rank]
+        return Compute(rank=rank, q=staying if self.side else moving, kv=moving if self.side else staying)
+
+    def __call__(self, rank: int) -> Steps:
+        steps = [self.step(rank, t) for t in range(self.steps)]
+        if gathers := self.way.gathers(rank):
+            steps[0] = dataclasses.replace(steps[0], gathers=gathers)
+        if reduces := self.way.reduces(rank):
+            steps.append(Step(reduces=reduces))
+        return tuple(steps)
+
+    def step(self, rank: int, t: int) -> Step:
+        unit = self.way.here(rank, t)
+        coming = self.way.here(rank, t + 1) if t + 1 < self.steps else unit
+        leaving = [self.hop(u, t) for u in {unit, coming} if t < self.last[u] and t + 1 < self.steps]
+        results = [self.result(u, t) for u in {unit, coming, rank} if self.first[u] <= t <= self.last[u]]
+        return Step(
+            moves=_of(rank, leaving),
+            computes=(self.product(unit, rank),) if self.brings[unit] & self.wants[rank] else (),
+            results=_of(rank, results) if self.follower else (),
+        )
+
+    def hop(self, unit: int, t: int) -> Move:
+        at = self.way.there
+        return Move(src=at(unit, t), dst=at(unit, t + 1), kind=self.travels, key=self.moving[unit])
+
+    def result(self, unit: int, t: int) -> Move:
+        home = unit if t == self.last[unit] else self.way.there(unit, t + 1)
+        return Move(src=self.way.there(unit, t), dst=home, kind=self.follower or "", key=self.moving[unit])
+
+    def collected(self, rank: int, units: Mapping[str, float]) -> float:
+        """What a rank receives by collectives."""
+        gathers, reduces = self.way.gathers(rank), self.way.reduces(rank)
+        return received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
+
+    def received(self, units: Mapping[str, float]) -> list[float]:
+        """Of a unit: itself at every hop; its results at each after the first visit, and once at home."""
+        size, there, operand = self.way.size, self.way.there, units[self.travels]
+        follower = units[self.follower] if self.follower else 0
+        found = [self.collected(rank, units) for rank in range(size)]
+        for unit, (first, last) in enumerate(zip(self.first, self.last, strict=True)):
+            blocks = len(self.moving[unit])
+            alone, both = operand * blocks, (operand + follower) * blocks
+            for t in range(1, last + 1):
+                found[there(unit, t)] += alone if t <= first else both
+            if last:
+                found[unit] += follower * blocks
+        return found
+
+
+def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
+    return tuple(sorted((move for move in moves if rank in move.ranks), key=lambda move: move.key))
+
+
+# ---- one ring
 
 
 def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
@@ -30,18 +148,81 @@ def axes(ranks: int, own: Own) -> Axes:
     return (("ring", ranks),)
 
 
-def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+def ring_received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
     """A - 1 foreign blocks of what travels."""
     ((_, size),) = axes
     queries, keys = (0, size - 1) if travels == "kv" else (size - 1, 0)
     return blocks_received(size, queries, keys, direction, units)
 
 
-SCHEDULE = Schedule(
+RING = Schedule(
     name="ring",
     summary="Ring Attention; with travelling q, BurstAttention's backward",
     build=ring,
     axes=axes,
-    received=received,
+    received=ring_received,
     ring_axes=("ring",),
+)
+
+
+# ---- the double ring
+
+
+def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
+    """A block visits the W ranks of a window, then crosses to the next window and visits its W, and so on: A/W - 1 of
+    its A - 1 hops leave a node, and so does the last hop of its gradient, straight home."""
+    window, windows = topology.size("window"), topology.size("windows")
+
+    def at(rank: int, t: int, sign: int) -> int:
+        """The rank t hops on (sign 1) or back (-1). W - 1 hops inside a window make a crossing's shift."""
+        crossed, inside = divmod(t, window)
+        w = (rank % window + sign * (crossed * (window - 1) + inside)) % window
+        return w + window * ((rank // window + sign * crossed) % windows)
+
+    way = Round(
+        size=window * windows,
+        there=lambda unit, t: at(unit, t, 1),
+        here=lambda rank, t: at(rank, t, -1),
+        keys=lambda rank: ((rank,), (rank,)),
+    )
+    return rotation(way.facing(travels), window * windows, direction, travels, pattern)
+
+
+def windows_of(ranks: int) -> list[Own]:
+    return [{"window": window} for window in divisors(ranks)]
+
+
+def window_of(ranks: int, given: Own, heads: Heads | None) -> Own:
+    """A window that is not given: the divisor of `ranks` nearest to its square root."""
+    fitting = divisors(ranks)
+    window = given.get("window") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
+    if window not in fitting:
+        raise ConfigError(
+            f"{SECTION}.window must divide the {ranks} ranks of the double ring; got {window}, use one of {fitting}"
+        )
+    return {"window": window}
+
+
+def window_axes(ranks: int, own: Own) -> Axes:
+    return (("window", own["window"]), ("windows", ranks // own["window"]))
+
+
+def window_received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """A - 1 foreign blocks of what travels, whatever the window."""
+    (_, window), (_, windows) = axes
+    foreign = window * windows - 1
+    queries, keys = (0, foreign) if travels == "kv" else (foreign, 0)
+    return blocks_received(foreign + 1, queries, keys, direction, units)
+
+
+DOUBLE_RING = Schedule(
+    name="double_ring",
+    summary="BurstAttention's: most hops of a ring stay inside a window of ranks, a node",
+    build=double_ring,
+    axes=window_axes,
+    received=window_received,
+    settings=(count("window", "ranks of the inner ring, a node's"),),
+    shapes=windows_of,
+    resolve=window_of,
+    ring_axes=("window",),
 )

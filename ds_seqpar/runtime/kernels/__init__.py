@@ -9,11 +9,8 @@ import torch
 from ...compiler import cuts
 from ...compiler.cuts import Takes
 from ...errors import ConfigError, KernelError, choose
-from .base import BlockSpec, Kernel, Scores, caps
-from .chunked import Chunked
-from .cpu_flash import CpuFlash
-from .cuda_flash import CudaFlash, FlashAttn
-from .reference import Reference
+from .flash import CpuFlash, CudaFlash, FlashAttn
+from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps
 
 KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), CudaFlash(), CpuFlash(), Chunked(), Reference())}
 

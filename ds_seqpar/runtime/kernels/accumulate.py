@@ -2,6 +2,9 @@
 
 A running result is empty; or narrow: the kernel's own tensors, adopted as they came; or wide (fp32, fp64 for fp64) once
 a second result is added to it. Every tensor has its tokens on dim 1.
+
+Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score a head, of
+value 0: it is merged into (out, lse) once, when all partial results are, and backward then reads them as they stand.
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ from typing import NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ...compiler.tiles import Tile
-from ..merge import in_pieces, merge_
-from .base import Banding, Kernel
+from ...compiler.tiles import PIECE, Tile
+from .reference import Banding, Kernel
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
@@ -303,3 +305,56 @@ def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, 
         grads[index] = _give(grads[index], side, upper)
     dq.add((grads[0],), rows, operands[1].shape[1])
     dkv.add(tuple(grads[1:]), columns, operands[2].shape[1])
+
+
+# ---- the online softmax
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merges (new_out, new_lse) into (out, lse), in place.
+
+    out (B, S, H, D) and lse (B, S, H): fp32, or fp64 for fp64 attention; new_out in any dtype. A row that neither has
+    touched (lse -inf on both sides) stays out 0, lse -inf; the usual sigmoid form gives NaN there. Further dimensions
+    before the last of out are fine.
+    """
+    in_pieces(_merge_, out, new_out, lse, new_lse)
+
+
+def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
+    total = torch.logaddexp(lse, new_lse)
+    finite = torch.where(total.isneginf(), 0.0, total)  # exp(-inf - 0) = 0, where -inf - -inf would be NaN
+    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
+    out.addcmul_(new_out.to(out.dtype), torch.exp(new_lse - finite).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
+    """Applies an elementwise function that works in place to pieces of the tensors, of which the first is the largest:
+    its temporaries, and torch's own where dtypes differ, are then a 16th of that at most. There are never more than 32
+    pieces, for devices where a call costs more than its elements. The first tensor's last dimension stays whole."""
+    x = tensors[0]
+    limit = limit or max(PIECE, x.numel() // 16)
+    dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
+    if x.numel() <= limit or x.shape[dim] == 1:
+        function(*tensors)
+        return
+    half = x.shape[dim] // 2
+    in_pieces(function, *(y.narrow(dim, 0, half) for y in tensors), limit=limit)
+    in_pieces(function, *(y.narrow(dim, half, y.shape[dim] - half) for y in tensors), limit=limit)
+
+
+# ---- sinks
+
+
+def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """In place. out (B, S, H, D) in any dtype, lse (B, S, H) wide, sinks (H,). A row that saw no key stays 0."""
+    sinks = sinks.to(lse.dtype)
+    out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, sinks))
+
+
+def sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient (H,) of the sinks, of these rows, given what `merge_sinks_` left: their weight exp(sink - lse) times
+    (0 - delta), as that of any key of value 0. delta (B, S, H): rowsum(do * out)."""
+    weights = torch.exp(sinks.to(lse.dtype) - lse)
+    return -(weights * delta).sum((0, 1)).to(sinks.dtype)

@@ -1,13 +1,109 @@
-"""The definition, written out: a dense score matrix, in fp32 (fp64 for fp64). Any device; for tests and odd cases."""
+"""What a kernel is, and the definition in torch's own operations, for any device.
+
+The definition comes with a dense score matrix, for tests and odd cases, and a few query rows at a time, for what no
+fast kernel does, such as a softcap.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...compiler.cuts import PLAIN
-from .base import BlockSpec
+from ...compiler.cuts import PLAIN, Takes
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """What a kernel must be able to take. softcap: the bound of scores, 0 for none."""
+
+    device: str
+    dtype: torch.dtype
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float = 0.0
+
+    @classmethod
+    def of(cls, q: Tensor, kv_heads: int, softcap: float = 0.0) -> BlockSpec:
+        """For q of shape (batch, seq, q_heads, head_dim)."""
+        return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        cap = f", softcap {self.softcap:g}" if self.softcap else ""
+        return f"{dtype} on {self.device}, {self.q_heads}/{self.kv_heads} heads of {self.head_dim}{cap}"
+
+
+class Scores(NamedTuple):
+    """What a query's score of a key is: x = scale * (q . k), and softcap * tanh(x / softcap) where a softcap is given
+    (Gemma 2)."""
+
+    scale: float
+    softcap: float = 0.0
+
+
+class Kernel(Protocol):
+    """Attention of one block, full or causal, and its gradient.
+
+    name: as in the configuration. takes: what else it can be called for; one that takes bands is `Banding`, one that
+    takes all tiles of a product `Accumulating`. tolerance: greatest max|a-b|/max|b| against fp64 that its conformance
+    tests allow, a dtype. ran_on: where the conformance suite has passed.
+    """
+
+    name: str
+    takes: Takes
+    tolerance: dict[torch.dtype, float]
+    ran_on: str
+
+    def reasons(self, spec: BlockSpec) -> list[str]:
+        """Why it cannot take such blocks; empty where it can."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D) -> out as q, lse (B, Sq, Hq) in fp32 (fp64 for fp64).
+
+        Hq is a multiple of Hkv: query head h reads key/value head h * Hkv // Hq. causal: row i sees columns 0 .. i.
+        """
+        ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
+        ...
+
+
+class Banding(Kernel, Protocol):
+    """A kernel that takes bands. width: where it is not 0, row i sees columns i .. i + width - 1 that there are."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, width: int = 0
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        width: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+class Capping(Kernel, Protocol):
+    """A kernel that can cap scores."""
+
+    def capped(self, softcap: float) -> Kernel:
+        """The same with that softcap: see `Scores`."""
+        ...
+
+
+def caps(kernel: Kernel) -> TypeGuard[Capping]:
+    return hasattr(kernel, "capped")
+
+
+# ---- the definition
 
 
 class Reference:
@@ -83,3 +179,41 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, fi
         seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(first)
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores
+
+
+SCORES = 1 << 22  # of a piece at most, where a single row has no more: 16 MiB in fp32
+
+
+class Chunked(Reference):
+    """The reference's arithmetic without its dense matrix: its temporaries do not grow with the product of lengths."""
+
+    name = "chunked"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), []
+        for rows, seen in _pieces(q, k, causal):
+            part, part_lse = attend(q[:, rows], k[:, seen], v[:, seen], causal, scale, self.softcap, rows.start)
+            out[:, rows] = part
+            lse.append(part_lse)
+        return out, torch.cat(lse, dim=1)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for rows, seen in _pieces(q, k, causal):
+            given = do[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, rows]
+            dq[:, rows], part_dk, part_dv = gradients(*given, causal, scale, self.softcap, rows.start)
+            dk[:, seen] += part_dk
+            dv[:, seen] += part_dv
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """(rows, the columns that they see), all rows."""
+    rows, columns = q.shape[1], k.shape[1]
+    size = max(1, SCORES // (q.shape[0] * q.shape[2] * columns))
+    for start in range(0, rows, size):
+        end = min(start + size, rows)
+        yield slice(start, end), slice(0, min(end, columns) if causal else columns)

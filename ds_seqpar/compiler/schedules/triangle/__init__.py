@@ -13,9 +13,8 @@ from typing import Any
 
 from ....errors import SECTION, ConfigError
 from ...actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ...layout import Layout, Run, Runs
+from ...layout import Axes, Layout, Run, Runs, Topology
 from ...plan import Counted, Pattern, bits
-from ...topology import Axes, Topology
 from ..base import Heads, Own, Schedule, count
 from .tiling import Stop, Tiling, pair_of, tiling
 
