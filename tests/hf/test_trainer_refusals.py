@@ -116,6 +116,10 @@ WRONG = {
     "noise by length": (lambda: {"neftune_noise_alpha": 5.0}, ["got neftune_noise_alpha=5.0"]),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
     "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),
+    "forward drops num_items, in tiles": (
+        lambda: {"model": own_forward(), "deepspeed_changes": {"sequence_parallel": {**SECTION, "loss_tiles": 2}}},
+        ["num_items_in_batch", "where that is"],
+    ),
     "forward drops num_items": (lambda: {"model": own_forward()}, ["num_items_in_batch", "where that is"]),
     "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
     "batches by the first rank": (
