@@ -25,10 +25,9 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.runtime.agreement import agree
 
 from .families import FAMILIES, unwrapped
-from .tiling import evaluated
+from .tiling import evaluated, token_losses
 
 ITEMS = 3.0  # the divisor that a loss is tried with
-TOGETHER = 1024  # tokens whose logits are made fp32 at once
 
 
 def check_function(model: nn.Module, sp: SequenceParallel) -> None:
@@ -44,12 +43,15 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     if not _has_loss(engine.module):
         return
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error: SeqParError | None = None
+    error: SeqParError | None
     before = sum(sp.comm.received.values())
     try:
         with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
-        error = loss_error(output.logits, given["shift_labels"], float(output.loss), ITEMS, "initialize")
+        error = _error("no logits to compare its loss with", "initialize")
+        if isinstance(logits := output.logits, Tensor) and logits.shape[:2] == given["shift_labels"].shape:
+            losses = token_losses(logits, given["shift_labels"])
+            error = loss_error(float(output.loss), losses / ITEMS, "initialize")
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
@@ -118,16 +120,8 @@ def loss_function_error(model: PreTrainedModel, taker: str) -> ConfigError | Non
     return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", taker)
 
 
-def loss_error(
-    logits: object, labels: Tensor, found: float, items: float, taker: str, abs_tol: float = 0.0
-) -> ConfigError | None:
-    """What is wrong with a forward's loss `found`, given its logits, these shift_labels and this divisor."""
-    if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
-        return _error("no logits to compare its loss with", taker)
-    flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
-    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
-    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
-    expected = float(torch.stack(losses).sum()) / items
+def loss_error(found: float, expected: float, taker: str, abs_tol: float = 0.0) -> ConfigError | None:
+    """What is wrong with a forward's loss `found`."""
     if math.isclose(found, expected, rel_tol=1e-2, abs_tol=abs_tol) or (math.isnan(found) and math.isnan(expected)):
         return None
     return _error(f"{found:.4f} where that is {expected:.4f}", taker)

@@ -22,9 +22,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.batches import IGNORE
 from ds_seqpar.config import most_logits
 from ds_seqpar.errors import SECTION, ConfigError, InputError
 
@@ -114,6 +116,23 @@ def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Itera
         tiling.evaluated = before
 
 
+def token_losses(logits: Tensor, labels: Tensor) -> float:
+    """The sum of the losses of tokens, logits (B, s, vocabulary), shift_labels (B, s); few are made fp32 at once."""
+    flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
+    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
+    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
+    return float(torch.stack(losses).sum())
+
+
+def add_up_losses(model: Any, add_up: bool) -> float | None:
+    """Whether tiles of the forwards to come add up `token_losses`. Returns what those before did, None: nothing."""
+    tiling = _tiling(model)
+    if tiling is None:
+        return None
+    found, tiling.losses = tiling.losses, 0.0 if add_up else None
+    return found
+
+
 def _tiling(model: Any) -> Tiling | None:
     return getattr(getattr(model, "base_model", None), TILING, None)
 
@@ -180,13 +199,14 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
+TOGETHER = 1024  # tokens whose logits are made fp32 at once
 
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
     """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
     as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
-    whole; None: the model's own."""
+    whole; None: the model's own. losses: where somebody looks at the loss, the sum of token losses by tiles' logits."""
 
     mlp: int | str
     loss: int | str
@@ -194,6 +214,7 @@ class Tiling:
     hooks: tuple[RemovableHandle, ...] = ()
     local: bool = False
     evaluated: Literal["loss", "logits"] | None = None
+    losses: float | None = None
 
     @contextlib.contextmanager
     def being(self, local: bool) -> Iterator[None]:
@@ -306,7 +327,8 @@ def _sum_of_tiles(
 ) -> Tensor:
     """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
     logits: takes those of tiles, where they are wanted."""
-    wanted = not torch.is_grad_enabled() and getattr(model, TILING).evaluated == "logits"
+    tiling: Tiling = getattr(model, TILING)
+    wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
     shape = given["shift_labels"].shape
     by_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
     if "output_router_logits" in _names(model):  # what balances experts is whole, in `_around`
@@ -316,6 +338,8 @@ def _sum_of_tiles(
         part = given | {name: x[:, cut].contiguous() for name, x in by_token.items()}
         output = _own(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head, part)
         logits.extend([output.logits] if wanted else [])
+        if tiling.losses is not None:
+            tiling.losses += token_losses(output.logits, part["shift_labels"])
         return output.loss
 
     return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))

@@ -201,7 +201,7 @@ class SequenceParallelMixin(Behind):
         window = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
         for batch in window:
             self._throughput.count(checks.tokens_of(batch) / self.sp.size)
-        items = self._get_num_items_in_batch(window, device)
+        window, items = super().get_batch_samples(iter(window), len(window), device)
         return window, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
     def _agreed(self, what: str, batches: Callable[[], Iterator[Any]]) -> list[Any]:

@@ -26,6 +26,7 @@ from ds_seqpar.whole import whole_loss, whole_of
 from .graphs import between_graphs
 from .losses import loss_error, loss_function_error
 from .sharded import Agreement, fits, tokens_of, wrong_inputs
+from .tiling import add_up_losses, token_losses
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
 BROUGHT = "whole_batch"  # an attribute of a tensor of a whole batch: what it was on the CPU; its version
@@ -132,6 +133,8 @@ def _prepare(
     untried = labelled and model is not model.base_model and agreement.loss_of is not None
     if untried and (wrong_loss := loss_function_error(model, agreement.loss_of or "")):
         raise wrong_loss
+    if untried:
+        add_up_losses(model, True)
     rest = {name: x for name, x in given.items() if name in PASSED or not isinstance(x, Tensor) or x.dim() == 0}
     batch = {name: _on_cpu(x) for name, x in given.items() if name not in rest}
     shard, counted = shard_call(sp, batch)
@@ -198,17 +201,21 @@ def leave(sp: SequenceParallel, call: Call, output: Any) -> Any:
 def _look_at_loss(call: Call, labels: Tensor, items: float, output: Any) -> None:
     """Raises ConfigError on all ranks of the sequence where this rank's part of a loss is not the sum of its token
     losses over `items`, as far as the logits are there to tell."""
-    loss, logits = (output.get("loss"), output.get("logits")) if isinstance(output, Mapping) else output[:2]
-    if loss is None or not items or not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
-        return
+    named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
+    loss, logits = named.get("loss"), named.get("logits")
     model: Any = call.agreement.model()
+    taker, call.agreement.loss_of = call.agreement.loss_of or "", None
+    losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
+    if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
+        losses = token_losses(logits, labels)
+    if loss is None or losses is None or not items:
+        return
     aside = 0.0
-    if isinstance(output, Mapping) and output.get("aux_loss") is not None:  # its share of the loss for balanced experts
-        aside = model.router_aux_loss_coef * float(output["aux_loss"]) / call.agreement.sp.size
+    if named.get("aux_loss") is not None:  # of which the loss has this rank's share
+        aside = model.router_aux_loss_coef * float(named["aux_loss"]) / call.agreement.sp.size
     lost = 8 * torch.finfo(loss.dtype).eps * abs(aside)  # in adding both
-    error = loss_error(logits, labels, float(loss) - aside, items, call.agreement.loss_of or "", lost)
+    error = loss_error(float(loss) - aside, losses / items, taker, lost)
     agree(call.agreement.sp.groups.control, "loss of the model", None, error=error)
-    call.agreement.loss_of = None
 
 
 def call_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Call | None:

@@ -39,6 +39,8 @@ def losses_at_the_end(folder, size, names):
         logged = trainer.state.log_history[-1]["train_loss"]
         assert output.training_loss == output.metrics["train_loss"] == logged
         found[name] = logged
+        if size in (None, dist.get_world_size()):  # several groups pad to other lengths
+            found[f"operations, {name}"] = trainer.state.total_flos
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 3}
     make(f"{folder}/saved", sequences, section, **saving).train()
     dist.barrier()
@@ -58,7 +60,8 @@ def test_the_train_loss_at_the_end_is_that_of_all_ranks(ranks, size, names, tmp_
     if "every step" in names:
         assert expected["every step"] == pytest.approx(expected["some left"], rel=1e-5)
     for found in on_ranks(ranks, losses_at_the_end, tmp_path / "shared", size, names, timeout=200):
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert len(found) > len(names)
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
 
 
 class Hears(TrainerCallback):

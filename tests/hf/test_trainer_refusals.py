@@ -115,6 +115,10 @@ WRONG = {
     "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["'batch_rebalance'"]),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
     "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),
+    "forward drops num_items, in tiles": (
+        lambda: {"model": own_forward(), "deepspeed_changes": {"sequence_parallel": {**SECTION, "loss_tiles": 2}}},
+        ["num_items_in_batch", "where that is"],
+    ),
     "forward drops num_items": (lambda: {"model": own_forward()}, ["num_items_in_batch", "where that is"]),
     "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
     "batches by the first rank": (
