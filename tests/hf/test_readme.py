@@ -49,7 +49,7 @@ def check(snippet, ran):
 
 
 def printed(text):
-    """Losses and gradient norms of the Trainer's lines, and the held-out loss, in the order in which they stand there."""
+    """Losses and gradient norms of the Trainer's lines, and the held-out loss, in their order."""
     return [float(x) for x in re.findall(r"(?:'loss': '|'grad_norm': '|held-out loss )([\d.]+)", text)]
 
 
