@@ -34,8 +34,8 @@ def paragraphs(text):
 
 
 def words_of(sentence):
-    """Code in backquotes and formulas in brackets of one piece count as one word each."""
-    return [word for word in re.sub(r"`[^`]*`", "code", sentence).split() if re.search(r"\w", word)]
+    """Code in backquotes, and a message in quotation marks, count as one word each."""
+    return [word for word in re.sub(r"`[^`]*`|\"[^\"]*\"", "code", sentence).split() if re.search(r"\w", word)]
 
 
 def long_sentences(text):
