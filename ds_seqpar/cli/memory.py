@@ -204,10 +204,10 @@ def table(found: Footprint, slope: float, step: Step) -> list[str]:
     lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (found.resting, *found.moments)]
     if found.host.total:
         lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(found.host, HOST_PARTS)]
-        lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the peak"]
+        lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the device's peak"]
     if found.drives:
         lines += ["", f"{'on drives':<16}{found.drives / GIB:>12.3f}"]
-    return [*lines, "", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"]
+    return [*lines, "", f"one more token on a rank adds {slope / KIB:.1f} KiB to the peak"]
 
 
 def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:

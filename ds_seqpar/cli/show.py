@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> None:
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
         timeline = simulate(programs_of(plan, around), costs)
-        print(f"critical path {timeline.seconds / (stages * bound):.2f} x max(compute, links), the two being equal\n")
+        slower = timeline.seconds / (stages * bound)
+        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time\n")
         if args.program is not None:
             place = Members(members, busiest(*first.counts, members))
             call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, around.kept)

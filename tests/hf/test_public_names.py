@@ -16,7 +16,7 @@ SHOWN = re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE)
 
 @pytest.mark.parametrize("package", [ds_seqpar, hf_integration])
 def test_the_page_lists_the_public_names(package):
-    (table,) = re.findall(rf"\| from `{package.__name__}` \|.*?\n\n", PAGE, re.DOTALL)
+    (table,) = re.findall(rf"\| from `{package.__name__}` \|.*?\n(?=\n)", PAGE, re.DOTALL)
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(package.__all__)
     shown = {name.rpartition(".")[2]: name for name in SHOWN if name.startswith(f"{package.__name__}.")}

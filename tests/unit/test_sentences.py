@@ -1,5 +1,7 @@
-"""No sentence of the pages that are clean has more than 30 words. `python tests/unit/test_sentences.py [FILE ...]` lists
-the longer ones of any page, or of all."""
+"""No sentence of the pages that are clean has more than 30 words.
+
+`python tests/unit/test_sentences.py [FILE ...]` lists the longer ones of any page, or of all.
+"""
 
 import re
 import sys
@@ -55,11 +57,13 @@ def test_sentences_are_short(name):
 
 def test_a_long_sentence_is_found():
     long = " ".join(["word"] * (MOST + 1))
-    page = f"# Title\n\nA short one. {long}.\n\n```\n{long}\n```\n\n| a cell | {long} |\n|---|---|\n\n- {long}\n- short\n"
+    table, code = f"| a cell | {long} |\n|---|---|", f"```\n{long}\n```"
+    page = f"# Title\n\nA short one. {long}.\n\n{code}\n\n{table}\n\n- {long}\n- short\n"
     assert [count for count, _ in long_sentences(page)] == [MOST + 1] * 3
 
 
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in map(Path, sys.argv[1:] or pages):
         for count, sentence in long_sentences(path.read_text(encoding="utf-8")):
             print(f"{path.name}: {count} words: {sentence}")
