@@ -24,6 +24,9 @@ from ..config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig,
 from ..errors import ConfigError
 from ..runtime.inputs import check_length
 
+LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes to rank 2, kv(3)<0 comes from rank 0)
+"""
+
 
 def add_parser(commands: Any) -> None:
     """Adds `show` to a parser's commands."""
@@ -95,7 +98,8 @@ def run(args: argparse.Namespace) -> None:
         print(plan.table())
         timeline = simulate(programs_of(plan, around), costs)
         slower = timeline.seconds / (stages * bound)
-        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time\n")
+        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
+        print(LEGEND if index == 0 else "")
         if args.program is not None:
             place = Members(members, busiest(*first.counts, members))
             call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, around.kept)
