@@ -43,7 +43,7 @@ EACH = 2  # candidates of every size, Ulysses degree and schedule that get as fa
 STEPS, STEPS_EACH = 4000, 80  # of ranks, that the closed form looks at; at least, and of each size and Ulysses degree
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found, which takes the time of 100 steps
 SIMULATED = 15_000  # instructions, of all finalists together
-SAME = "takes the same time and memory as"
+SAME = "in time and memory the same as"
 GIB = 2**30
 
 
@@ -290,10 +290,8 @@ class _Search:
     def reasons(self, ranked: list[Prediction]) -> Iterator[tuple[str, str]]:
         fastest = min((one.seconds for one in self.bounds), default=1.0)
         for one in self.lost[:FINALISTS]:
-            yield (
-                str(one.candidate),
-                f"estimated {one.seconds / fastest - 1:.1%} slower than the fastest; not simulated",
-            )
+            slower = one.seconds / fastest - 1
+            yield str(one.candidate), f"estimated {slower:.1%} slower than the fastest; not simulated"
         if rest := len(self.lost[FINALISTS:]):
             yield f"{rest} others", "estimated slower still"
         doubles = [item for item in self.refused.items() if SAME in item[0][1]]
