@@ -54,14 +54,14 @@ def add_parser(commands: Any) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
     )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
+    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
     parser.add_argument(
         "--machine", metavar="NAME",
-        help=f"say also what its node needs and what length fits: {', '.join(presets())}, or a JSON file",
+        help=f"say also what a node needs and which length fits: {', '.join(presets())}, or a file of calibrate",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="GIB", help="with --machine: a rank's, for tensors; default: what it has")
-    parser.add_argument("--json", action="store_true", help="print numbers, bytes, for a program to read")
-    parser.add_argument("--png", metavar="FILE", help="also draw the moments of a step, part upon part")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: that of --machine")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -39,19 +39,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
     parser.add_argument(
         "--machine", metavar="NAME",
-        help=f"one of {', '.join(presets())}, or a JSON file of that form; default: the section's, or {DEFAULT}",
+        help=f"one of {', '.join(presets())}, or a file of calibrate; default: the section's, or {DEFAULT}",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="GIB", help="a rank's, for tensors; default: what the machine has for them")
-    parser.add_argument("--sequences", metavar="N", help="of a step; default: as many as there are ranks for")
-    parser.add_argument("--window", metavar="N", help="of the attention, in tokens")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
+    parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
+    parser.add_argument("--window", metavar="N", help="tokens of the attention's window")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f'a setting of "{SECTION}" that is no choice; with a dot one of the DeepSpeed JSON',
+        help=f'a setting of "{SECTION}" that is given, not searched; with a dot one of the DeepSpeed JSON',
     )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
-    parser.add_argument("--json", action="store_true", help="print numbers for a program to read")
-    parser.add_argument("--png", metavar="FILE", help="also draw attention of a layer of the best over time, simulated")
+    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    parser.add_argument("--png", metavar="FILE", help="also draw the best one's attention of a layer over time")
     parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.config import setting_names
 from hf_integration.families import FAMILIES
 from tests import scripts
 
@@ -112,6 +113,12 @@ def test_the_diffs_lead_to_what_runs():
 def test_json_snippet_is_a_configuration(snippet):
     config = SequenceParallelConfig.from_deepspeed(json.loads(snippet))
     assert config.resolve(4, heads=(8, 2)).ulysses == 2
+
+
+def test_every_setting_is_on_the_page_of_settings():
+    page = (ROOT / "docs" / "settings_reference.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert set(setting_names()) - named == set()
 
 
 def test_commands_name_what_exists():
