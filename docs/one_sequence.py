@@ -49,7 +49,7 @@ def draw_ranks(axes):
 
 def draw_work(axes):
     """Causal attention as a square of chunks: the colour is the rank that computes it, the number its step."""
-    axes.set_title("which rank (colour) computes what, in which step", fontsize=10)
+    axes.set_title("who (colour) computes what, in which step", fontsize=10)
     for query in range(CHUNKS):
         for key in range(query + 1):
             rank, step = OWNER[query], (OWNER[query] - OWNER[key]) % RANKS
