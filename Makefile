@@ -2,6 +2,7 @@
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
 # make test-gpu   the tests for GPUs alone
 # make test-all   the tests, with every case grid whole, and the Trainer's with the oldest transformers too
+# make docs   the site, in build/site; a dead link fails
 # Each makes .venv first, where there is none or the requirements changed.
 
 PYTHON ?= python3
@@ -28,7 +29,10 @@ BYTECODE := $(VENV)/bin/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib
 ON_GPU := GPU_TESTS=1 python -m pytest -rs -m gpu tests/gpu
 HAS_GPU := python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
-.PHONY: demo test test-all test-gpu lint format
+# without the builder's advertisement
+SITE := NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
+
+.PHONY: demo test test-all test-gpu lint format docs
 
 demo: $(VENV)/.ready
 	python examples/demo.py $(if $(RANKS),--ranks $(RANKS)) $(if $(CONFIG),--config $(CONFIG)) --out $(OUT)
@@ -47,6 +51,10 @@ test-all: $(VENV)/oldest/.ready
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy
+	$(SITE)
+
+docs: $(VENV)/.ready
+	$(SITE)
 
 format: $(VENV)/.ready
 	ruff format . && ruff check --fix .

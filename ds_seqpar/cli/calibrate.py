@@ -135,24 +135,26 @@ def _wire(link: dict[str, Any]) -> dict[str, float]:
 def table(found: dict[str, Any]) -> str:
     """The figures as a person reads them."""
     lines = [found["about"], ""]
-    for name in ("inside", "between"):
+    for name, words in (("inside", "two ranks of a node"), ("between", "ranks of two nodes")):
         link = found[name]
-        lines.append(f"link {name:<8} {link['rate'] / 1e9:10.3f} GB/s each way, {link['latency'] * 1e6:8.1f} us")
+        lines.append(f"{words:<20}{link['rate'] / 1e9:10.3f} GB/s each way, latency {link['latency'] * 1e6:.1f} us")
     if found["uplink"]:
-        lines.append(f"link of a node {found['uplink'] / 1e9:8.3f} GB/s each way, shared")
+        lines.append(f"{'a node to others':<20}{found['uplink'] / 1e9:10.3f} GB/s each way, which its ranks share")
     for dtype, ways in found["attention"].items():
         best = {way: max(rate for table in kinds.values() for _, rate in table) for way, kinds in ways.items()}
         lines.append(
-            f"{dtype:<13} {found['gemm'][dtype] / 1e9:10.1f} GFLOP/s of matrices, attention at most "
+            f"{dtype:<20}{found['gemm'][dtype] / 1e9:10.1f} GFLOP/s in matrix products; in attention at most "
             f"{best['forward'] / 1e9:.1f} forward, {best['backward'] / 1e9:.1f} backward"
         )
-    lines.append(f"memory        {found['memory_rate'] / 1e9:10.1f} GB/s, {found['elementwise_rate'] / 1e9:.1f} where "
-                 f"results are new tensors; {found['memory'] / 2**30:.1f} GiB a rank")  # fmt: skip
+    fresh = f"{found['elementwise_rate'] / 1e9:.1f} into new tensors; {found['memory'] / 2**30:.1f} GiB"
+    lines.append(f"{'memory of a rank':<20}{found['memory_rate'] / 1e9:10.1f} GB/s in place, {fresh}")
     costs = found["zero"]
     lines.append(
-        f"ZeRO          {costs['gather']['rate'] / 1e9:10.3f} GB/s gathered, {costs['reduce']['rate'] / 1e9:.3f} "
-        f"reduced; a module {costs['forward'] * 1e3:.2f} ms forward, {costs['backward'] * 1e3:.2f} backward"
+        f"{'ZeRO-3':<20}{costs['gather']['rate'] / 1e9:10.3f} GB/s gathering, {costs['reduce']['rate'] / 1e9:.3f} "
+        f"reducing; hooks of a module {costs['forward'] * 1e3:.2f} ms forward, {costs['backward'] * 1e3:.2f} backward"
     )
-    lines.append(f"an instruction {found['host']['instruction'] * 1e6:9.1f} us; a byte on its way takes "
-                 f"{found['stolen'] * 1e9:.3f} ns of work at each end")  # fmt: skip
+    lines.append(
+        f"{'the host':<20}{found['host']['instruction'] * 1e6:10.1f} us an instruction of ours; each end of a message "
+        f"works {found['stolen'] * 1e9:.3f} ns a byte"
+    )
     return "\n".join(lines)

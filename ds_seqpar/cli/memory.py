@@ -54,14 +54,14 @@ def add_parser(commands: Any) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
     )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
+    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
     parser.add_argument(
         "--machine", metavar="NAME",
-        help=f"say also what its node needs and what length fits: {', '.join(presets())}, or a JSON file",
+        help=f"say also what a node needs and which length fits: {', '.join(presets())}, or a file of calibrate",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="GIB", help="with --machine: a rank's, for tensors; default: what it has")
-    parser.add_argument("--json", action="store_true", help="print numbers, bytes, for a program to read")
-    parser.add_argument("--png", metavar="FILE", help="also draw the moments of a step, part upon part")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: that of --machine")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -205,10 +205,10 @@ def table(found: Footprint, slope: float, step: Step) -> list[str]:
     lines += [f"{moment.name:<40}{moment.total / GIB:>12.3f}" for moment in (found.resting, *found.moments)]
     if found.host.total:
         lines += ["", f"{'in host memory':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(found.host, HOST_PARTS)]
-        lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the peak"]
+        lines += [f"{'together':<16}{found.host.total / GIB:>12.3f}{'100.0%':>8}  beside the device's peak"]
     if found.drives:
         lines += ["", f"{'on drives':<16}{found.drives / GIB:>12.3f}"]
-    return [*lines, "", f"a token more of a rank: {slope / KIB:.1f} KiB at the peak"]
+    return [*lines, "", f"one more token on a rank adds {slope / KIB:.1f} KiB to the peak"]
 
 
 def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
 from ..planner.machine import DEFAULT, Machine, presets
-from ..planner.plan import SIMULATED, Choice, over_floor, plan
+from ..planner.plan import ALIKE, SIMULATED, Choice, over_floor, plan
 from ..planner.plan import section_of as section
 from ..planner.request import Request
 from ..planner.search import Prediction, in_words, timelines
@@ -39,19 +39,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
     parser.add_argument(
         "--machine", metavar="NAME",
-        help=f"one of {', '.join(presets())}, or a JSON file of that form; default: the section's, or {DEFAULT}",
+        help=f"one of {', '.join(presets())}, or a file of calibrate; default: the section's, or {DEFAULT}",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="GIB", help="a rank's, for tensors; default: what the machine has for them")
-    parser.add_argument("--sequences", metavar="N", help="of a step; default: as many as there are ranks for")
-    parser.add_argument("--window", metavar="N", help="of the attention, in tokens")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
+    parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
+    parser.add_argument("--window", metavar="N", help="tokens of the attention's window")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f'a setting of "{SECTION}" that is no choice; with a dot one of the DeepSpeed JSON',
+        help=f'a setting of "{SECTION}" that is given, not searched; with a dot one of the DeepSpeed JSON',
     )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep all that they save")
-    parser.add_argument("--json", action="store_true", help="print numbers for a program to read")
-    parser.add_argument("--png", metavar="FILE", help="also draw attention of a layer of the best over time, simulated")
+    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    parser.add_argument("--png", metavar="FILE", help="also draw the best one's attention of a layer over time")
     parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
 
 
@@ -132,17 +132,20 @@ def table(choice: Choice) -> str:
     more = len(choice.rejected) - REASONS
     what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
     head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
-    rows = [["s a sequence", "forward ms", "backward ms", "GiB", "bytes/floor", "configuration"]]
+    rows = [["s a sequence", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]]
     rows += [_row(choice, one) for one in choice.ranked]
     return "\n".join(
         [
             head,
-            f"{choice.legal} configurations are legal, {choice.considered} of them different",
+            f"compared {choice.considered} configurations, predicted and not run ({choice.legal} possible ones, of "
+            "which many do the same)",
             "",
             *columns(rows),
             "",
-            "forward, backward: attention of a layer, simulated. bytes/floor: received in forward by the busiest rank,",
-            "over the least of any schedule with that degree of Ulysses, of full attention.",
+            f"The first row is the plainest of those within {ALIKE - 1:.1%} of the fastest. It takes",
+            f"{_rank_hours(choice)} (a rank is a GPU, or a process on CPUs).",
+            "forward, backward: attention of one layer. bytes/least: received in forward by the busiest rank, over the",
+            "least that any schedule with as much Ulysses could receive under full attention.",
             "",
             f'"{SECTION}": {json.dumps(section(best))}',
             "",
@@ -152,15 +155,21 @@ def table(choice: Choice) -> str:
             "",
             "why not others:",
             *(f"  {who}: {why}" for who, why in choice.rejected[:REASONS]),
-            *[f"  and {more} reasons more, which --json has"][: more > 0],
+            *[f"  and {more} more reasons: --json lists all"][: more > 0],
         ]
     )
+
+
+def _rank_hours(choice: Choice) -> str:
+    """Of the best: what a buyer of GPU hours pays for."""
+    hours = choice.best.seconds * choice.request.world / 3600
+    return f"{hours:.3g} rank hours a sequence, {hours * 1e9 / choice.request.seq:,.0f} for a billion tokens"
 
 
 def _row(choice: Choice, one: Prediction) -> list[str]:
     layers = choice.request.model.layers
     over = over_floor(choice, one)
-    words = f"{one.candidate}{_extras(one)}{'' if one.simulated else '; at least: by the closed form'}"
+    words = f"{one.candidate}{_extras(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
         f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
@@ -177,15 +186,14 @@ def _extras(one: Prediction) -> str:
 
 def _links(best: Prediction, layers: int) -> list[str]:
     stages = best.config.head_stages
-    lines = [
-        "of the busiest rank, a layer: received from its node, from others; messages; products, of attention's time"
-    ]
+    lines = ["attention of one layer, on the busiest rank:"]
     for name, its in (("forward", best.forward), ("backward", best.backward)):
         took = best.time.parts[f"attention {name}"]
         share = its.compute * stages * layers / took if took else 1.0
+        near, far = (f"{stages * size / GIB:.3f} GiB" for size in (its.inside, its.between))
         lines.append(
-            f"  {name:<9} {stages * its.inside / GIB:.3f} GiB, {stages * its.between / GIB:.3f} GiB; "
-            f"{stages * its.messages}; {min(1.0, share):.0%}"
+            f"  {name:<9} receives {near} from its node and {far} from others, in {stages * its.messages} messages; "
+            f"computes {min(1.0, share):.0%} of the time"
         )
     return lines
 
@@ -193,9 +201,9 @@ def _links(best: Prediction, layers: int) -> list[str]:
 def _parts(choice: Choice) -> list[str]:
     best = choice.best
     took, peak = best.time, best.memory.peak
-    lines = [f"a step of {took.sequences} sequences: {took.seconds:.3f} s"]
+    lines = [f"one step, of {took.sequences} sequence{'s'[: took.sequences > 1]}: {took.seconds:.3f} s"]
     lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
-    lines += ["", f"memory: {peak.total / GIB:.2f} GiB a rank, {peak.name}"]
+    lines += ["", f"memory: {peak.total / GIB:.2f} GiB on each rank at the peak ({peak.name})"]
     sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
     lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]
     if (host := best.memory.host).total:

@@ -24,6 +24,9 @@ from ..compiler.validate import validate
 from ..config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
 
+LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes to rank 2, kv(3)<0 comes from rank 0)
+"""
+
 
 def add_parser(commands: Any) -> None:
     """Adds `show` to a parser's commands."""
@@ -46,15 +49,21 @@ def add_parser(commands: Any) -> None:
     show.add_argument("--overlap", action="store_true", help="order products as operands arrive")
     show.add_argument("--placement", nargs="+", default=["auto"], help=f"one of {', '.join(PLACEMENTS)}, or axes")
     show.add_argument("--travel-dtype", default="fp32", help=f"one of {', '.join(TRAVEL_DTYPES)}")
-    show.add_argument("--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; 8 8")
+    show.add_argument(
+        "--heads", type=int, nargs=2, default=(8, 8), metavar=("HQ", "HKV"), help="for bytes; default: 8 8"
+    )
     show.add_argument("--full", action="store_true", help="without a causal mask")
     show.add_argument("--program", type=int, metavar="RANK", help="also print what one inner rank executes")
     show.add_argument(
-        "--seq", type=int, help="tokens of the sequence: bytes and the critical path depend on it; a short one"
+        "--seq", type=int, help="tokens of the sequence, for bytes and the critical path; default: a short one"
     )
     show.add_argument("--direction", choices=("forward", "backward", "both"), default="both")
     show.add_argument("--png", metavar="FILE", help="also draw the time line of the (first) direction")
-    show.add_argument("--trace", metavar="FILE", help="also write it for ui.perfetto.dev; a byte is sent in a second")
+    show.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="also write it for ui.perfetto.dev, where a byte takes a second",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -95,7 +104,9 @@ def run(args: argparse.Namespace) -> None:
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
         timeline = simulate(programs_of(plan, around), costs)
-        print(f"critical path {timeline.seconds / (stages * bound):.2f} x max(compute, links), the two being equal\n")
+        slower = timeline.seconds / (stages * bound)
+        print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
+        print(LEGEND if index == 0 else "")
         if args.program is not None:
             place = Members(members, busiest(*first.counts, members))
             call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, around.kept)

@@ -28,15 +28,15 @@ from .states import States, rounded, states
 TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
 PARTS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
-    "gradients": "the rank's share of gradients, and those that are whole",
-    "optimiser": "its states, and what its step needs for a moment",
-    "buckets": "ZeRO's buffer for gradients on their way",
+    "gradients": "the rank's share of gradients, and whole ones that are not yet reduced",
+    "optimiser": "its states, and buffers of its step",
+    "buckets": "ZeRO's buffer for gradients that it sends",
     "gathered": "parameters that ZeRO-3 has gathered whole",
-    "checkpoints": "inputs of layers; or, without checkpoints, all that layers save",
-    "kept attention": "what checkpoints keep of attention",
-    "layer": "norms, projections, residuals and their gradients of the layer that is computed",
-    "attention": "what its attention takes, sends and receives",
-    "mlp": "what its MLP takes",
+    "checkpoints": "inputs of layers; without checkpointing all that layers save",
+    "kept attention": "attention's results, which checkpoints keep",
+    "layer": "norms, projections, residuals and their gradients, of the layer being computed",
+    "attention": "buffers of its attention and its messages",
+    "mlp": "its MLP",
     "loss": "logits, their softmax and gradient",
 }
 HOST_PARTS = {
@@ -45,8 +45,8 @@ HOST_PARTS = {
     "optimiser": "its states",
     "buffers": "between drives and the device",
     "checkpoints": "inputs of layers",
-    "kept attention": "what checkpoints keep of attention",
-    "rounding": "what torch takes more for pinned memory: it rounds each up to a power of two",
+    "kept attention": "attention's results, which checkpoints keep",
+    "rounding": "torch rounds each pinned tensor up to a power of two",
 }
 
 

@@ -43,7 +43,7 @@ EACH = 2  # candidates of every size, Ulysses degree and schedule that get as fa
 STEPS, STEPS_EACH = 4000, 80  # of ranks, that the closed form looks at; at least, and of each size and Ulysses degree
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found, which takes the time of 100 steps
 SIMULATED = 15_000  # instructions, of all finalists together
-SAME = "in all that counts the same as"
+SAME = "in time and memory the same as"
 GIB = 2**30
 
 
@@ -172,7 +172,7 @@ class _Search:
             if needed > self.request.limit:
                 self.refuse(
                     candidate,
-                    f"{needed / GIB:.1f} GiB a rank are needed at least, there are {self.request.limit / GIB:.1f}",
+                    f"needs at least {needed / GIB:.1f} GiB on each rank, which has {self.request.limit / GIB:.1f}",
                 )
             else:
                 yield candidate
@@ -221,9 +221,9 @@ class _Search:
         """Why it need not be looked at beside what is found, or ""."""
         best = sorted(map(_seconds, self.found))[:FINALISTS]
         if len(best) == FINALISTS and estimate.least > best[-1]:
-            return "its products alone take longer than the whole of others"
+            return "computing attention alone takes longer than all that others do"
         if best and (self.steps + estimate.work > self.most or estimate.seconds > FAR * best[0]):
-            return "by what it receives it is expected to be slower"
+            return "receives so much that it is expected to be slower"
         return ""
 
     def refuse(self, candidate: Candidate, why: str) -> None:
@@ -250,7 +250,7 @@ class _Search:
                 room -= cost
                 ranked.append(simulated(self.request, one))
             else:
-                self.refused["overlap", "it would take too long to find its order"] += 1
+                self.refused["overlap", "looking for the order of its products would take too long"] += 1
         ranked += self.staging(ranked, room)
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
         return _plainest(self.different(ranked))
@@ -290,14 +290,15 @@ class _Search:
     def reasons(self, ranked: list[Prediction]) -> Iterator[tuple[str, str]]:
         fastest = min((one.seconds for one in self.bounds), default=1.0)
         for one in self.lost[:FINALISTS]:
-            yield str(one.candidate), f"{one.seconds / fastest:.3f} times the least that the best takes, at least"
+            slower = one.seconds / fastest - 1
+            yield str(one.candidate), f"estimated {slower:.1%} slower than the fastest; not simulated"
         if rest := len(self.lost[FINALISTS:]):
-            yield f"{rest} more", "slower than these, by their bounds"
+            yield f"{rest} others", "estimated slower still"
         doubles = [item for item in self.refused.items() if SAME in item[0][1]]
         for (who, why), count in [*(item for item in self.refused.items() if item not in doubles), *doubles]:
-            yield (who if count == 1 else f"{who} ({count})"), why
+            yield (who if count == 1 else f"{who}, {count} configurations"), why
         for size, count in self.dropped.items():
-            yield f"{size} ranks ({count})", "others of their schedule and Ulysses degree receive less"
+            yield f"{size} ranks, {count} configurations", "others of their schedule and Ulysses degree receive less"
 
 
 def _promise(estimate: Estimate) -> tuple:

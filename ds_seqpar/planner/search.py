@@ -206,7 +206,7 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
         return best
     if least <= request.limit:
         return "what would have to leave the device does not fit the host"
-    return f"{least / GIB:.1f} GiB a rank are needed at least, there are {request.limit / GIB:.1f}"
+    return f"needs at least {least / GIB:.1f} GiB on each rank, which has {request.limit / GIB:.1f}"
 
 
 def configured(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:

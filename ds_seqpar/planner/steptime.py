@@ -19,17 +19,17 @@ from .request import Step
 from .states import MASTER, states
 
 TIMES = {
-    "attention forward": "all layers; with what it sends",
-    "attention backward": "the same, and forward once more where checkpoints do not keep it",
-    "matrices": "projections and MLPs, forward, backward, and once more where layers are checkpointed",
-    "elementwise": "norms, RoPE, activations, residuals and the loss, as often",
+    "attention forward": "all layers, transfers included",
+    "attention backward": "the same, and forward again if checkpoints do not keep it",
+    "matrices": "projections and MLPs, forward, backward, and forward again for checkpointed layers",
+    "elementwise": "norms, RoPE, activations, residuals and the loss, as many times",
     "logits": "the head, forward and backward",
-    "host": "what ZeRO-3's hooks of modules take, where a device does not work meanwhile",
-    "ZeRO": "what gathers and reductions take beyond the work that they run beside",
-    "copies": "what ZeRO copies into and out of what travels",
+    "host": "ZeRO-3's hooks of modules, while the device waits for them",
+    "ZeRO": "gathers and reductions that computation does not hide",
+    "copies": "ZeRO's copies into and out of its messages",
     "optimiser": "norm, clipping and AdamW's step of the rank's share",
-    "offload": "copies to host memory and back beyond the work that they run beside, and after the optimiser's step",
-    "drives": "what ZeRO reads from drives and writes to them",
+    "offload": "copies to host memory and back that computation does not hide",
+    "drives": "ZeRO's reads from drives and writes to them",
 }
 # of a LLaMA as transformers writes it. A layer: itself, its attention, 4 projections, its MLP, 3 more, the activation
 # and 2 norms; beside layers: two models, the embedding, RoPE, a norm and the head

@@ -1,4 +1,4 @@
-"""Every snippet of the README runs as it stands there."""
+"""Every snippet of the README and of docs/quickstarts.md runs as it stands there; the README keeps its limits."""
 
 import json
 import re
@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.config import setting_names
 from hf_integration.families import FAMILIES
 from tests import scripts
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
-JSON = re.findall(r"```json\n(.*?)```", README, re.S)
-BASH = re.findall(r"```bash\n(.*?)```", README, re.S)
+README, QUICKSTARTS, SUPPORTED, OTHER_MODELS = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/quickstarts.md", "docs/supported.md", "docs/other_models.md")
+)
+PYTHON, JSON, BASH = (
+    re.findall(rf"```{language}\n(.*?)```", README + QUICKSTARTS, re.S) for language in ("python", "json", "bash")
+)
+BY_NAME = {re.match(r"# (\S+):", snippet)[1]: snippet for snippet in PYTHON}
+# what the README says that its Trainer script prints
+PRINTED = re.search(r"```text\n(.*?)```", README, re.S)[1]
 
 
 def command_of(snippet):
@@ -38,6 +45,13 @@ def check(snippet, ran):
     assert not ran.failed, ran.stdout[-3000:] + ran.stderr[-3000:]
     if "print(" in snippet:
         assert re.search(r"loss \d+\.\d{4}", ran.stdout), ran.stdout[-3000:]
+    if snippet == BY_NAME["finetune.py"]:
+        assert printed(ran.stdout) == pytest.approx(printed(PRINTED), rel=1e-3)
+
+
+def printed(text):
+    """Losses and gradient norms of the Trainer's lines, and the held-out loss, in their order."""
+    return [float(x) for x in re.findall(r"(?:'loss': '|'grad_norm': '|held-out loss )([\d.]+)", text)]
 
 
 SNIPPETS = [pytest.param(snippet, id=snippet.split(":")[0].removeprefix("# ")) for snippet in PYTHON]
@@ -58,11 +72,11 @@ def test_python_snippet_runs_by_its_command(snippet, tmp_path):
 
 def test_the_launcher_of_deepspeed_starts_it(tmp_path):
     """What needs no transformers: each process of a launch imports everything. It trains as one process does."""
-    own_model = written(PYTHON[3], tmp_path)
+    own_model = written(BY_NAME["own_model.py"], tmp_path)
     end, norms = "torch.distributed.destroy_process_group()", []
     # One write a rank: two ranks that print to one pipe cut each other's lines.
     say = 'print(f"\\nnorm {float(engine.get_global_grad_norm())}\\n", end="", flush=True)'
-    own_model.write_text(PYTHON[3].replace(end, f"{say}\n{end}"))
+    own_model.write_text(BY_NAME["own_model.py"].replace(end, f"{say}\n{end}"))
     json_file = tmp_path / "ds_config.json"
     for ranks in (2, 1):
         json_file.write_text(re.sub('("size"): 4, ("ulysses"): 2', rf"\1: {ranks}, \2: {ranks}", JSON[0]))
@@ -76,12 +90,35 @@ def test_the_launcher_of_deepspeed_starts_it(tmp_path):
 def test_there_is_a_snippet_for_each_of_the_four_ways_and_for_masks():
     names = ["train.py", "finetune.py", "loop.py", "own_model.py", "masks.py"]
     assert [command_of(snippet)[0] for snippet in PYTHON] == names
+    assert len(printed(PRINTED)) == 7
+
+
+def test_the_readme_is_read_in_one_sitting():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert len(README.split()) <= 1300
+    assert max(len(line) for line in lines) <= 130
+    assert max(len(cell) for line in lines if line.startswith("|") for cell in line.split("|")) <= 120
+
+
+def test_the_diffs_lead_to_what_runs():
+    """What the README's diffs add stands in the quickstart of the Trainer, and on the page of the plain loop."""
+    added = re.findall(r"^\+(.*)", "".join(re.findall(r"```diff\n(.*?)```", README, re.S)), re.M)
+    texts = [QUICKSTARTS, (ROOT / "docs" / "whole.md").read_text(encoding="utf-8")]
+    assert len(added) == 5
+    assert [line for line in added if not any(line in text for text in texts)] == []
 
 
 @pytest.mark.parametrize("snippet", JSON)
 def test_json_snippet_is_a_configuration(snippet):
     config = SequenceParallelConfig.from_deepspeed(json.loads(snippet))
     assert config.resolve(4, heads=(8, 2)).ulysses == 2
+
+
+def test_every_setting_is_on_the_page_of_settings():
+    page = (ROOT / "docs" / "settings_reference.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert set(setting_names()) - named == set()
 
 
 def test_commands_name_what_exists():
@@ -97,20 +134,20 @@ def test_commands_name_what_exists():
 
 
 def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
+    links = re.findall(r"\]\(([^)#]+)", README)
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
 
 
 def test_tests_that_are_named_are_there():
-    named = re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)`", README)
+    named = re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)`", SUPPORTED)
     assert len(named) > 10
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert not set(named) - there
 
 
-@pytest.mark.parametrize("text", [README, (ROOT / "docs" / "other_models.md").read_text(encoding="utf-8")])
+@pytest.mark.parametrize("text", [SUPPORTED, OTHER_MODELS])
 def test_all_families_are_named(text):
     """One after another, as their owners write them."""
     (listed,) = re.findall(r"Llama, Mistral, [^|.:]*Cohere2", text)

@@ -44,12 +44,12 @@ def _plans(heads=(8, 8), causal=True, **settings):
 
 def _tables(out):
     """The parts of what was printed, without the lines on critical paths."""
-    return [part.rsplit("\ncritical path ", 1)[0] for part in out.strip().split("\n\n")]
+    return [part.rsplit("\ncritical path: ", 1)[0] for part in out.strip().split("\n\n")]
 
 
 def _ratios(out):
     """What each direction's critical path takes, relative to the longer of products and transfers."""
-    return [float(x) for x in re.findall(r"^critical path (\d+\.\d\d) x max\(compute, links\)", out, re.MULTILINE)]
+    return [float(x) for x in re.findall(r"^critical path: (\d+\.\d\d) times the products alone", out, re.MULTILINE)]
 
 
 # words on the command line -> the same as settings

@@ -44,7 +44,7 @@ def test_what_is_printed_can_be_pasted(capsys, place):
     assert config.size == 4
     first = out.split("\n\n")[1].splitlines()[1]
     assert "4 ranks: " in first
-    assert missing(out, "bytes/floor", "why not others:", "memory: ", "attention forward", "products, of") == []
+    assert missing(out, "bytes/least", "why not others:", "memory: ", "attention forward", "rank hours") == []
 
 
 def test_what_a_nodes_host_keeps_is_said(capsys, place):

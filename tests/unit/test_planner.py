@@ -125,7 +125,7 @@ def test_a_limit_of_memory_rejects_what_gathers_much():
     assert square.memory.peak.total > 1.05 * ring.memory.peak.total
     tight = dataclasses.replace(asked, memory=ring.memory.peak.total)
     assert predict(tight, ring.candidate).seconds == ring.seconds
-    assert "GiB a rank" in predict(tight, square.candidate)
+    assert "GiB on each rank" in predict(tight, square.candidate)
     choice = chosen(tight)
     assert choice.ranked
     assert all(one.memory.peak.total <= tight.limit for one in choice.ranked)

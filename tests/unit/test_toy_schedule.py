@@ -111,7 +111,7 @@ def test_the_command_line_helps_with_it(capsys):
 def test_the_command_line_shows_it(capsys):
     words = ["show", "--schedule", "carousel", "--size", "6", "--seats", "3", "--full"]
     assert main([*words, "--forward", "kv", "--backward", "kv"]) == 0
-    tables = [part.rsplit("\ncritical path ", 1)[0] for part in capsys.readouterr().out.strip().split("\n\n")]
+    tables = [part.rsplit("\ncritical path: ", 1)[0] for part in capsys.readouterr().out.strip().split("\n\n")]
     plans = [build("carousel", shaped("carousel", 6, seats=3), direction) for direction in ("forward", "backward")]
     assert tables == [plan.table() for plan in plans]
     assert tables[0].startswith("carousel forward, 6 ranks\n")
