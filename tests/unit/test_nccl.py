@@ -23,8 +23,7 @@ from ds_seqpar.errors import PlanError
 from ds_seqpar.runtime.comm import Message
 from ds_seqpar.runtime.kernels import Scores
 from ds_seqpar.testing import _Ranks, _VirtualComm, _Waiting
-from tests import grids
-from tests.grids import grouped
+from tests.grids import cover, each_then_rest
 from tests.oracle import dense, errors, tensors
 from tests.unit.plans import SINGLE
 from tests.unit.test_program import DO, Model
@@ -85,13 +84,26 @@ def _calls(case, own, early=0):
     ]
 
 
-@pytest.mark.parametrize("cases", grouped(("schedule",), _legal, **GRID))
-def test_programs_of_every_schedule_end(cases):
-    for number, case in enumerate(cases):
-        shapes = list(SCHEDULES[case["schedule"]].shapes(case["inner"]))
-        for own in [shapes[number % len(shapes)]] if grids.quick else shapes:
-            forward, backward = _calls(case, own)
-            nccl.check([forward, forward, backward, backward], case["ulysses"])  # two layers
+def _few(schedule):
+    """A cover, with one shape of each number of ranks after the other."""
+    for number, case in enumerate(cover(_legal, **{**GRID, "schedule": (schedule,)})):
+        shapes = list(SCHEDULES[schedule].shapes(case["inner"]))
+        yield case, shapes[number % len(shapes)]
+
+
+def _many(schedule):
+    """For each shape a cover of the rest."""
+    for inner in GRID["inner"]:
+        cases = cover(_legal, **{**GRID, "schedule": (schedule,), "inner": (inner,)})
+        yield from itertools.product(cases, SCHEDULES[schedule].shapes(inner))
+
+
+@pytest.mark.parametrize("cases", each_then_rest([_few], [_many]))
+@pytest.mark.parametrize("schedule", GRID["schedule"])
+def test_programs_of_every_schedule_end(schedule, cases):
+    for case, own in cases(schedule):
+        forward, backward = _calls(case, own)
+        nccl.check([forward, forward, backward, backward], case["ulysses"])  # two layers
 
 
 # ---- what is wrong
