@@ -137,7 +137,9 @@ def table(found: dict[str, Any]) -> str:
     lines = [found["about"], ""]
     for name, words in (("inside", "two ranks of a node"), ("between", "ranks of two nodes")):
         link = found[name]
-        lines.append(f"{words:<20}{link['rate'] / 1e9:10.3f} GB/s each way, latency {link['latency'] * 1e6:.1f} us")
+        taken = " (not measured: taken for the other)" * found["sources"][name].startswith("not measured")
+        rate, latency = link["rate"] / 1e9, link["latency"] * 1e6
+        lines.append(f"{words:<20}{rate:10.3f} GB/s each way, latency {latency:.1f} us{taken}")
     if found["uplink"]:
         lines.append(f"{'a node to others':<20}{found['uplink'] / 1e9:10.3f} GB/s each way, which its ranks share")
     for dtype, ways in found["attention"].items():

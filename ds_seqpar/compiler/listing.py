@@ -45,7 +45,7 @@ def listing(bound: Bound) -> str:
         slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
                       str(bound.slot_bytes(number))])  # fmt: skip
     head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
-    most = f"at most {memory.peak(bound)} bytes at once beyond what it is given, its results included"
+    most = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"
     return "\n".join([head, *columns(code), "", *columns(slots), "", most])
 
 
