@@ -41,6 +41,7 @@ from .callback import SequenceParallelCallback
 from .families import unwrapped
 from .job import job_of_trainer
 from .loaders import prepare_loader
+from .patch import patch_attention
 from .streams import Stream, examples_of, stream_of
 from .tiling import evaluated
 
@@ -130,7 +131,7 @@ class SequenceParallelMixin(Behind):
         self._own_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
-            self._patch(self.model)
+            self._patch_models()
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
         self.callback_handler.callbacks[1:1] = [SharedDraws(self.sp), self._throughput]
@@ -157,6 +158,16 @@ class SequenceParallelMixin(Behind):
         model = super().call_model_init(trial)
         self._patch(model)
         return model
+
+    def _precompute_ref_logps(self, *args: Any) -> Any:
+        """trl's trainers for preferences call it while they are made."""
+        self._patch_models()
+        return super()._precompute_ref_logps(*args)
+
+    def _patch_models(self) -> None:
+        self._patch(self.model)
+        if (reference := getattr(self, "ref_model", None)) is not None:
+            patch_attention(unwrapped(reference), self.sp)
 
     def _patch(self, model: nn.Module) -> None:
         error = checks.model_error(model)

@@ -59,11 +59,11 @@ BATCHING = {
 }
 # what is not supported yet -> the Trainers of trl that do it, whose batches or losses are others
 KINDS = {
-    "preference training": ("DPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
+    "other preference training": ("KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
     "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
     "distillation": ("DistillationTrainer", "GKDTrainer"),
 }
-NEXT_TOKENS = ("SFTTrainer", "_BaseTrainer")  # of trl's
+SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # of trl's
 TOKENS = {"input_ids", "inputs_embeds", "labels"}
 # fields of TrainingArguments that say what is trained, and when all ranks come together
 ALIKE = (
@@ -80,16 +80,16 @@ LOOKED_AT = 64  # examples of a data set whose lengths are compared before train
 
 
 def check_kind(kind: type) -> None:
-    """Raises ConfigError for a class that extends a Trainer for something else than next tokens."""
+    """Raises ConfigError for a class that extends a Trainer of another kind than those that are supported."""
     named = {name: what for what, names in KINDS.items() for name in names}
     for base in kind.__mro__:
         name, library = base.__name__, base.__module__.partition(".")[0]
         # whatever else trl has, too: its experimental ones are more than names can be kept of
-        if name in named or (library == "trl" and name.endswith("Trainer") and name not in NEXT_TOKENS):
+        if name in named or (library == "trl" and name.endswith("Trainer") and name not in SUPPORTED):
             raise ConfigError(
-                "sequence parallel training is of next tokens (Trainer, trl's SFTTrainer), "
-                f"{named.get(name, 'other training')} is not supported yet; got a {name}, train it without sequence "
-                "parallelism"
+                "sequence parallel training is of next tokens or of preferences (Trainer, trl's SFTTrainer and "
+                f"DPOTrainer), {named.get(name, 'other training')} is not supported yet; got a {name}, train it "
+                "without sequence parallelism"
             )
 
 
@@ -150,13 +150,13 @@ def _world_size() -> int:
 
 
 def has_own_loss(trainer: Any) -> bool:
-    """Whether the loss is computed beside the model, from whole outputs: by label smoothing, by a compute_loss_func, or
-    by a compute_loss of a user's class."""
+    """Whether the loss is computed beside the model, from whole outputs: by label smoothing, by a compute_loss_func, by
+    a compute_loss of a user's class, or by trl's of preferences."""
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", __package__
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] not in libraries]
-    return any("compute_loss" in vars(kind) for kind in kinds)
+    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
+    return any(kind.__module__.partition(".")[0] not in libraries or kind.__name__ == "DPOTrainer" for kind in kinds)
 
 
 def model_error(model: nn.Module) -> ConfigError | None:

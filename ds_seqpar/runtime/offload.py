@@ -34,8 +34,10 @@ class Packed:
     def __init__(self, store: Store, x: Tensor) -> None:
         self.store, self.device, self.shape, self.dtype = store, x.device, x.shape, x.dtype
         whole, rest = divmod(x.numel() * x.element_size(), HOST_PIECE)
-        self.pieces = [store.take(size) for size in [HOST_PIECE] * whole + [rest] * (rest > 0)]
         self.before = store.last
+        self.pieces: list[Tensor] = []  # those that were taken go back also where there is no room for the next
+        for size in [HOST_PIECE] * whole + [rest] * (rest > 0):
+            self.pieces.append(store.take(size))
 
     def parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each piece, and the bytes of `x` that it is for. x: contiguous, of the shape and dtype of what left."""
@@ -79,13 +81,14 @@ class Store:
         return self.fetch(packed) if isinstance(packed, Packed) else packed
 
     def take(self, size: int) -> Tensor:
-        self.away += size
         if self.free[size]:
             host, used = self.free[size].pop()
             self.wait(used)
-            return host
-        self.made += size
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
+        else:
+            host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pinned)
+            self.made += size
+        self.away += size
+        return host
 
     def give(self, host: Tensor, used: Any) -> None:
         """used: the event after which nobody reads it any more."""

@@ -114,27 +114,22 @@ def refused(folder, names):
     return said
 
 
-def preferences(folder):
-    from trl import DPOConfig, DPOTrainer
+def rewards(folder):
+    from trl import RewardTrainer
 
-    class Shared(SequenceParallelMixin, DPOTrainer):
+    class Shared(SequenceParallelMixin, RewardTrainer):
         pass
 
-    data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8)
-    config = DPOConfig(str(folder), use_cpu=True, bf16=False, report_to="none", deepspeed=settings({"size": 2}, 2))
-    tokenizer = ByT5Tokenizer(extra_ids=0)
-    return Shared(
-        model=small(vocab_size=300, pad_token_id=0), args=config, processing_class=tokenizer, train_dataset=data
-    )
+    return Shared(model=small())
 
 
 # what is tried -> (what makes the Trainer, words of the sentence)
 WRONG = {
-    "preferences": (preferences, ["preference training", "got a DPOTrainer"]),
+    "rewards": (rewards, ["other preference training", "got a RewardTrainer"]),
 }
 
 
-def test_preference_training_is_refused_by_its_name(tmp_path):
+def test_training_of_another_kind_is_refused_by_its_name(tmp_path):
     for said in on_ranks(2, refused, tmp_path, list(WRONG)):
         for name, (_, words) in WRONG.items():
             kind, sentence = said.get(name, ("nothing", ""))

@@ -1,5 +1,8 @@
 """Host memory for checkpoints: in pieces, which are used again."""
 
+import gc
+import sys
+
 import pytest
 import torch
 
@@ -22,3 +25,25 @@ def test_what_is_larger_than_a_piece_comes_back_and_its_pieces_serve_others(dtyp
     packed = store.pack(whole)  # takes the same piece
     assert (store.made, store.away) == (made, HOST_PIECE)
     assert torch.equal(store.unpack(packed), whole)
+
+
+class Full(Store):
+    """With room for one piece."""
+
+    def take(self, size):
+        if self.away:
+            raise MemoryError
+        return super().take(size)
+
+
+def test_what_finds_no_room_gives_back_what_it_has_taken():
+    store, unraised = Full(), []
+    before, sys.unraisablehook = sys.unraisablehook, unraised.append
+    try:
+        with pytest.raises(MemoryError):
+            store.pack(torch.zeros(HOST_PIECE // 4 + 1))
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+    assert not unraised
+    assert (store.made, store.away) == (HOST_PIECE, 0)
