@@ -47,7 +47,7 @@ class SequenceParallelConfig:
     forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
         what sends fewer bytes.
     overlap: expand collectives into single transfers and order products as their operands arrive (compiler.overlap).
-    placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.topology.place.
+    placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.layout.place.
         "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
         "ring_intra" its ring (WallFacer's two placements).
     travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not

@@ -82,13 +82,14 @@ def initialize(
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    sp = prepare_model(model, section_of(content), sequence_parallel, wrong, job=lambda: _job_of(content))
+    section = content.get(SECTION, {})  # one that is misspelt is in `wrong`
+    sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
     library = library_of(model) if check_loss else None
     if library:
         library.check_loss(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     own_args = _without_config(args)
-    returned = deepspeed.initialize(args=own_args, model=model, config=deepspeed_config(content, sp), **passed)
+    returned = deepspeed.initialize(args=own_args, model=model, config=_counted_by_rank(content, sp), **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
         args.local_rank = own_args.local_rank  # as DeepSpeed does, for scripts that read it afterwards
     engine = returned[0]
@@ -115,7 +116,13 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
     content = read_deepspeed(config)
     section_of(content)
     check_auto(content)
-    content = {key: value for key, value in content.items() if key not in left_out(content)}
+    return _counted_by_rank(content, sp)
+
+
+def _counted_by_rank(content: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
+    """The same of a JSON that was checked."""
+    out = left_out(content)
+    content = {key: value for key, value in content.items() if key not in out}
     sequences, micro, steps = (_count(content, name) for name in BATCH_SIZES)
     if sequences is not None:
         known = sp.data_size * (micro or 1) * (steps or 1)
@@ -221,10 +228,11 @@ def prepare_model(
     ranks where `given`, or what the model is patched with, has other settings than the section gives on one of them,
     and for models that cannot be patched.
     """
-    sp, library, found, base = None, known_library(model), None, unwrapped(model)
+    sp, config, library, found, base = None, None, known_library(model), None, unwrapped(model)
     try:
-        sp = _made(model, section, given)
-        if library and job and not (sp or error) and SequenceParallelConfig.from_dict(section).asks_for_plan:
+        config = SequenceParallelConfig.from_dict(section)
+        sp = _made(model, config, section, given)
+        if library and job and not (sp or error) and config.asks_for_plan:
             found = library.job(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)
@@ -232,17 +240,16 @@ def prepare_model(
     shared_files.unname()  # all ranks have come here, and DeepSpeed was up before
     if library:
         if sp is None:
-            sp = SequenceParallel(SequenceParallelConfig.from_dict(section), heads=library.heads(base), job=found)
+            sp = SequenceParallel(config, heads=library.heads(base), job=found)
         library.patch(model, sp)
     assert sp is not None  # _made raises for a model that nobody can patch
     return sp
 
 
 def _made(
-    model: torch.nn.Module, section: Mapping[str, Any], given: SequenceParallel | None
+    model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
     """`given`, or what the model is patched with; None where one is to be made. Raises where they do not suit."""
-    config = SequenceParallelConfig.from_dict(section)
     sp = given
     if library := known_library(model) if given else own_library(model):
         sp = given or library.patched_with(model)

@@ -37,7 +37,7 @@ class Handle(Protocol):
 
 class Comm(Protocol):
     """What a program is walked over. received: elements that arrived from other ranks, by kind. early: steps before a
-    message leaves in which it is asked for, at the latest, of plans with overlap: see `compiler.early`."""
+    message leaves in which it is asked for, at the latest, of plans with overlap: see `compiler.lower`."""
 
     received: Counter
     early: int
