@@ -22,6 +22,7 @@ from .deepspeed_checks import check_deepspeed
 from .deepspeed_json import BATCH_SIZES, KIND, SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
 from .errors import ConfigError, SeqParError, as_error, nearest
 from .files import Given
+from .loaders import Loader
 from .models import known_library, library_of, own_library, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
@@ -36,15 +37,11 @@ if TYPE_CHECKING:
 
 # arguments of deepspeed.initialize that leave groups, samples and gradients alone
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
+DATA = ("training_data", "collate_fn")
 # argument -> why it is refused
 REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",
     "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
-    "training_data": (
-        "whose loader gives ranks of one sequence different samples; load batches yourself by sp.data_rank and give "
-        "them to sp.shard_batches"
-    ),
-    "collate_fn": "which belongs to training_data; collate batches yourself and give them to sp.shard_batches",
 }
 # what launchers say of a process; without any of it the process is alone
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -68,6 +65,8 @@ def initialize(
     `engine.sequence_parallel` is the one in use. `train_batch_size` counts sequences. check_loss: a causal language
     model of transformers must give the sum of token losses on shift_labels over num_items_in_batch, which a forward of
     the shortest sequence tries; False is for a loss that is meant to be another.
+    training_data: a data set with an index; the dataloader is DeepSpeed's own of it, dealt to groups as `sp.loader` has
+    it, whose batches collate_fn makes and `sp.shard_batches` takes.
     optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and dist_init_required
     (False: torch.distributed is up) do as there. A single process without a launcher, as in a notebook, becomes a world
     of one rank.
@@ -88,6 +87,7 @@ def initialize(
     if library:
         library.check_loss(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
+    data, collate = (kwargs.get(name) for name in DATA)
     own_args = _without_config(args)
     returned = deepspeed.initialize(args=own_args, model=model, config=_counted_by_rank(content, sp), **passed)
     if args is not None and own_args is not None and hasattr(args, "local_rank"):
@@ -97,7 +97,10 @@ def initialize(
     sp.accumulation_steps = engine.gradient_accumulation_steps()
     if library:
         library.check_engine(engine, sp)
-    return returned
+    if data is not None:
+        own = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
+        engine.training_dataloader = Loader(sp, own)
+    return returned[0], returned[1], engine.training_dataloader, returned[3]
 
 
 def _job_of(content: Mapping[str, Any]) -> Job:
@@ -180,7 +183,7 @@ def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | Non
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Raises ConfigError for arguments of deepspeed.initialize that are not known to be right here."""
-    taken = [*PASSED_ON, "distributed_port", "dist_init_required"]
+    taken = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
     for name, value in kwargs.items():
         if name in REFUSED_ARGUMENTS:
             if value is not None:
@@ -188,6 +191,14 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
         elif name not in taken:
             known = [*taken, *inspect.signature(initialize).parameters]
             raise ConfigError(f"initialize takes no argument {name!r}{nearest(name, known)}; leave it out")
+    data, collate = (kwargs.get(name) for name in DATA)
+    if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ConfigError(
+            f"training_data must have a length and an index; got {type(data).__name__}, make a DataLoader of it and "
+            "use sp.loader"
+        )
+    if collate is not None and data is None:
+        raise ConfigError("collate_fn belongs to training_data; got it alone, leave it out or give both")
     if any(base.__name__ == "PipelineModule" for base in type(model).__mro__):
         raise ConfigError("initialize takes no PipelineModule; give it the plain model")
 

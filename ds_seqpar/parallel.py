@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler
 
+from . import loaders
 from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
@@ -208,6 +210,24 @@ class SequenceParallel(Sharding):
     ) -> dict[str, Any]:
         """`shard_batches` for a window of one micro-batch."""
         return self.shard_batches([batch], causal=causal, training=training, device=device)[0]
+
+    def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
+        """torch's DistributedSampler, over groups in place of ranks: its indices are those of a run without sequence
+        parallelism on `data_size` ranks. Call its `set_epoch` before each epoch."""
+        return loaders.sampler(self, dataset, shuffle, seed, drop_last)
+
+    def loader(self, loader: DataLoader, read_once: bool = False) -> loaders.Loader:
+        """A DataLoader's batches: the same on the ranks of a sequence, other ones in each group, whole and on the CPU.
+
+        loader: over the whole data set, the same on every rank, with a sampler or none; group d takes the batches d,
+        d + data_size, ... of it, and the first ones again where the last are too few. One with `sampler` has its part
+        already. `IterableDataset`, workers and torchdata's StatefulDataLoader work too. `set_epoch`, `state_dict` and
+        `load_state_dict` go on in the middle of an epoch. For Accelerators use `hf_integration.prepare_loader`.
+        read_once: one rank of each group reads, and sends each batch to the others: augmentation and collators that
+        draw random numbers agree then, and nothing is read twice.
+        Collective over the world, as is each batch. Raises ConfigError or DisagreementError on every rank where a
+        sampler is for ranks and not for groups, loading fails on one rank, or ranks have other orders or numbers."""
+        return loaders.Loader(self, loader, read_once)
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         """A copied model shares it: process groups cannot be copied."""

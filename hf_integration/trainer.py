@@ -35,7 +35,7 @@ from ds_seqpar.runtime.agreement import Alike, agree, sums
 from ds_seqpar.runtime.telling import told_once
 from ds_seqpar.whole import plain
 
-from . import randomness, resuming, whole_calls
+from . import accelerate_config, randomness, resuming, whole_calls
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .families import unwrapped
@@ -142,11 +142,14 @@ class SequenceParallelMixin(Behind):
         checks.check_arguments(self.args)
         checks.check_json(self.args)
         cpu_op.make_ready()
-        super().create_accelerator_and_postprocess()
+        with accelerate_config.taken_from(self.args) as given:
+            super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
         checks.check_accelerator(self.accelerator)
         check_settings(plugin.deepspeed_config)
-        self._section = section_of(plugin.deepspeed_config)
+        self._section = accelerate_config.joined(
+            section_of(plugin.deepspeed_config), given, self.accelerator.num_processes
+        )
         SequenceParallelConfig.from_dict(self._section)
         for key in left_out(plugin.deepspeed_config):  # in our section accelerate would fill every "auto" that it finds
             plugin.deepspeed_config.pop(key, None)

@@ -26,11 +26,6 @@ from .families import check_adapters
 
 # field of TrainingArguments -> (is it wrong?, what is needed and what to do)
 ARGUMENTS = {
-    "parallelism_config": (
-        lambda value: value is not None,
-        "no ParallelismConfig, whose sequence or context parallelism would shard a second time; remove it, the "
-        '"sequence_parallel" section of the DeepSpeed JSON says it all',
-    ),
     "average_tokens_across_devices": (
         lambda value: not value,
         "average_tokens_across_devices=True, ranks hold different numbers of label tokens and must divide by their sum",
@@ -124,7 +119,10 @@ def check_accelerator(accelerator: Accelerator) -> None:
             '"sequence_parallel" section, or use accelerate launch --use_deepspeed'
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
-        raise ConfigError(f"sequence parallel training needs {ARGUMENTS['parallelism_config'][1]}; got one by launcher")
+        raise ConfigError(
+            "sequence parallel training needs no other Accelerator with a ParallelismConfig, which would shard a "
+            "second time; got one that the script made, pass TrainingArguments(parallelism_config=...)"
+        )
     for name, (needed, why) in BATCHING.items():
         if bool(getattr(accelerator, name)) is not needed:
             raise ConfigError(

@@ -21,8 +21,8 @@ def of_batches(given: Mapping[int, Fields]) -> str:
     for rank, fields in given.items():
         alike.setdefault(repr(sorted(fields.items())), []).append(rank)
     remedy = (
-        "make samplers with num_replicas=sp.data_size and rank=sp.data_rank (give a Trainer the whole data set on "
-        "every rank), and seed all ranks alike"
+        "make samplers by sp.sampler(dataset), or loaders by sp.loader (give a Trainer the whole data set on every "
+        "rank), and seed all ranks alike"
     )
     if len(alike) == len(given):
         return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"

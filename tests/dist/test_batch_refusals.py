@@ -174,7 +174,7 @@ ONE_GROUP = {
     ),
     "a sampler over all ranks": (
         lambda sp, rank: sp.shard_batches([batch(seed) for seed in DistributedSampler(range(8))][:1]),
-        everywhere("DisagreementError", "DistributedSampler", "num_replicas=sp.data_size"),
+        everywhere("DisagreementError", "DistributedSampler", "sp.sampler(dataset)"),
     ),
     "a label that is no token": (
         lambda sp, rank: sp.shard_batch(one_given(rank, labels=torch.full((2, 16), -1))),

@@ -1,5 +1,6 @@
-"""The scripts of docs/masks.md run as they stand there, and what it quotes is what is said."""
+"""The scripts of docs/masks.md and docs/loaders.md run as they stand there, and what they quote is what is said."""
 
+import contextlib
 import re
 import runpy
 from pathlib import Path
@@ -18,7 +19,9 @@ from tests.dist.ranks import make, refusal
 from tests.hf.families import model_of
 from tests.launch import on_warm_ranks as on_ranks
 
-MASKS = (Path(__file__).resolve().parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).resolve().parents[2] / "docs"
+MASKS = (PAGES / "masks.md").read_text(encoding="utf-8")
+LOADERS = (PAGES / "loaders.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"```python\n(.*?)```", MASKS, re.S)
 
 
@@ -37,6 +40,22 @@ def test_scripts_run(tmp_path):
         assert all(out.isfinite().all() for out in outs)
         tokens[name] = [out.shape[1] for out in outs]
     assert tokens == {"masks.py": [128] * 4, "batches.py": [515] * 4, "packed.py": [1024] * 4}
+
+
+def in_folder(path):
+    """Runs it where it writes its files; returns its last batch."""
+    dist.destroy_process_group()  # it makes its own
+    with contextlib.chdir(path.parent):
+        return runpy.run_path(str(path), run_name="__main__")["batch"]["input_ids"]
+
+
+def test_the_script_of_loaders_runs(tmp_path):
+    (script,) = re.findall(r"```python\n# (loaders.py): torchrun --nproc-per-node 4 \1\n(.*?)```", LOADERS, re.S)
+    (tmp_path / script[0]).write_text(script[1], encoding="utf-8")
+    batches = on_ranks(4, in_folder, tmp_path / script[0], keep=None)
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[2], batches[3])
+    assert not torch.equal(batches[0], batches[2])
 
 
 def test_distflash_says_what_is_quoted():

@@ -4,11 +4,13 @@ import argparse
 import json
 import os
 
+import deepspeed
 import numpy as np
 import peft
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
@@ -156,7 +158,11 @@ def test_a_json_without_the_section_takes_the_sp_that_is_given():
 REFUSED_ARGUMENTS = {
     "mesh_param": ({"mesh_param": (2, 2)}, ("no mesh_param",)),
     "mpu": ({"mpu": "mpu"}, ("no mpu",)),
-    "collate_fn": ({"collate_fn": list}, ("no collate_fn",)),
+    "collate_fn": ({"collate_fn": list}, ("collate_fn belongs to training_data", "got it alone")),
+    "a stream": (
+        lambda: {"training_data": IterableDataset()},
+        ("a length and an index", "IterableDataset", "sp.loader"),
+    ),
     "typo": ({"optimiser": None}, ("argument 'optimiser'", "'optimizer'")),
     "unknown": ({"zzz": None}, ("argument 'zzz'",)),
     "two configurations": (
@@ -176,6 +182,32 @@ def test_arguments_that_are_not_known_to_be_right():
     """mesh_param went on to DeepSpeed: gradients of norm 2.03 and 1.98 on different ranks for 0.708."""
     for name, (_, message) in all_refused(refused_arguments).items():
         assert missing(message, *REFUSED_ARGUMENTS[name][1]) == [], (name, message)
+
+
+def read_by(initialize, config):
+    """The rows of all batches of the loader that initialize makes, and of a second epoch."""
+    data, model = torch.arange(10 * 16).view(10, 16), small()
+    _, _, loader, _ = initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=config,
+        training_data=data,
+        collate_fn=torch.stack,
+    )
+    return len(loader), [[batch.tolist() for batch in loader] for _ in range(2)]
+
+
+def plain_data():
+    deepspeed.init_distributed()
+    return read_by(deepspeed.initialize, without("sequence_parallel"))
+
+
+def test_training_data_is_dealt_as_deepspeed_deals_it():
+    """deepspeed#7484, #5582; axolotl#3920: peers of a sequence got different batches."""
+    (plain,) = on_ranks(1, plain_data)
+    assert [len(batch) for batch in plain[1][0]] == [4, 4, 2]
+    for found in on_ranks(WORLD, read_by, ds_seqpar.initialize, good()):
+        assert found == plain
 
 
 def every_argument():

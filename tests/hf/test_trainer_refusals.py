@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig
 from datasets import Dataset
 from torch.nn import functional as F
 from transformers import (
@@ -87,9 +86,8 @@ def equal(length, count=16):
 
 
 def builtin():
-    """transformers' own sequence parallelism on top."""
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    return ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=1, sp_handler=handler)
+    """accelerate's context parallelism."""
+    return ParallelismConfig(sp_backend="deepspeed", sp_size=1, cp_size=2)
 
 
 def parts(**given):
@@ -110,7 +108,7 @@ def lists():
 
 # what is wrong -> (what `make` is given, words of the sentence)
 WRONG = {
-    "built-in sequence parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "remove it"]),
+    "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
     "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, ["average_tokens_across_devices=False"]),
     "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["'batch_rebalance'"]),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),

@@ -33,7 +33,7 @@ def half(sp, *names):
 WRONG = {
     "samples of their own": (
         lambda sp: of_ranks_own(),
-        ["same whole batch", "DistributedSampler", "num_replicas=sp.data_size", "whole_sequences(model)"],
+        ["same whole batch", "DistributedSampler", "sp.sampler(dataset)", "whole_sequences(model)"],
     ),
     "other samples on one rank": (
         lambda sp: {"input_ids": ids(int(sp.rank == 1))},

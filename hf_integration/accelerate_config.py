@@ -1,0 +1,76 @@
+"""accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses have, read as our "sequence_parallel" section.
+
+It comes by TrainingArguments, or from accelerate's launcher by the environment. accelerate itself must see none: it
+would shard every batch a second time, with groups of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate import ParallelismConfig
+from transformers import TrainingArguments
+
+from ds_seqpar.errors import SECTION, ConfigError
+
+LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # set by accelerate's launcher, beside the fields
+# an sp_attn_implementation -> our kernel; any other is refused
+KERNELS = {None: None, "None": None, "sdpa": None, "flash_attention_2": "flash_attn"}
+
+
+@contextlib.contextmanager
+def taken_from(args: TrainingArguments) -> Iterator[ParallelismConfig | None]:
+    """The ParallelismConfig that was given, if one was, while neither the arguments nor the environment have it."""
+    given, launched = args.parallelism_config, os.environ.get(LAUNCHED, "")
+    if given is None and launched.lower() == "true":
+        given = ParallelismConfig()  # from the environment
+    own, args.parallelism_config = args.parallelism_config, None
+    os.environ.pop(LAUNCHED, None)
+    try:
+        yield given
+    finally:
+        args.parallelism_config = own
+        if launched:
+            os.environ[LAUNCHED] = launched
+
+
+def joined(section: Mapping[str, Any], given: ParallelismConfig | None, world: int) -> Any:
+    """The section with what accelerate was told. Raises ConfigError where both say a size, and it is not the same, and
+    for what is not sequence parallelism."""
+    if given is None or not isinstance(section, Mapping):  # who reads the section says what it must be
+        return section
+    for field in ("tp_size", "cp_size"):
+        if (value := getattr(given, field)) > 1:
+            raise ConfigError(
+                f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
+                f"{value}, leave it out"
+            )
+    if given.sp_size == 1:  # nothing is said: data parallel sizes alone are DeepSpeed's anyway
+        return section
+    groups = given.dp_replicate_size * given.dp_shard_size
+    if groups not in (1, world // given.sp_size):
+        raise ConfigError(
+            f"dp_replicate_size x dp_shard_size of a ParallelismConfig must be ranks / sp_size, {world} / "
+            f"{given.sp_size}; got {groups}, leave both out"
+        )
+    said = {"size": given.sp_size} | _kernel(given.sp_handler.sp_attn_implementation)
+    for name, value in said.items():
+        if section.get(name, "auto") not in ("auto", value):
+            raise ConfigError(
+                f"{SECTION}.{name} must be what accelerate's ParallelismConfig says; got {section[name]!r} there and "
+                f"{value!r} by it, leave one out"
+            )
+    return {**section, **said}
+
+
+def _kernel(name: str | None) -> dict[str, str]:
+    if name not in KERNELS:
+        raise ConfigError(
+            f'sp_attn_implementation of a ParallelismConfig must be sdpa or flash_attention_2; got "{name}", leave it '
+            f'out, and choose a "kernel" in the "{SECTION}" section'
+        )
+    kernel = KERNELS[name]
+    return {} if kernel is None else {"kernel": kernel}
