@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ds_seqpar.runtime.agreement import agree
 
 from .experts import left_out
 from .families import unwrapped
+from .liger import as_in_training
 from .tiling import evaluated
 
 ITEMS = 3.0  # the divisor that a loss is tried with
@@ -47,7 +48,10 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     try:
         with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
-        error = loss_error(output, given["shift_labels"], float(output.loss), ITEMS, "initialize")
+            losses = [float(output.loss)]
+            if way := as_in_training(unwrapped(engine.module)):
+                losses.append(float(engine(**given, **way, num_items_in_batch=ITEMS).loss))
+        error = loss_error(output, given["shift_labels"], losses, ITEMS, "initialize")
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
@@ -120,17 +124,16 @@ def loss_function_error(model: PreTrainedModel, taker: str = "the Trainer") -> C
 
 
 def loss_error(
-    output: Any, labels: Tensor, found: float, items: float, taker: str = "the Trainer"
+    output: Any, labels: Tensor, found: Sequence[float], items: float, taker: str = "the Trainer"
 ) -> ConfigError | None:
-    """What is wrong with the loss `found` of a forward that gave `output`, with these shift_labels and this divisor."""
+    """What is wrong with the losses `found` of a forward that gave `output`, by shift_labels `labels` over `items`."""
     logits = output.get("logits") if isinstance(output, Mapping) else output[1]
     if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         return _error("no logits to compare its loss with", taker)
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
     expected = float(losses) / items
-    if math.isclose(found, expected, rel_tol=1e-2):
-        return None
-    return _error(f"{found:.4f} where that is {expected:.4f}", taker)
+    wrong = [loss for loss in found if not math.isclose(loss, expected, rel_tol=1e-2)]
+    return _error(f"{wrong[0]:.4f} where that is {expected:.4f}", taker) if wrong else None
 
 
 def _error(got: str, taker: str) -> ConfigError:

@@ -33,6 +33,7 @@ from .evaluation import check_evaluation
 from .job import job_of_trainer
 from .loaders import prepare_loader
 from .masks import add_checked_mask, drop_checked_masks, keep_mark
+from .patch import patch_attention, unpatch_attention
 from .sharded_evaluation import ShardedEvaluation
 from .streams import Stream
 
@@ -169,14 +170,13 @@ class SequenceParallelMixin(ShardedEvaluation):
         for whole, shard in zip(window, shards, strict=True):
             del shard["num_items_in_batch"]  # the Trainer's own is for how it scales the loss
             add_checked_mask(self.sp, whole, shard)
-            self._throughput.count(float(shard.get("attention_mask", torch.ones_like(shard["labels"])).sum()))
+            self._throughput.count(whole)
         return shards
 
     def _checked(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
         self._agree_on(window)
         for batch in window:
-            real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-            self._throughput.count(float(real.sum()) / self.sp.size)
+            self._throughput.count(batch)
         return window
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
@@ -205,6 +205,8 @@ class SequenceParallelMixin(ShardedEvaluation):
         return super().train(folder, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
+            patch_attention(unpatch_attention(self.model), self.sp)
         model, loader = super()._prepare_for_training(*args, **kwargs)
         if self.check_loss and not self.whole_batches:
             checks.check_loss(self, model)

@@ -25,6 +25,7 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.runtime.agreement import agree
 
 from .families import check_adapters, unwrapped
+from .liger import as_in_training
 from .loss_checks import ITEMS, evaluating, loss_error, loss_function_error, probe
 from .sharding_trainer import ShardingTrainer
 
@@ -50,10 +51,6 @@ ARGUMENTS = {
     ),
     "predict_with_generate": (lambda value: value, "predict_with_generate=False, it would generate from a part"),
     "eval_use_gather_object": (lambda value: value, "eval_use_gather_object=False, results are gathered as tensors"),
-    "use_liger_kernel": (
-        lambda value: value,
-        "use_liger_kernel=False, its fused loss was not checked on sharded labels",
-    ),
     "auto_find_batch_size": (
         lambda value: value,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
@@ -218,8 +215,12 @@ def check_loss(trainer: ShardingTrainer, model: nn.Module) -> None:
     try:
         with evaluating(model, trainer):
             loss, output = trainer.compute_loss(model, dict(given), return_outputs=True, num_items_in_batch=items)
+            losses = [loss]
+            if way := as_in_training(unwrapped(trainer.model)):
+                losses.append(trainer.compute_loss(model, {**given, **way}, num_items_in_batch=items))
         # as compute_loss scales what ZeRO will average over all ranks
-        error = loss_error(output, given["shift_labels"], float(loss) / dist.get_world_size(), ITEMS)
+        found = [float(loss) / dist.get_world_size() for loss in losses]
+        error = loss_error(output, given["shift_labels"], found, ITEMS)
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
