@@ -26,7 +26,7 @@ from ds_seqpar.runtime import trusted
 from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.telling import told_once
 
-from . import randomness, resuming
+from . import preemption, randomness, resuming
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .evaluation import check_evaluation
@@ -82,6 +82,7 @@ class SequenceParallelMixin(ShardedEvaluation):
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
         self.callback_handler.callbacks.insert(1, self._throughput)
+        preemption.take_over(self)
 
     @property
     def whole_batches(self) -> bool:

@@ -78,6 +78,7 @@ ALIKE = (
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_only_model"),
+    "enable_jit_checkpoint",
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
 OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
