@@ -30,7 +30,11 @@ COMMANDS = {
         done
         for task in "${tasks[@]}"; do wait "$task" || exit 1; done""",
     "pdsh": 'printf "%s\\n" "$@"',
+    "ssh": "hostname",  # by which DeepSpeed tries a node
 }
+
+
+ENDED = re.compile("'train_runtime'")
 
 
 def environment(folder, commands=(), **more):
@@ -55,7 +59,8 @@ def losses(text):
 
 
 def preempted(folder):
-    """The losses of a run by two agents of torchrun, the second of which is sent SIGTERM once two steps are logged."""
+    """The losses of a run by two agents of torchrun. Once two steps are logged the second is sent SIGTERM, and the first
+    when training has ended: it would wait for the other."""
     given = environment(folder, HEAD="127.0.0.1", NODES="2", RANKS="1", PORT=str(free_port()))
     command = [LAUNCH / "torchrun.sh", EXAMPLE, *words(folder, 10_000)]
     logs = [folder / "node0.log", folder / "node1.log"]
@@ -63,18 +68,19 @@ def preempted(folder):
         subprocess.Popen(command, cwd=folder, env=given, stdout=log.open("w"), stderr=subprocess.STDOUT) for log in logs
     ]
     try:
-        told, until = False, time.monotonic() + 400
-        while any(agent.poll() is None for agent in agents) and time.monotonic() < until:
-            if not told and len(losses("".join(log.read_text() for log in logs))) >= 2:
-                agents[1].send_signal(signal.SIGTERM)
-                told = True
-            time.sleep(0.2)
-        assert told, logs[0].read_text()[-3000:]
-        assert all(agent.poll() is not None for agent in agents), "an agent goes on"
+        for agent, has_come in ((agents[1], lambda text: len(losses(text)) >= 2), (agents[0], ENDED.search)):
+            text, until = "", time.monotonic() + 200
+            while not has_come(text) and time.monotonic() < until:
+                time.sleep(0.2)
+                text = "".join(log.read_text() for log in logs)
+            assert has_come(text), text[-3000:]
+            agent.send_signal(signal.SIGTERM)
+        for agent in agents:
+            agent.wait(60)
     finally:
         for agent in agents:
             agent.kill()
-    return losses("".join(log.read_text() for log in logs))
+    return losses(text)
 
 
 def test_a_signal_to_one_node_saves_and_slurm_goes_on(tmp_path):
@@ -87,9 +93,9 @@ def test_a_signal_to_one_node_saves_and_slurm_goes_on(tmp_path):
     assert steps == state["global_step"] == len(seen) < 10_000
     given = environment(
         tmp_path, ("srun", "scontrol"), SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_JOB_NODELIST="node[1-2]",
-        MASTER_PORT=str(free_port()),
+        SLURM_RESTART_COUNT="1", MASTER_PORT=str(free_port()),
     )  # fmt: skip
-    command = [LAUNCH / "slurm.sh", EXAMPLE, *words(tmp_path, steps + 1), "--resume_from_checkpoint", "last"]
+    command = [LAUNCH / "slurm.sh", EXAMPLE, *words(tmp_path, steps + 1)]
     again = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=400)
     assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-3000:]
     whole = scripts.run(2, tmp_path, EXAMPLE, *words(tmp_path, steps + 1))
@@ -103,7 +109,7 @@ def test_the_hostfile_and_scripts_are_what_launchers_read(tmp_path):
     for script in LAUNCH.glob("*.sh"):
         assert subprocess.run(["bash", "-n", script]).returncode == 0
         assert os.access(script, os.X_OK)
-    given = environment(tmp_path, ("pdsh",))
+    given = environment(tmp_path, ("pdsh", "ssh"))
     command = [LAUNCH / "pdsh.sh", EXAMPLE, "--deepspeed", CONFIG]
     ran = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
