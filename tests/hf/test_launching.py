@@ -59,8 +59,8 @@ def losses(text):
 
 
 def preempted(folder):
-    """The losses of a run by two agents of torchrun. Once two steps are logged the second is sent SIGTERM, and the first
-    when training has ended: it would wait for the other."""
+    """The losses of a run by two agents of torchrun. The second is sent SIGTERM once two steps are logged; the first,
+    which would wait for it, when training has ended."""
     given = environment(folder, HEAD="127.0.0.1", NODES="2", RANKS="1", PORT=str(free_port()))
     command = [LAUNCH / "torchrun.sh", EXAMPLE, *words(folder, 10_000)]
     logs = [folder / "node0.log", folder / "node1.log"]
