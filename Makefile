@@ -1,7 +1,7 @@
 # make demo   train a small LLaMA, one sequence split over all ranks: on up to 4 GPUs, or on 4 CPU ranks
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
 # make test-gpu   the tests for GPUs alone
-# make test-all   the tests, with every case grid whole, and the Trainer's with the oldest transformers too
+# make test-all   the tests, with every case grid whole, the Trainer's with the oldest transformers too, and Liger's
 # make docs   the site, in build/site; a dead link fails
 # Each makes .venv first, where there is none or the requirements changed.
 
@@ -13,6 +13,8 @@ OUT ?= runs/demo
 VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
 OLDEST := transformers==5.18.0
+# what Liger's kernels need, here in Triton's interpreter
+LIGER := liger-kernel==0.8.5 triton==3.9.0
 # as many as cores here: each imports everything, and starts a server that ranks are forked from
 WORKERS ?= 2
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
@@ -44,10 +46,11 @@ test: $(VENV)/.ready
 test-gpu: $(VENV)/.ready
 	$(ON_GPU)
 
-test-all: $(VENV)/oldest/.ready
+test-all: $(VENV)/oldest/.ready $(VENV)/liger/.ready
 	$(PYTEST) -m "not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy
@@ -65,8 +68,10 @@ $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(BYTECODE)
 	touch $@
 
-# laid over the environment, which has all that it needs
-$(VENV)/oldest/.ready: $(VENV)/.ready
+# laid over the environment, which has all that they need
+$(VENV)/oldest/.ready: REQUIRED := $(OLDEST)
+$(VENV)/liger/.ready: REQUIRED := $(LIGER)
+$(VENV)/oldest/.ready $(VENV)/liger/.ready: $(VENV)/.ready
 	rm -rf $(@D)
-	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(OLDEST)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(REQUIRED)
 	touch $@

@@ -190,6 +190,15 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
     return checked
 
 
+def lengths_of(batch: Mapping[str, Any]) -> Lengths:
+    """Tokens of the documents of a whole batch, without padding. Raises InputError where it cannot be sharded."""
+    labels = labels_of({"labels": batch.get("input_ids"), **batch})
+    rows, seq = labels.shape
+    mask = _checked_mask(batch.get("attention_mask"), labels)
+    documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
+    return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
+
+
 def is_whole(batch: Mapping[str, Any], rows: int, seq: int) -> bool:
     """Whether a batch's position_ids count through whole sequences of `seq` tokens, or through documents in them."""
     try:

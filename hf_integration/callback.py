@@ -1,10 +1,11 @@
-"""What a sequence parallel run adds to the Trainer's log: tokens a second, memory, and the shape, once."""
+"""What a sequence parallel run adds to the Trainer's log: tokens a second, utilisation, memory; the shape, once."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,20 +13,28 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.batches import lengths_of
+from ds_seqpar.errors import InputError
+
+from .utilisation import Flops, peak
 
 
 class SequenceParallelCallback(TrainerCallback):
-    """Adds to every training log `tokens_per_second` (all ranks; without padding) and `memory_gib` (the greatest of all
-    ranks: allocated on the device, or resident on a CPU), and to the first one the shape: `sp_size`, `sp_ulysses`,
-    `sp_inner` (ranks of the schedule) and `data_groups`.
+    """Adds to every training log `tokens_per_second` (all ranks; without padding), `memory_gib` (the greatest of all
+    ranks: allocated on the device, or resident on a CPU) and, where the device's peak is known, `mfu` (model flops over
+    the peak of all ranks, from 0 to 1); and to the first one the shape: `sp_size`, `sp_ulysses`, `sp_inner` (ranks of
+    the schedule) and `data_groups`.
+
+    peak: flops/s of a rank's device at most, the same on all ranks; default: by the device's name, in bf16 and fp16.
 
     The time is that of training steps with their data loading; evaluation and saving do not count. They are in what is
     printed, reported and given to `on_log` of later callbacks, not in `trainer_state.json`.
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
-        self.tokens = self.seconds = 0.0
+    def __init__(self, sp: SequenceParallel, peak: float | None = None) -> None:
+        self.sp, self.peak = sp, peak
+        self.flops: Flops | None = None
+        self.done = self.tokens = self.seconds = 0.0
         self.began: float | None = None
         self.figures: dict[str, Any] = {}
         self.said = False
@@ -34,9 +43,21 @@ class SequenceParallelCallback(TrainerCallback):
         """A training step begins, with loading its data."""
         self.began = time.perf_counter()
 
-    def count(self, tokens: float) -> None:
-        """This rank's part of the tokens of the step."""
-        self.tokens += tokens
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.peak = self.peak or peak(args.device, args.bf16 or args.fp16)
+        self.flops = Flops(kwargs["model"]) if self.peak else None
+
+    def count(self, batch: Mapping[str, Any]) -> None:
+        """A whole batch of the step, of which this rank does its part."""
+        try:
+            lengths = lengths_of(batch)
+        except InputError:  # the forward raises it too, on all ranks
+            return
+        self.tokens += sum(lengths) / self.sp.size
+        if self.flops is not None:
+            self.done += self.flops.of(lengths) / self.sp.size
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._measure(args, control)
@@ -53,19 +74,21 @@ class SequenceParallelCallback(TrainerCallback):
             self.began = None
         if not control.should_log or not self.seconds:
             return
-        figures = self.tokens, self.seconds, memory_gib(args.device)
+        figures = self.tokens, self.seconds, memory_gib(args.device), self.done
         mine = torch.tensor(figures, dtype=torch.float64, device="cpu")
-        every = torch.empty(dist.get_world_size(), 3, dtype=torch.float64)
+        every = torch.empty(dist.get_world_size(), len(figures), dtype=torch.float64)
         dist.all_gather(list(every.unbind()), mine, group=self.sp.control_world)
         seconds = float(every[:, 1].max())
         self.figures = {
             "tokens_per_second": round(float(every[:, 0].sum()) / seconds, 1),
             "memory_gib": round(float(every[:, 2].max()), 3),
         }
+        if self.peak:
+            self.figures["mfu"] = round(float(every[:, 3].sum()) / (seconds * self.peak * len(every)), 4)
         if not self.said:
             self.figures |= shape(self.sp)
             self.said = True
-        self.tokens = self.seconds = 0.0
+        self.done = self.tokens = self.seconds = 0.0
 
     def on_log(
         self,

@@ -144,9 +144,6 @@ def _against(config: PreTrainedConfig) -> list[str]:
     against = []
     if getattr(config, "attention_dropout", 0) > 0:
         against.append(f"attention_dropout 0 (ranks would drop different weights); got {config.attention_dropout}")
-    for rope in _ropes(config):
-        if rope in ("dynamic", "longrope"):
-            against.append(f"a rope_type that does not depend on the longest position a rank sees; got {rope!r}")
     if not getattr(config, "is_causal", True):
         against.append("a causal model; got is_causal=False in its config")
     if getattr(config, "use_bidirectional_attention", False):
@@ -154,13 +151,6 @@ def _against(config: PreTrainedConfig) -> list[str]:
     if unknown := sorted(set(_kinds(config)) - {"full_attention", "sliding_attention"}):
         against.append(f"layer_types full_attention and sliding_attention; got {', '.join(unknown)}")
     return against
-
-
-def _ropes(config: PreTrainedConfig) -> list[str]:
-    """The RoPE types of all kinds of layers."""
-    given = getattr(config, "rope_parameters", None) or {}
-    kinds = [value for value in given.values() if isinstance(value, dict)] or [given]
-    return sorted({kind.get("rope_type", "default") for kind in kinds})
 
 
 NAME = "ds_seqpar"

@@ -173,5 +173,9 @@ def counted(model: PreTrainedModel) -> Model:
 
 
 def _elements(module: nn.Module) -> int:
+    return sum(map(elements, module.parameters()))
+
+
+def elements(parameter: nn.Parameter) -> int:
     """ZeRO-3 leaves nothing in a parameter, and says how many it had."""
-    return sum(getattr(x, "ds_numel", x.numel()) for x in module.parameters())
+    return getattr(parameter, "ds_numel", parameter.numel())

@@ -25,6 +25,7 @@ from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.runtime.agreement import agree
 
 from .families import FAMILIES, unwrapped
+from .liger import as_in_training
 from .tiling import evaluated, token_losses
 
 ITEMS = 3.0  # the divisor that a loss is tried with
@@ -48,10 +49,14 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     try:
         with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
+            losses = [float(output.loss)]
+            if way := as_in_training(unwrapped(engine.module)):
+                losses.append(float(engine(**given, **way, num_items_in_batch=ITEMS).loss))
         error = _error("no logits to compare its loss with", "initialize")
         if isinstance(logits := output.logits, Tensor) and logits.shape[:2] == given["shift_labels"].shape:
-            losses = token_losses(logits, given["shift_labels"])
-            error = loss_error(float(output.loss), losses / ITEMS, "initialize")
+            expected = token_losses(logits, given["shift_labels"]) / ITEMS
+            errors = [loss_error(found, expected, "initialize") for found in losses]
+            error = next((one for one in errors if one), None)
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:

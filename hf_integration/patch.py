@@ -31,7 +31,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
-from . import checkpointing, noise, sharded, tiling, whole_calls
+from . import checkpointing, noise, rope, sharded, tiling, whole_calls
 from .families import (
     NAME,
     attentions,
@@ -56,13 +56,14 @@ NO_MASK = torch.empty(1, 1, 0, 0)
 @dataclasses.dataclass(kw_only=True)
 class _Patch:
     """What a base model carries. agreement: how its ranks agree on a forward. layers: those that can be checkpointed.
-    experts: where its loss has a part for their balance. whole: its forwards are local for a while. local: the last one
-    was."""
+    ropes: embeddings that are told the longest position. experts: where its loss has a part for their balance. whole:
+    its forwards are local for a while. local: the last one was."""
 
     sp: SequenceParallel
     hooks: tuple[RemovableHandle, ...]
     agreement: sharded.Agreement
     layers: tuple[Any, ...]
+    ropes: tuple[nn.Module, ...] = ()
     experts: Experts | None = None
     whole: bool = False
     local: bool = False
@@ -96,6 +97,8 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         setattr(module, MASK, Mask(window=window))
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
+    ropes = rope.embeddings(inner.base_model)
+    hooks += [handle for module in ropes for handle in rope.hook(module)]
     sp.vocabularies[inner] = vocabulary
     experts = Experts(sp) if has_experts(inner) else None
     agreement = sharded.Agreement(sp, inner)
@@ -104,6 +107,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         hooks=tuple(hooks),
         agreement=agreement,
         layers=checkpointing.layers_of(inner.base_model),
+        ropes=ropes,
         experts=experts,
     )
     tiling.tile(inner, sp.config)
@@ -318,6 +322,7 @@ def _before_base(
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     seed = _seed(patch, module)
     if patch.local:
+        rope.tell(patch.ropes, None)
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
         _begin(patch, seed, given)
@@ -329,4 +334,7 @@ def _before_base(
     _begin(patch, seed, given)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     placement = given.pop("placement", None)
+    if patch.ropes:
+        own = sharded.tokens_of(given).shape[1]
+        rope.tell(patch.ropes, rope.tokens_up_to_the_longest(own, patch.sp.size, placement))
     return (), {**given, "sequence_parallel": True if placement is None else placement}

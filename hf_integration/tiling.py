@@ -32,7 +32,10 @@ from ds_seqpar.errors import SECTION, ConfigError, InputError
 
 from .families import unwrapped
 from .graphs import between_graphs
+from .liger import is_of_liger
 from .tiles import Sums, ceil_of, tiled, tiled_sum, trained
+
+OWN = "_sequence_parallel_own_forward"  # an attribute of tiled modules that had a forward beside their class's: it
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
@@ -50,8 +53,13 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
             f"{SECTION}.loss_tiles needs a causal language model; got {config.loss_tiles} for a "
             f"{type(model).__name__}, leave it out"
         )
+    if head and is_of_liger(model.forward):
+        raise ConfigError(
+            f"{SECTION}.loss_tiles needs a loss that is not fused; got {config.loss_tiles} for a model with Liger's, "
+            'which makes no whole logits either, leave it out, or say "auto"'
+        )
     for name, modules in (("mlp_tiles", mlps), ("loss_tiles", [*head, model] if head else [])):
-        if other := [module for module in modules if "forward" in vars(module)]:
+        if other := [module for module in modules if _has_other_forward(module)]:
             raise ConfigError(
                 f"tiles need modules with the forward of their class; got a {type(other[0]).__name__} with one of its "
                 f"own (as trl's SFTTrainer sets, whose loss is in chunks already), leave {SECTION}.{name} out"
@@ -95,8 +103,11 @@ def untile(model: Any) -> None:
     for module in {*tiling.modules, *model.modules()}:  # layers may have been added, as copies of others
         if vars(module).pop(TILING, None) is None:
             continue
+        own = vars(module).pop(OWN, None)
         if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
             del module.forward
+            if own is not None:
+                module.forward = types.MethodType(own, module)
         if not hasattr(module, "ds_id"):  # ZeRO-3 that has hooked a leaf asks it again
             vars(module).pop(LEAF, None)
 
@@ -147,12 +158,24 @@ def _norms(model: Any) -> list[nn.Module]:
     """Those of whole tokens. With the fp32 copies that they make they hold more than an attention does."""
     base = model.base_model
     around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
-    return [module for module in (*around, *base.children()) if type(module).__name__.endswith("Norm")]
+    norms = [module for module in (*around, *base.children()) if type(module).__name__.endswith("Norm")]
+    return [module for module in norms if not _has_other_forward(module)]
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
-    """The head, if the model has one and it is to have tiles."""
-    return [model.lm_head] if tiles != 1 and hasattr(model, "lm_head") else []
+    """The head, if the model has one and it is to have tiles: "auto" leaves the loss to Liger where that is fused."""
+    if tiles == 1 or (tiles == "auto" and is_of_liger(model.forward)):
+        return []
+    return [model.lm_head] if hasattr(model, "lm_head") else []
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward that is neither its class's nor Liger's."""
+    return "forward" in vars(module) and not is_of_liger(module.forward)
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    return vars(module).get(OWN, type(module).forward)
 
 
 def _leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
@@ -163,9 +186,12 @@ def _leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
 def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
     """A method of the instance, so that a copy of the module has its own; with the signature of the class's."""
 
-    @functools.wraps(type(module).forward)
+    if "forward" in vars(module):
+        setattr(module, OWN, vars(module)["forward"].__func__)
+
+    @functools.wraps(_own_forward(module))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (function if hasattr(self, TILING) else type(self).forward)(self, *args, **kwargs)
+        return (function if hasattr(self, TILING) else _own_forward(self))(self, *args, **kwargs)
 
     setattr(forward, TILING, True)
     module.forward = types.MethodType(forward, module)
@@ -189,7 +215,7 @@ def _before_mlp(module: nn.Module, args: tuple) -> tuple | None:
 @between_graphs
 def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     (x,) = (*args, *kwargs.values())
-    own, tiling = type(module).forward, getattr(module, TILING)
+    own, tiling = _own_forward(module), getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]
     tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     if tiling.local or tiles == 1:

@@ -35,13 +35,13 @@ from ds_seqpar.runtime.agreement import Alike, agree, sums
 from ds_seqpar.runtime.telling import told_once
 from ds_seqpar.whole import plain
 
-from . import accelerate_config, randomness, resuming, whole_calls
+from . import accelerate_config, preemption, randomness, resuming, whole_calls
 from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .families import unwrapped
 from .job import job_of_trainer
 from .loaders import prepare_loader
-from .patch import patch_attention
+from .patch import patch_attention, unpatch_attention
 from .streams import Stream, examples_of, stream_of
 from .tiling import evaluated
 
@@ -135,6 +135,7 @@ class SequenceParallelMixin(Behind):
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
         self.callback_handler.callbacks[1:1] = [SharedDraws(self.sp), self._throughput]
+        preemption.take_over(self)
 
     # ---- the model
 
@@ -214,7 +215,7 @@ class SequenceParallelMixin(Behind):
         self._throughput.start()
         window = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
         for batch in window:
-            self._throughput.count(checks.tokens_of(batch) / self.sp.size)
+            self._throughput.count(batch)
         window, items = super().get_batch_samples(iter(window), len(window), device)
         return window, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
@@ -256,6 +257,11 @@ class SequenceParallelMixin(Behind):
         run = resuming.Run.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
         folder = resuming.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
         return super().train(folder, *args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
+            patch_attention(unpatch_attention(self.model), self.sp)
+        return super()._prepare_for_training(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         return super().training_step(model, whole_calls.brought(inputs, self.args.device), *args, **kwargs)

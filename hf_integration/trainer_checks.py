@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
@@ -37,10 +37,6 @@ ARGUMENTS = {
     ),
     "predict_with_generate": (lambda value: value, "predict_with_generate=False, it would generate from a part"),
     "eval_use_gather_object": (lambda value: value, "eval_use_gather_object=False, results are gathered as tensors"),
-    "use_liger_kernel": (
-        lambda value: value,
-        "use_liger_kernel=False, its fused loss was not checked on sharded labels",
-    ),
     "auto_find_batch_size": (
         lambda value: value,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
@@ -68,6 +64,7 @@ ALIKE = (
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_only_model"),
+    "enable_jit_checkpoint",
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
 OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
@@ -164,14 +161,6 @@ def model_error(model: nn.Module) -> ConfigError | None:
     except ConfigError as error:
         return error
     return None  # patch_attention says what it needs of models
-
-
-def tokens_of(batch: Any) -> float:
-    """The tokens of a batch that are no padding."""
-    if isinstance(mask := batch.get("attention_mask"), Tensor):
-        return float(mask.sum())
-    found = [x for name in ("input_ids", "labels") if isinstance(x := batch.get(name), Tensor)]
-    return float(found[0].numel()) if found else 0.0
 
 
 def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:

@@ -168,6 +168,10 @@ def _misuse(given: Mapping[str, Any]) -> str:
         return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
     if given.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
+    if given.get("return_token_accuracy") or given.get("return_predicted_tokens"):
+        return (
+            "token_accuracy and predicted_tokens, which Liger gives, are of a rank's part; got a request, leave it out"
+        )
     keep = given.get("logits_to_keep", 0)
     if type(keep) is not int or keep < 0:
         return f"logits_to_keep of a patched model must be a number of tokens; got {describe(keep)}, index the logits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .. import limits
@@ -36,6 +36,16 @@ class Model:
     def embedding(self) -> int:
         return self.vocab * self.hidden
 
+    @property
+    def projections(self) -> int:
+        """Weights of a layer's attention: of q and o, of k and v."""
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def mlp(self) -> int:
+        """Weights of a layer's MLP that a token meets."""
+        return 3 * self.hidden * self.intermediate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
@@ -50,6 +60,15 @@ class Step:
     zero: Zero = dataclasses.field(default_factory=Zero)
     checkpointing: bool = True
     mask: Mask = CAUSAL
+
+
+def pairs_of(lengths: Iterable[int], window: int | None = None) -> int:
+    """(query, key) pairs that causal attention sees in documents of these lengths. window: in tokens."""
+    found = 0
+    for n in lengths:
+        hidden = max(0, n - window) if window else 0
+        found += n * (n + 1) // 2 - hidden * (hidden + 1) // 2
+    return found
 
 
 class Room(NamedTuple):
@@ -146,9 +165,7 @@ class Request:
     @functools.cached_property
     def pairs(self) -> int:
         """(query, key) pairs that are visible."""
-        lengths = self.documents or (self.seq,)
-        window = self.window or self.seq
-        return sum(n * (n + 1) // 2 - max(0, n - window) * (max(0, n - window) + 1) // 2 for n in lengths)
+        return pairs_of(self.documents or (self.seq,), self.window)
 
     def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> Step:
         return Step(

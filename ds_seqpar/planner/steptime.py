@@ -89,11 +89,9 @@ def step_time(
     checkpoints bring to host memory. carried: of those, `carried_seconds`."""
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
-    projections = 2 * m.hidden * (m.heads + m.kv_heads) * m.head_dim  # q and o; k and v
-    mlp = 3 * m.hidden * m.intermediate
-    passes = 2 * (projections + mlp) * rows
+    passes = 2 * (m.projections + m.mlp) * rows
     # backward computes each tile again, which is what a checkpoint does anyway
-    tiled = 2 * mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
+    tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
     again = step.checkpointing and not step.config.keep_attention
     touched = rows * touched_bytes(step)
     small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much

@@ -124,6 +124,52 @@ def test_a_local_forward_uses_the_attention_that_the_model_had():
     assert all(found.values()), [case for case, equal in found.items() if not equal]
 
 
+def scaled(kind, **more):
+    return {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **more}
+
+
+ORIGINAL = 32  # positions before RoPE is scaled: fewer than a sequence has, and more than half of it
+FACTORS = {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4, "original_max_position_embeddings": ORIGINAL}
+ROPES = {
+    "yarn": ("llama", scaled("yarn", original_max_position_embeddings=ORIGINAL)),
+    "dynamic": ("llama", scaled("dynamic")),
+    "longrope": ("phi3", scaled("longrope", **FACTORS)),
+    "by layer": ("gemma3_text", {"sliding_attention": scaled("default"), "full_attention": scaled("dynamic")}),
+}
+
+
+def with_rope(name):
+    family, parameters = ROPES[name]
+    original = {"original_max_position_embeddings": ORIGINAL} if family == "phi3" else {}
+    return model_of(family, rope_parameters=dict(parameters), max_position_embeddings=ORIGINAL, **original)
+
+
+def of_ropes(expected):
+    """By RoPE: errors of logits, loss and gradients in one model's batches of one document and of packs, and whether it
+    is unpatched as it was."""
+    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1, layout="contiguous")), {}
+    for name, wanted in expected.items():
+        model = with_rope(name)
+        for (logits, loss, grads), kind in zip(wanted[:2], ("packed", "odd"), strict=True):
+            got = sharded(model, sp, batch_of(kind))
+            found[name, kind] = oracle.error(got[0], logits), abs(got[1] - loss) / loss, gap(got[2], grads)
+        found[name, "unpatched"] = (oracle.error(plain(model, batch_of("odd"))[0], wanted[2][0]),)
+    return found
+
+
+def test_scaled_ropes_are_what_they_are_unpatched():
+    """A rank that looked at its own positions alone would take them for a short sequence's."""
+    expected = {}
+    for name in ROPES:
+        model = with_rope(name)
+        expected[name] = [plain(model, batch_of(kind)) for kind in ("packed", "odd", "odd")]
+        short = plain(with_rope(name), {key: x[:, :20] for key, x in batch_of("odd").items()})[0]
+        assert (oracle.error(short, expected[name][1][0][:, :20]) > 1e-3) is (name != "yarn"), name
+    for found in on_ranks(2, of_ropes, expected):
+        for case, errors in found.items():
+            assert max(errors) < 1e-5, case
+
+
 def test_every_family_is_tried():
     assert sorted(families.FAMILIES) == NAMES
 
@@ -138,9 +184,6 @@ def test_windows_are_those_of_the_config():
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
-            "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}},
-         "longest position"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("mistral", {"attention_dropout": 0.1}, "attention_dropout"),
         ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout"),

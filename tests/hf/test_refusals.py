@@ -76,7 +76,6 @@ def patch_llama(sp, changes):
 
 UNFIT = [
     ({"attention_dropout": 0.1}, ("attention_dropout 0", "got 0.1")),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, ("rope_type", "got 'dynamic'")),
     ({"is_causal": False}, ("causal model", "got is_causal=False")),
     ({"attention_dropout": 0.1, "is_causal": False}, ("attention_dropout 0", "got 0.1", "got is_causal=False")),
     # deepspeed#8291: 6 heads on 4 ranks became [4, 4, 4, 0] and hung; here a Ulysses rank without a head

@@ -1,12 +1,18 @@
 """What a run says at its end, and what its state holds, are the plain Trainer's too."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
+from hf_integration import SequenceParallelCallback
+from hf_integration.utilisation import Flops
+from tests.hf.llama import llama
 from tests.hf.trainers import documents, make
 from tests.launch import on_trainer_ranks as on_ranks
 
@@ -64,6 +70,20 @@ def test_the_train_loss_at_the_end_is_that_of_all_ranks(ranks, size, names, tmp_
         assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
 
 
+# torch's own writer needs it
+BOARD = importlib.util.find_spec("tensorboard") is not None
+
+
+def scalars(folder):
+    """The names that TensorBoard has been told of in a run's folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = Path(folder).rglob("events.out.tfevents*")
+    board = EventAccumulator(str(file))
+    board.Reload()
+    return set(board.Tags()["scalars"])
+
+
 class Hears(TrainerCallback):
     """What a logging integration is given."""
 
@@ -106,6 +126,44 @@ def test_states_of_a_whole_and_a_resumed_run_are_the_same(tmp_path):
         steps = [entry for entry in logs if "loss" in entry]
         assert len(steps) == 4
         assert all(entry["tokens_per_second"] > 0 and entry["memory_gib"] > 0.1 for entry in steps)
+        assert not [entry for entry in steps if "mfu" in entry]  # a processor's peak is not known
         shape = {"sp_size": 2, "sp_ulysses": 2, "sp_inner": 1, "data_groups": 1}
         assert shape.items() <= steps[0].items()
         assert not set(shape).intersection(steps[1])
+
+
+LENGTH, PEAK = 40, 1e9
+
+
+def utilised(folder):
+    """What a run of two ranks reports whose devices are said to do PEAK flops/s, and the flops of a document."""
+    hears, examples = Hears(), [{"input_ids": torch.arange(LENGTH), "labels": torch.arange(LENGTH)}] * 8
+    parts = {"callbacks": [hears], "train_dataset": examples}
+    trainer = make(folder, 2, {"size": 2}, parts=parts, max_steps=2, report_to="tensorboard" if BOARD else "none")
+    (figures,) = (x for x in trainer.callback_handler.callbacks if isinstance(x, SequenceParallelCallback))
+    figures.peak = PEAK
+    trainer.train()
+    return hears.logs, Flops(trainer.model).of((LENGTH,))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_utilisation_is_flops_over_the_peak_of_all_ranks(tmp_path):
+    """TensorBoard is told of it too."""
+    for logs, flops in on_ranks(2, utilised, tmp_path):
+        steps = [entry for entry in logs if "loss" in entry]
+        assert len(steps) == 2
+        for entry in steps:
+            expected = entry["tokens_per_second"] / LENGTH * flops / (2 * PEAK)
+            assert entry["mfu"] == pytest.approx(expected, rel=1e-2)
+    if BOARD:
+        assert {"train/mfu", "train/tokens_per_second", "train/loss"} <= scalars(tmp_path)
+
+
+def test_flops_are_those_that_torch_counts():
+    """torch counts every pair of an attention, visible or not."""
+    model = llama()
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
+    flops = Flops(model)
+    assert counted.get_total_flops() == flops.each_token * LENGTH + flops.each_pair * 2 * LENGTH**2
+    assert flops.of((LENGTH,)) == flops.each_token * LENGTH + flops.each_pair * LENGTH * (LENGTH + 1)

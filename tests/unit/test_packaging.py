@@ -90,7 +90,7 @@ def test_an_import_that_fails_names_the_extra_where_that_helps(name, expected, t
 def test_a_wheel_in_an_empty_environment(tmp_path):
     """With its requirements taken from this environment."""
     source, env = tmp_path / "source", tmp_path / "env"
-    for name in ("ds_seqpar", "hf_integration"):
+    for name in ("ds_seqpar", "hf_integration", "ds_configs", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -114,3 +114,9 @@ def test_a_wheel_in_an_empty_environment(tmp_path):
     for command in ([env / "bin" / "ds-seqpar"], [python, "-m", "ds_seqpar"]):
         assert "rank" in run(*command, "show", "--size", "2")
     run(python, "-c", "from ds_seqpar.planner.machine import Machine; Machine.supposed('', 'bfloat16')")
+    for name in ("ds_configs", "examples"):
+        carried = env / "share" / "ds_seqpar" / name
+        files = [path.relative_to(ROOT / name) for path in (ROOT / name).rglob("*") if path.suffix != ".pyc"]
+        assert [path for path in files if not (carried / path).exists() and path.name != "__pycache__"] == []
+    code = "import hf_integration as a, ds_seqpar.hf as b; assert a.Packs is b.Packs; assert a.__all__ == b.__all__"
+    run(python, "-c", code)

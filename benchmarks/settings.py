@@ -1,0 +1,62 @@
+"""The settings page: hardware x model x length -> the section to paste, as the planner predicts it. Nothing is run.
+
+    python -m benchmarks.settings          # writes the table of docs/settings.md anew
+    python -m benchmarks.settings --print
+
+bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.planner.machine import Machine
+from ds_seqpar.planner.plan import plan
+from ds_seqpar.planner.request import Request
+
+from .longest import SHAPES, model_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+MARK = "<!-- python -m benchmarks.settings -->\n"
+GIB = 2**30
+NODES = {"8B (Llama-3)": 1, "32B (Qwen2.5)": 4, "70B (Llama-3)": 8}
+MACHINES = ("a100-ib", "h100-ib", "h200-ib")
+LENGTHS = (32_768, 131_072, 524_288)
+HEAD = ["model", "machine", "GPUs", "tokens", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
+
+
+def row(name: str, place: str, seq: int) -> list[str]:
+    machine = Machine.load(place)
+    request = Request(model=model_of(name), machine=machine, world=NODES[name] * machine.per_node, seq=seq)
+    said = [name, f"`{place}`", str(request.world), f"{seq:,}"]
+    try:
+        choice = plan(request)
+    except ConfigError:
+        return [*said, "does not fit", "", ""]
+    best = choice.best
+    return [*said, f"`{json.dumps(choice.section)}`", f"{best.seconds:.2f}", f"{best.memory.peak.total / GIB:.0f}"]
+
+
+def table() -> str:
+    rows = [HEAD, ["---"] * len(HEAD)]
+    rows += [row(name, place, seq) for name in SHAPES for place in MACHINES for seq in LENGTHS]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="print the table, and leave the page as it is")
+    args = parser.parse_args()
+    found = table()
+    if args.print:
+        print(found, end="")
+    else:
+        before, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
+        PAGE.write_text(before + mark + found, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
