@@ -31,7 +31,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
-from . import checkpointing, sharded, tiling, whole_calls
+from . import checkpointing, sharded, stages, tiling, whole_calls
 from .attention_name import NAME, local_attention, use_ours, use_own
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
@@ -82,6 +82,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         use_ours(module)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
+        stages.stage(module)
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
     sp.vocabularies[inner] = vocabulary
@@ -136,6 +137,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for module in attentions(inner):
         if hasattr(module, SP):  # not one that was put in later
             use_own(module)
+            stages.unstage(module)
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
@@ -220,18 +222,20 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux)
+    asked, parts = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, stages.PARTS, 1)
     if isinstance(sequence_parallel, Placement):
-        return _placed(module.sequence_parallel, q, k, v, asked, sequence_parallel), None
-    return module.sequence_parallel.attention_agreed(q, k, v, asked), None
+        return _placed(module.sequence_parallel, q, k, v, asked, parts, sequence_parallel), None
+    return module.sequence_parallel.attention_agreed(q, k, v, asked, parts), None
 
 
-def _placed(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, placement: Placement) -> Tensor:
+def _placed(
+    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, parts: int, placement: Placement
+) -> Tensor:
     """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_placed)(sp, q, k, v, asked, placement)
+        return torch.compiler.disable(_placed)(sp, q, k, v, asked, parts, placement)
     mask = placement.masked(asked.mask.window)
-    return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards))
+    return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards), parts)
 
 
 def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ ROWS = 4096  # of a weight's gradient that is added to a sum of another dtype, a
 class Sums:
     """Gradients of parameters, added up in fp32 or wider."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Any]) -> None:
         self.parameters = tuple(parameters)
         self.totals: list[Tensor | None] = [None] * len(self.parameters)
 

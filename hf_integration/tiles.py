@@ -61,7 +61,7 @@ class _Run:
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters, self.cuts = compute, parameters, cuts(x.shape[1], tiles)
-        self.conditions = _Conditions.of(x)
+        self.conditions = Conditions.of(x)
 
     def scaled(self, x: Tensor) -> bool:
         """Whether fp16 is in it, whose gradients are nothing without the loss's scale."""
@@ -125,7 +125,7 @@ def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Conditions:
+class Conditions:
     """Autocast and the random state in which a forward was computed."""
 
     device: torch.device
@@ -134,7 +134,7 @@ class _Conditions:
     random: tuple[Tensor, Tensor | None]  # of the CPU and of x's device
 
     @classmethod
-    def of(cls, x: Tensor) -> _Conditions:
+    def of(cls, x: Tensor) -> Conditions:
         kind = x.device.type
         return cls(
             device=x.device,

@@ -31,9 +31,16 @@ class Kept:
     """What one checkpointed call keeps: the results of its attentions, in their order. keep: whether it does; runs: how
     often it was run."""
 
+    outer: Kept | None = None
+
     def __init__(self, keep: bool, store: Store | None) -> None:
         self.results: deque[list[Packed | Tensor]] = deque()
         self.keep, self.runs, self.store = keep, 0, store
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a checkpoint keeps what attention gives."""
+        return self.keep
 
     def put(self, found: Tensors) -> None:
         pack = (lambda x: x) if self.store is None else self.store.pack
@@ -57,6 +64,42 @@ class Kept:
     def again(self) -> bool:
         """Whether this is a later run, of which the next result is known."""
         return self.runs > 1 and bool(self.results)
+
+    @property
+    def known(self) -> bool:
+        """Whether the next result was kept, here or further out."""
+        return self.again or (self.outer is not None and self.outer.known)
+
+    def once(self, compute: Callable[[], Tensors]) -> Tensors:
+        """What `compute` gives, or gave in the first run."""
+        if self.again:
+            return self.take()
+        found = compute() if self.outer is None else self.outer.once(compute)
+        if self.runs == 1 and self.keep:
+            self.put(found)
+        return found
+
+
+class Part(Kept):
+    """The same of a function whose own backward runs it again, which has `found` of the first run: what its attention
+    gave is the caller's to save. keeps: whether a checkpoint around both keeps it too."""
+
+    def __init__(self, found: Tensors | None = None, keeps: bool = False) -> None:
+        super().__init__(True, None)
+        if found is None:
+            self.outer = _innermost()
+            self.around = self.outer is not None and self.outer.keeps
+        else:
+            self.around, self.runs = keeps, 1
+            self.results.append(list(found))
+
+    @property
+    def keeps(self) -> bool:
+        return self.around
+
+    def gave(self) -> Tensors:
+        """What attention gave in the first run."""
+        return tuple(x for found in self.results for x in found if isinstance(x, Tensor))
 
 
 TORCHS = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function
@@ -102,26 +145,19 @@ def which_run() -> str:
 def is_kept() -> bool:
     """Whether what attention gives now is kept, or was."""
     kept = _innermost()
-    return kept is not None and kept.keep
+    return kept is not None and kept.keeps
 
 
 def is_known() -> bool:
     """Whether the next result was kept: nothing is computed or sent for it."""
     kept = _innermost()
-    return kept is not None and kept.again
+    return kept is not None and kept.known
 
 
 def once(compute: Callable[[], Tensors]) -> Tensors:
     """What `compute` gives, or gave in the first run."""
     kept = _innermost()
-    if kept is None:
-        return compute()
-    if kept.again:
-        return kept.take()
-    found = compute()
-    if kept.runs == 1 and kept.keep:
-        kept.put(found)
-    return found
+    return compute() if kept is None else kept.once(compute)
 
 
 class Checkpoint:
