@@ -21,6 +21,8 @@ from ds_seqpar.errors import ConfigError, nearest
 from ds_seqpar.files import Given, ask, read_json
 from ds_seqpar.limits import check_model
 
+from .families import FAMILIES
+
 if TYPE_CHECKING:
     from ds_seqpar.planner.request import Model
 
@@ -89,6 +91,7 @@ def counted(model: PreTrainedModel) -> Model:
         parameters=_elements(model),
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
+        norms_heads=config.model_type in FAMILIES and FAMILIES[config.model_type].norms_heads,
     )
 
 

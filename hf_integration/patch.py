@@ -35,6 +35,7 @@ from . import checkpointing, sharded, stages, tiling, whole_calls
 from .attention_name import NAME, local_attention, use_ours, use_own
 from .experts import Experts, check_output, has_experts
 from .families import attentions, check_adapters, check_model, heads, unwrapped, vocabulary, windows
+from .slices import PARTS
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
 # in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
@@ -222,7 +223,7 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked, parts = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, stages.PARTS, 1)
+    asked, parts = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
     if isinstance(sequence_parallel, Placement):
         return _placed(module.sequence_parallel, q, k, v, asked, parts, sequence_parallel), None
     return module.sequence_parallel.attention_agreed(q, k, v, asked, parts), None

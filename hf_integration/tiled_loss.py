@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.config import most_logits
 from ds_seqpar.errors import ConfigError, InputError
 
 from .sums import Sums
-from .tiles import between_graphs, ceil_of, tiled_sum, trained
+from .tiles import Source, between_graphs, ceil_of, tiled_sum, trained
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
@@ -30,16 +31,32 @@ LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
-    """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
-    as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
-    whole; None: the model's own."""
+    """What a tiled model's modules share. mlp, loss: numbers of tiles; mlps: whether MLPs have any. local: the forward
+    that runs is local and stays as it is. evaluated: what a forward without gradients is to give, its loss alone, in
+    tiles; with "logits" these too, whole; None: the model's own. made: what the norm that ran last gave, and what it
+    was made of."""
 
     mlp: int | str
     loss: int | str
     modules: tuple[nn.Module, ...]
+    mlps: bool
     hooks: tuple[RemovableHandle, ...] = ()
     local: bool = False
     evaluated: Literal["loss", "logits"] | None = None
+    made: tuple[StorageWeakRef, nn.Module, Source] | None = None
+
+    def source(self, x: Tensor, user: Any) -> Source | None:
+        """Of x, where a norm has just made it. user: the module that it is for, which under ZeRO-3 must have the norm's
+        parameters when it makes x again."""
+        if self.made is None or self.made[0].cdata != x.untyped_storage()._cdata or self.made[0].expired():
+            return None
+        _, norm, source = self.made
+        if hasattr(user, "ds_id"):
+            from deepspeed.runtime.zero import register_external_parameter
+
+            for parameter in norm.parameters(recurse=False):
+                register_external_parameter(user, parameter)
+        return source
 
     @contextlib.contextmanager
     def being(self, local: bool) -> Iterator[None]:
@@ -48,7 +65,7 @@ class Tiling:
         try:
             yield
         finally:
-            self.local = before
+            self.local, self.made = before, None
 
 
 def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:

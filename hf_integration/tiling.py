@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
 
-from .families import unwrapped
+from .families import attentions, unwrapped
 from .tiled_loss import LEAF, TILING, Tiling, model_forward
-from .tiles import between_graphs, ceil_of, tiled, trained
+from .tiles import Source, between_graphs, ceil_of, tiled, trained
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
@@ -66,8 +67,8 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     hooks.append(base.register_forward_hook(_after_base, always_call=True))
     hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
     modules = (*(module for module, _ in forwards), *head, base)
-    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
-    for module in modules:
+    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks), mlps=bool(mlps))
+    for module in (*modules, *attentions(model)):
         setattr(module, TILING, tiling)
     for module in _leaves(mlps, head):
         setattr(module, LEAF, True)
@@ -120,7 +121,11 @@ def _norms(model: Any) -> list[nn.Module]:
     """Those of whole tokens. With the fp32 copies that they make they hold more than an attention does."""
     base = model.base_model
     around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
-    return [module for module in (*around, *base.children()) if type(module).__name__.endswith("Norm")]
+    return [module for module in (*around, *base.children()) if _is_norm(module)]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
@@ -149,11 +154,15 @@ def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _after_base(module: Any, args: tuple, output: Any) -> None:
-    getattr(module, TILING).local = False  # a checkpoint may compute layers again at any time
+    tiling = getattr(module, TILING)
+    tiling.local, tiling.made = False, None  # a checkpoint may compute layers again at any time
 
 
-def _before_mlp(module: nn.Module, args: tuple) -> tuple | None:
-    """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early."""
+def _before_mlp(module: Any, args: tuple) -> tuple | None:
+    """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early. It is
+    to have the parameters of the norm before it, too, before it is fetched."""
+    if args:
+        getattr(module, TILING).source(args[0], module)
     if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
@@ -167,4 +176,11 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     if tiling.local or tiles == 1:
         return own(module, x)
-    return tiled(lambda tile, _: own(module, tile), x, trained(module), tiles)
+    is_norm = _is_norm(module)
+    source = None if is_norm else tiling.source(x, module)
+    out = tiled(lambda tile, _: own(module, tile), x, trained(module), tiles, source)
+    tiling.made = None
+    if is_norm and tiling.mlps and torch.is_grad_enabled():
+        source = Source(x.detach(), functools.partial(own, module))
+        tiling.made = StorageWeakRef(out.untyped_storage()), module, source
+    return out

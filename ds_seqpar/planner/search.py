@@ -19,9 +19,10 @@ from ..compiler.topology import Axes, Topology
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
 from . import prices
+from .attended import attention_figures
 from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
-from .footprint import Footprint, attention_figures, fits, footprint, taken
+from .footprint import Footprint, fits, footprint, taken
 from .machine import PER_PRODUCT, Machine
 from .request import Request
 from .steptime import StepTime, call_of, carried_seconds, step_time

@@ -29,12 +29,13 @@ Result = TypeVar("Result")
 
 class Kept:
     """What one checkpointed call keeps: the results of its attentions, in their order. keep: whether it does; runs: how
-    often it was run."""
+    often it was run. lent: what functions inside leave for their own backward (see `Lent`), by their number."""
 
     outer: Kept | None = None
 
     def __init__(self, keep: bool, store: Store | None) -> None:
         self.results: deque[list[Packed | Tensor]] = deque()
+        self.lent: dict[int, list[list[Packed | Tensor]]] = {}
         self.keep, self.runs, self.store = keep, 0, store
 
     @property
@@ -43,17 +44,24 @@ class Kept:
         return self.keep
 
     def put(self, found: Tensors) -> None:
-        pack = (lambda x: x) if self.store is None else self.store.pack
-        self.results.append([pack(x.detach()) for x in found])  # the caller's become part of a graph
+        self.results.append(self.packed(found))
 
     def take(self) -> Tensors:
+        return self.unpacked(self.results.popleft())
+
+    def packed(self, found: Tensors) -> list[Packed | Tensor]:
+        pack = (lambda x: x) if self.store is None else self.store.pack
+        return [pack(x.detach()) for x in found]  # the caller's become part of a graph
+
+    def unpacked(self, found: list[Packed | Tensor]) -> Tensors:
         unpack = (lambda x: x) if self.store is None else self.store.unpack
-        return tuple(map(unpack, self.results.popleft()))
+        return tuple(map(unpack, found))
 
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         self.runs += 1
         if self.runs > 2:
             self.results.clear()  # of a second run that ended early
+        self.lent = {}
         token = _now.set(self)
         try:
             return function(*args, **kwargs)
@@ -100,6 +108,29 @@ class Part(Kept):
     def gave(self) -> Tensors:
         """What attention gave in the first run."""
         return tuple(x for found in self.results for x in found if isinstance(x, Tensor))
+
+
+class Lent:
+    """What a function inside of a checkpointed one leaves for its own backward, part by part: in the second run alone,
+    which is the one before backward, and in host memory where checkpoints go there. It is taken from the last part
+    on, so that the one before is fetched meanwhile."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept, self.number = kept, len(kept.lent)
+        kept.lent[self.number] = []
+
+    @classmethod
+    def now(cls) -> Lent | None:
+        """None outside of a checkpointed function."""
+        kept = _innermost()
+        return None if kept is None else cls(kept)
+
+    def leave(self, found: Tensors) -> None:
+        if self.kept.runs > 1:
+            self.kept.lent[self.number].append(self.kept.packed(found))
+
+    def take(self) -> Tensors:
+        return self.kept.unpacked(self.kept.lent[self.number].pop())
 
 
 TORCHS = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function
