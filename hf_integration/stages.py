@@ -69,7 +69,8 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     if "hidden_states" in kwargs:
         args = (kwargs.pop("hidden_states"), *args)
     x = args[0]
-    _source(module, x)  # ZeRO-3 is to fetch the parameters that this needs, too
+    if (tiling := getattr(module, TILING, None)) is not None:
+        tiling.lend(module)
     if hasattr(module, "ds_id") and torch.is_grad_enabled() and not x.requires_grad and trained(module):
         args = (x.detach().requires_grad_(), *args[1:])
     return args, kwargs
@@ -98,6 +99,8 @@ def _source(module: Any, x: Tensor) -> Source | None:
 def _count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
     """Of stages. given: what a batch says of who sees whom."""
     sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
+    if sp.config.head_stages != "auto":
+        return sp.config.head_stages
     if isinstance(given, Placement):
         mask, shards = given.masked(mask.window), given.shards
     cast = torch.is_autocast_enabled(x.device.type)

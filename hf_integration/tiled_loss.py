@@ -31,32 +31,35 @@ LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
-    """What a tiled model's modules share. mlp, loss: numbers of tiles; mlps: whether MLPs have any. local: the forward
-    that runs is local and stays as it is. evaluated: what a forward without gradients is to give, its loss alone, in
-    tiles; with "logits" these too, whole; None: the model's own. made: what the norm that ran last gave, and what it
-    was made of."""
+    """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
+    as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
+    whole; None: the model's own. norms: those before attentions and MLPs, by these. made: what the norm that ran last
+    gave (its storage), the norm, and what it was made of."""
 
     mlp: int | str
     loss: int | str
     modules: tuple[nn.Module, ...]
-    mlps: bool
     hooks: tuple[RemovableHandle, ...] = ()
     local: bool = False
     evaluated: Literal["loss", "logits"] | None = None
+    norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
     made: tuple[StorageWeakRef, nn.Module, Source] | None = None
 
-    def source(self, x: Tensor, user: Any) -> Source | None:
-        """Of x, where a norm has just made it. user: the module that it is for, which under ZeRO-3 must have the norm's
-        parameters when it makes x again."""
-        if self.made is None or self.made[0].cdata != x.untyped_storage()._cdata or self.made[0].expired():
+    def source(self, x: Tensor, user: nn.Module) -> Source | None:
+        """Of x, where the norm before `user` has just made it."""
+        if self.made is None or self.made[1] is not self.norms.get(user):
             return None
-        _, norm, source = self.made
-        if hasattr(user, "ds_id"):
+        storage, _, source = self.made
+        return source if storage.cdata == x.untyped_storage()._cdata and not storage.expired() else None
+
+    def lend(self, user: Any) -> None:
+        """Has ZeRO-3 fetch the parameters of the norm before `user` with its own, since it may make x again. On all
+        ranks, which may have x or its source."""
+        if user in self.norms and hasattr(user, "ds_id"):
             from deepspeed.runtime.zero import register_external_parameter
 
-            for parameter in norm.parameters(recurse=False):
+            for parameter in self.norms[user].parameters(recurse=False):
                 register_external_parameter(user, parameter)
-        return source
 
     @contextlib.contextmanager
     def being(self, local: bool) -> Iterator[None]:

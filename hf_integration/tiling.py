@@ -25,6 +25,10 @@ from .families import attentions, unwrapped
 from .tiled_loss import LEAF, TILING, Tiling, model_forward
 from .tiles import Source, between_graphs, ceil_of, tiled, trained
 
+# norms of a layer by the names that families have for them: the first that there is comes before the MLP, the last
+# before attention, where the layer has norms before and not behind
+BEFORE = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
+
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
     """Raises ConfigError where a model cannot have the tiles that it is to have."""
@@ -67,7 +71,8 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     hooks.append(base.register_forward_hook(_after_base, always_call=True))
     hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
     modules = (*(module for module, _ in forwards), *head, base)
-    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks), mlps=bool(mlps))
+    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
+    tiling.norms.update(_norms_before(model, mlps))
     for module in (*modules, *attentions(model)):
         setattr(module, TILING, tiling)
     for module in _leaves(mlps, head):
@@ -124,6 +129,16 @@ def _norms(model: Any) -> list[nn.Module]:
     return [module for module in (*around, *base.children()) if _is_norm(module)]
 
 
+def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(an attention or tiled MLP, the norm before it) of layers whose MLP has tiles."""
+    for layer in getattr(model.base_model, "layers", ()):
+        if layer.mlp not in mlps:
+            continue
+        for user, names in ((layer.self_attn, BEFORE[-1:]), (layer.mlp, BEFORE)):
+            if norm := next((getattr(layer, name) for name in names if hasattr(layer, name)), None):
+                yield user, norm
+
+
 def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm")
 
@@ -161,8 +176,7 @@ def _after_base(module: Any, args: tuple, output: Any) -> None:
 def _before_mlp(module: Any, args: tuple) -> tuple | None:
     """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early. It is
     to have the parameters of the norm before it, too, before it is fetched."""
-    if args:
-        getattr(module, TILING).source(args[0], module)
+    getattr(module, TILING).lend(module)
     if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
@@ -180,7 +194,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     source = None if is_norm else tiling.source(x, module)
     out = tiled(lambda tile, _: own(module, tile), x, trained(module), tiles, source)
     tiling.made = None
-    if is_norm and tiling.mlps and torch.is_grad_enabled():
+    if is_norm and torch.is_grad_enabled() and module in tiling.norms.values():
         source = Source(x.detach(), functools.partial(own, module))
         tiling.made = StorageWeakRef(out.untyped_storage()), module, source
     return out
