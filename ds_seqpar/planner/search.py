@@ -369,6 +369,6 @@ def _lean(rungs: list[dict[str, Any]]) -> int:
 
 def least_memory(request: Request, size: int) -> Footprint:
     """Without attention, with everything that spares: no candidate of this size takes less."""
-    spared = {name: value for name, value in memory_settings(request, 1)[-1].items() if name != "head_stages"}
-    config = SequenceParallelConfig(size=size, ulysses=1, **{**common(request.given), **spared}).resolve(size)
+    spared = {**common(request.given), **leanest(request, 1)}
+    config = SequenceParallelConfig(size=size, ulysses=1, **spared).resolve(size)
     return footprint(request.step(config, Mask()), NOTHING)
