@@ -130,3 +130,21 @@ def largest(stages, how):
 def test_no_query_of_all_heads_stands(how):
     assert on_ranks(1, largest, {}, how) == [LENGTH * 8 * 32]
     assert on_ranks(1, largest, {"head_stages": 4}, how) <= [LENGTH * 96]  # an intermediate of the MLP
+
+
+def under_autocast():
+    """The gap of gradients, in bf16 by autocast, to those without stages."""
+    found = []
+    for stages in ({}, STAGES):
+        sp, model = make(size=1, **stages), model_of("qwen3")
+        model.patch_attention(sp)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.train()(**sp.shard_batch(batch_of("odd"))).loss
+        loss.backward()
+        found.append(averaged(model))
+    return gap(found[1], found[0])
+
+
+def test_autocast_is_that_of_forward():
+    """With its cache a weight that was cast where nothing asks for gradients would lose its own."""
+    assert max(on_ranks(1, under_autocast)) < 0.05
