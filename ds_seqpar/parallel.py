@@ -152,11 +152,12 @@ class SequenceParallel(Sharding):
         out, lse = ops.attention(self.runtime, q, k, v, asked)
         return out if lse is None else (out, ops.Constant.apply(lse, out))
 
-    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked) -> Tensor:
-        """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward)."""
+    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked, parts: int = 1) -> Tensor:
+        """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward).
+        parts: above 1 these are the heads of one of so many stages."""
         inputs.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return ops.attention(self.runtime, q, k, v, asked, agreed=True)[0]
+        return ops.attention(self.runtime, q, k, v, asked, agreed=True, parts=parts)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in

@@ -32,10 +32,12 @@ class Family:
     window: which layers have config.sliding_window: "none", "all", or "layers": those of config.layer_types that are
     "sliding_attention". Everywhere it counts the query's own position (window N: N keys), as ours does.
     experts: its loss may have a part for the balance of experts, which is not linear in tokens.
+    norms_heads: norms of q and k are over all heads, so that no head's can be made without the others.
     """
 
     window: Literal["none", "all", "layers"] = "none"
     experts: bool = False
+    norms_heads: bool = False
 
 
 # by model_type: what was compared with the unpatched model, logits, losses and gradients (tests/hf/test_families.py)
@@ -48,8 +50,8 @@ FAMILIES = {
     "granite": Family(),  # a scale of its own
     "llama": Family(),
     "mistral": Family(window="all"),
-    "olmo2": Family(),  # norms of q and k
-    "olmo3": Family(window="layers"),
+    "olmo2": Family(norms_heads=True),
+    "olmo3": Family(window="layers", norms_heads=True),
     "phi3": Family(window="all"),
     "qwen2": Family(window="layers"),
     "qwen3": Family(window="layers"),

@@ -28,7 +28,7 @@ from ds_seqpar.limits import check_model
 
 from .checkpointing import layers_of
 from .collator import PackingCollator, Packs
-from .families import windows
+from .families import FAMILIES, windows
 
 if TYPE_CHECKING:
     from ds_seqpar.planner.auto import Job
@@ -169,6 +169,7 @@ def counted(model: PreTrainedModel) -> Model:
         parameters=_elements(model),
         layer_parameters=max(map(_elements, layers)),
         tied=head.weight is embedding.weight,
+        norms_heads=config.model_type in FAMILIES and FAMILIES[config.model_type].norms_heads,
     )
 
 

@@ -26,7 +26,8 @@ from ds_seqpar.runtime.agreement import agree
 
 from .families import FAMILIES, unwrapped
 from .liger import as_in_training
-from .tiling import evaluated, token_losses
+from .tiled_loss import token_losses
+from .tiling import evaluated
 
 ITEMS = 3.0  # the divisor that a loss is tried with
 

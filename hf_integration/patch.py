@@ -31,7 +31,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.inputs import Asked
 from ds_seqpar.runtime.telling import told_once
 
-from . import checkpointing, noise, rope, sharded, tiling, whole_calls
+from . import checkpointing, noise, rope, sharded, stages, tiling, whole_calls
 from .families import (
     NAME,
     attentions,
@@ -47,6 +47,7 @@ from .families import (
 )
 from .losses import Experts, check_output, has_experts
 from .sharded import tokens_of
+from .slices import PARTS
 
 SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
 # in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
@@ -95,6 +96,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         use_ours(module)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
+        stages.stage(module)
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
     ropes = rope.embeddings(inner.base_model)
@@ -152,6 +154,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for module in attentions(inner):
         if hasattr(module, SP):  # not one that was put in later
             use_own(module)
+            stages.unstage(module)
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
@@ -237,18 +240,20 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux)
+    asked, parts = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
     if isinstance(sequence_parallel, Placement):
-        return _placed(module.sequence_parallel, q, k, v, asked, sequence_parallel), None
-    return module.sequence_parallel.attention_agreed(q, k, v, asked), None
+        return _placed(module.sequence_parallel, q, k, v, asked, parts, sequence_parallel), None
+    return module.sequence_parallel.attention_agreed(q, k, v, asked, parts), None
 
 
-def _placed(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, placement: Placement) -> Tensor:
+def _placed(
+    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, parts: int, placement: Placement
+) -> Tensor:
     """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_placed)(sp, q, k, v, asked, placement)
+        return torch.compiler.disable(_placed)(sp, q, k, v, asked, parts, placement)
     mask = placement.masked(asked.mask.window)
-    return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards))
+    return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards), parts)
 
 
 def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,26 @@ from . import noise
 Compute = Callable[[Tensor, slice], Tensor]  # of a tile (B, t, d) and of the tokens that it holds
 
 
-def tiled(compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int) -> Tensor:
+class Source(NamedTuple):
+    """What a tensor (B, s, d) was made of: tile by tile compute(x[:, cut]) makes it again."""
+
+    x: Tensor
+    compute: Callable[[Tensor], Tensor]
+
+
+def tiled(
+    compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int, source: Source | None = None
+) -> Tensor:
     """compute(x) (B, s, d), of a function of each token by itself that keeps the shape, over `tiles` tiles of dim 1.
 
     x (B, s, d). parameters: all that compute uses and that want gradients. The gradients are x's, in one tensor, and
     the parameters' in their own dtype. What backward needs is kept before anything is computed: where a checkpoint
-    computes again what it did not keep (torch's non-reentrant one), it can stop in front of the tiles.
+    computes again what it did not keep (torch's non-reentrant one), it can stop in front of the tiles. source: of x,
+    which is kept in its place.
     """
     run = _Run(compute, x, tuple(parameters), tiles)
-    return _Computed.apply(_Held.apply(run, x, *parameters), run)
+    run.again_of = None if source is None else source.compute
+    return _Computed.apply(_Held.apply(run, None if source is None else source.x.detach(), x, *parameters), run)
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: Sums, tiles: int) -> Tensor:
@@ -62,7 +73,8 @@ class _Run:
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters, self.cuts = noise.by_tile(compute), parameters, cuts(x.shape[1], tiles)
-        self.conditions = _Conditions.of(x)
+        self.conditions, self.dtype = Conditions.of(x), x.dtype
+        self.again_of: Callable[[Tensor], Tensor] | None = None  # how tiles are made of what was kept
 
     def scaled(self, x: Tensor) -> bool:
         """Whether fp16 is in it, whose gradients are nothing without the loss's scale."""
@@ -92,11 +104,12 @@ class _Run:
     ) -> tuple[list[Tensor], Tensor | None]:
         """(what tiles give, if that is scalars; the gradient of x, None where it wants none). Those of parameters are
         added to sums. grad: of a tile's result; None: 1, and that is a scalar."""
-        dx, results = torch.empty_like(x) if wants_x else None, []
+        dx, results = torch.empty_like(x, dtype=self.dtype) if wants_x else None, []
         with _without_hooks(self.parameters):
             for cut in self.cuts:
+                tile = x[:, cut] if self.again_of is None else self.again_of(x[:, cut])
                 with torch.enable_grad():
-                    tile = x[:, cut].detach().requires_grad_(wants_x)
+                    tile = tile.detach().requires_grad_(wants_x)
                     out = self.compute(tile, cut)
                 asked = [*([tile] if wants_x else []), *self.parameters]
                 given = None if grad is None else grad(cut).to(out.dtype)
@@ -126,7 +139,7 @@ def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Conditions:
+class Conditions:
     """Autocast, the random state and the noise by token with which a forward was computed."""
 
     device: torch.device
@@ -136,7 +149,7 @@ class _Conditions:
     drawn: noise.Draw | None
 
     @classmethod
-    def of(cls, x: Tensor) -> _Conditions:
+    def of(cls, x: Tensor) -> Conditions:
         kind = x.device.type
         return cls(
             device=x.device,
@@ -159,12 +172,12 @@ class _Conditions:
 
 
 class _Held(Function):
-    """x as it is, kept for backward, which does all the work."""
+    """x as it is. It, or what it is made of, is kept for backward, which does all the work."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, run: _Run, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.run = run
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if source is None else source)
         return x.view_as(x)
 
     @staticmethod
@@ -172,8 +185,8 @@ class _Held(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         sums = Sums(ctx.run.parameters)
-        dx = ctx.run.again(x, ctx.needs_input_grad[1], lambda cut: grad[:, cut], sums)
-        return None, dx, *sums.taken()
+        dx = ctx.run.again(x, ctx.needs_input_grad[2], lambda cut: grad[:, cut], sums)
+        return None, None, dx, *sums.taken()
 
 
 class _Computed(Function):
@@ -231,7 +244,7 @@ ROWS = 4096  # of a weight's gradient that is added to a sum of another dtype, a
 class Sums:
     """Gradients of parameters, added up in fp32 or wider."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Any]) -> None:
         self.parameters = tuple(parameters)
         self.totals: list[Tensor | None] = [None] * len(self.parameters)
 

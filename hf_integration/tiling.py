@@ -13,29 +13,28 @@ of the last hidden state, and once more for all the rest, on one whose base mode
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.batches import IGNORE
-from ds_seqpar.config import most_logits
-from ds_seqpar.errors import SECTION, ConfigError, InputError
+from ds_seqpar.errors import SECTION, ConfigError
 
-from .families import unwrapped
+from .families import attentions, unwrapped
 from .graphs import between_graphs
 from .liger import is_of_liger
-from .tiles import Sums, ceil_of, tiled, tiled_sum, trained
+from .tiled_loss import LEAF, TILING, Tiling, model_forward
+from .tiles import Source, ceil_of, tiled, trained
 
 OWN = "_sequence_parallel_own_forward"  # an attribute of tiled modules that had a forward beside their class's: it
+# norms of a layer by the names that families have for them: the first that there is comes before the MLP, the last
+# before attention, where the layer has norms before and not behind
+BEFORE = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
@@ -85,7 +84,8 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
     modules = (*(module for module, _ in forwards), *head, base)
     tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
-    for module in modules:
+    tiling.norms.update(_norms_before(model, mlps))
+    for module in (*modules, *attentions(model)):
         setattr(module, TILING, tiling)
     for module in _leaves(mlps, head):
         setattr(module, LEAF, True)
@@ -127,14 +127,6 @@ def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Itera
         tiling.evaluated = before
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> float:
-    """The sum of the losses of tokens, logits (B, s, vocabulary), shift_labels (B, s); few are made fp32 at once."""
-    flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
-    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
-    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
-    return float(torch.stack(losses).sum())
-
-
 def add_up_losses(model: Any, add_up: bool) -> float | None:
     """Whether tiles of the forwards to come add up `token_losses`. Returns what those before did, None: nothing."""
     tiling = _tiling(model)
@@ -158,8 +150,22 @@ def _norms(model: Any) -> list[nn.Module]:
     """Those of whole tokens. With the fp32 copies that they make they hold more than an attention does."""
     base = model.base_model
     around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
-    norms = [module for module in (*around, *base.children()) if type(module).__name__.endswith("Norm")]
+    norms = [module for module in (*around, *base.children()) if _is_norm(module)]
     return [module for module in norms if not _has_other_forward(module)]
+
+
+def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(an attention or tiled MLP, the norm before it) of layers whose MLP has tiles."""
+    for layer in getattr(model.base_model, "layers", ()):
+        if layer.mlp not in mlps:
+            continue
+        for user, names in ((layer.self_attn, BEFORE[-1:]), (layer.mlp, BEFORE)):
+            if norm := next((getattr(layer, name) for name in names if hasattr(layer, name)), None):
+                yield user, norm
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
@@ -202,11 +208,14 @@ def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _after_base(module: Any, args: tuple, output: Any) -> None:
-    getattr(module, TILING).local = False  # a checkpoint may compute layers again at any time
+    tiling = getattr(module, TILING)
+    tiling.local, tiling.made = False, None  # a checkpoint may compute layers again at any time
 
 
-def _before_mlp(module: nn.Module, args: tuple) -> tuple | None:
-    """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early."""
+def _before_mlp(module: Any, args: tuple) -> tuple | None:
+    """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early. It is
+    to have the parameters of the norm before it, too, before it is fetched."""
+    getattr(module, TILING).lend(module)
     if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
@@ -220,171 +229,11 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     if tiling.local or tiles == 1:
         return own(module, x)
-    return tiled(lambda tile, _: own(module, tile), x, trained(module), tiles)
-
-
-TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
-LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
-TOGETHER = 1024  # tokens whose logits are made fp32 at once
-
-
-@dataclasses.dataclass(kw_only=True)
-class Tiling:
-    """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
-    as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
-    whole; None: the model's own. losses: where somebody looks at the loss, the sum of token losses by tiles' logits."""
-
-    mlp: int | str
-    loss: int | str
-    modules: tuple[nn.Module, ...]
-    hooks: tuple[RemovableHandle, ...] = ()
-    local: bool = False
-    evaluated: Literal["loss", "logits"] | None = None
-    losses: float | None = None
-
-    @contextlib.contextmanager
-    def being(self, local: bool) -> Iterator[None]:
-        """A context in which a layer is computed again, of a forward that was local or not."""
-        before, self.local = self.local, local
-        try:
-            yield
-        finally:
-            self.local = before
-
-
-def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a causal language model, by its class's own: once without tokens between base model and loss, and
-    once for the loss of each tile."""
-    given = {**dict(zip(_names(model), args, strict=False)), **kwargs} if args else kwargs
-    if not _wants_tiles(model, given):
-        return type(model).forward(model, *args, **kwargs)
-    if given.get("num_items_in_batch") is None:
-        raise InputError(
-            "a tiled loss needs num_items_in_batch, which the sum of token losses is divided by; got none, give the "
-            "model what sp.shard_batches returns"
-        )
-    return _in_tiles(model, given)
-
-
-def _names(model: Any) -> tuple[str, ...]:
-    """Of the arguments of a model's forward."""
-    return tuple(inspect.signature(type(model).forward).parameters)[1:]
-
-
-def _wants_tiles(model: Any, given: dict[str, Any]) -> bool:
-    tiling = getattr(model, TILING)
-    if given.get("labels") is None or given.get("shift_labels") is None or given.get("logits_to_keep"):
-        return False
-    if model.base_model._sequence_parallel_patch.whole:
-        return False
-    return torch.is_grad_enabled() or tiling.evaluated is not None
-
-
-def _in_tiles(model: Any, given: dict[str, Any]) -> Any:
-    given = {**given}
-    as_dict = given.pop("return_dict", None)
-    base, around = _around(model, given)
-    logits: list[Tensor] = []
-    loss = _loss(model, given, base, logits)
-    if around.get("aux_loss") is not None:
-        loss = loss + model.router_aux_loss_coef * around.aux_loss.to(loss.device)
-    output = type(around)(**{**around, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
-    return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
-
-
-@between_graphs
-def _loss(model: Any, given: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
-    """Of tokens, from the base model's output. logits: takes those of tiles, where they are wanted."""
-    in_tiles = functools.partial(_sum_of_tiles, model, given, type(base), logits)
-    return _through(model.lm_head, in_tiles, base.last_hidden_state)
-
-
-def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """What in_tiles makes of the head and of x, inside one call of the head: what has hooked it, as ZeRO-3 has, sees no
-    tiles. Until that call the head's forward is its own: it may have been replaced at any time before."""
-    own, before = head.forward, vars(head).get("forward")
-    has_parts, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
-    if has_parts and partitioned and not hasattr(head, LEAF):
-        raise ConfigError(
-            "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
-            f"{type(head).__name__}, patch the model after its adapters are there"
-        )
-
-    def forward(x: Tensor) -> Tensor:
-        sums = Sums(trained(head))
-        plain = before is None and type(head).forward is nn.Linear.forward
-        return in_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else own, x, sums)
-
-    head.forward = forward
-    try:
-        return head(x)
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
-
-
-def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """(the output of the base model, that of the model for none of its tokens): all but the loss of tokens."""
-    outputs: list[Any] = []
-
-    def base(*args: Any, **kwargs: Any) -> Any:
-        return _without_tokens(model.base_model(*args, **kwargs), outputs)
-
-    around = _own(model, base, lambda x: x, {**given, "labels": None})
-    return outputs[0], around
-
-
-@between_graphs
-def _without_tokens(output: Any, outputs: list[Any]) -> Any:
-    """A base model's output with a last hidden state of no tokens; outputs takes what it was."""
-    outputs.append(output)
-    return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :0]})
-
-
-def _sum_of_tiles(
-    model: Any,
-    given: dict[str, Any],
-    kind: type,
-    logits: list[Tensor],
-    head: Callable[..., Tensor],
-    x: Tensor,
-    sums: Sums,
-) -> Tensor:
-    """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
-    logits: takes those of tiles, where they are wanted."""
-    tiling: Tiling = getattr(model, TILING)
-    wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
-    shape = given["shift_labels"].shape
-    by_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
-    if "output_router_logits" in _names(model):  # what balances experts is whole, in `_around`
-        given = {**given, "output_router_logits": False}
-
-    def loss_of(tile: Tensor, cut: slice) -> Tensor:
-        part = given | {name: x[:, cut].contiguous() for name, x in by_token.items()}
-        output = _own(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head, part)
-        logits.extend([output.logits] if wanted else [])
-        if tiling.losses is not None:
-            tiling.losses += token_losses(output.logits, part["shift_labels"])
-        return output.loss
-
-    return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))
-
-
-def _own(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], given: dict[str, Any]) -> Any:
-    """The forward of the model's class with another base model and head."""
-    return type(model).forward(_twin(model, base, head), **given, return_dict=True)
-
-
-@between_graphs
-def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
-    """The model with another base model and head. Of the same class: what a subclass overrides stays so."""
-    twin = object.__new__(type(model))
-    vars(twin).update(vars(model))
-    vars(twin).update({model.base_model_prefix: base, "lm_head": head})
-    return twin
-
-
-def _loss_tiles(model: Any, x: Tensor) -> int:
-    tiles, vocab = getattr(model, TILING).loss, model.config.vocab_size
-    return ceil_of(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles
+    is_norm = _is_norm(module)
+    source = None if is_norm else tiling.source(x, module)
+    out = tiled(lambda tile, _: own(module, tile), x, trained(module), tiles, source)
+    tiling.made = None
+    if is_norm and torch.is_grad_enabled() and module in tiling.norms.values():
+        source = Source(x.detach(), functools.partial(own, module))
+        tiling.made = StorageWeakRef(out.untyped_storage()), module, source
+    return out

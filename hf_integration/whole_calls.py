@@ -26,7 +26,8 @@ from ds_seqpar.whole import whole_loss, whole_of
 from .graphs import between_graphs
 from .losses import loss_error, loss_function_error
 from .sharded import Agreement, fits, tokens_of, wrong_inputs
-from .tiling import add_up_losses, token_losses
+from .tiled_loss import token_losses
+from .tiling import add_up_losses
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
 BROUGHT = "whole_batch"  # an attribute of a tensor of a whole batch: what it was on the CPU; its version

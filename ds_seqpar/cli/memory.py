@@ -16,6 +16,7 @@ from ..deepspeed_checks import check_deepspeed
 from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
 from ..errors import ConfigError, nearest
 from ..files import parse_json, shown
+from ..planner.attended import shortened
 from ..planner.footprint import (
     HOST_PARTS,
     PARTS,
@@ -26,7 +27,6 @@ from ..planner.footprint import (
     fits,
     footprint,
     longest,
-    shortened,
     taken,
 )
 from ..planner.machine import Machine, presets

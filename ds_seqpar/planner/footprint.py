@@ -16,16 +16,13 @@ from typing import NamedTuple
 
 from .. import limits
 from ..compiler.layout import multiple
-from ..compiler.masks import Mask
 from ..compiler.memory import Figures
-from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE
-from ..config import HOST_PIECE, SequenceParallelConfig, most_logits
-from .calls import call_figures
+from ..config import HOST_PIECE, most_logits
+from .attended import attention_figures, away, stages_inside, tokens_of
 from .request import Room, Step
 from .states import States, rounded, states
 
-TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
 PARTS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
     "gradients": "the rank's share of gradients, and whole ones that are not yet reduced",
@@ -128,30 +125,6 @@ def longest(step: Step, room: Room) -> Longest:
     return Longest(least * unit, "rank" if taken(at(most), room) > room.limit else "host")
 
 
-def attention_figures(step: Step) -> Figures:
-    """What attention takes of the rank with the most."""
-    return _Step(step).attention
-
-
-def shortened(config: SequenceParallelConfig) -> SequenceParallelConfig:
-    """A configuration on fewer ranks whose attention takes as much memory of a rank, with as many tokens each; else the
-    same. The longest way round is shortened: on more than a few turns a rank never holds more at once. What is gathered
-    stays as it is, and whether turns are even."""
-    chosen, inner = schedule(config.schedule), config.size // config.ulysses
-    axes = dict(config.inner_axes)
-    rings = [name for name in axes if name not in chosen.collective_axes]
-    if config.overlap or not rings:
-        return config
-    longest = max(rings, key=lambda name: axes[name])
-    turns = min(axes[longest], TURNS + axes[longest] % 2)
-    inner, axes = inner // axes[longest] * turns, {**axes, longest: turns}
-    fitting = (own for own in chosen.shapes(inner) if dict(chosen.axes(inner, own)) == axes)
-    own = next(fitting, None)
-    if own is None:
-        return config
-    return dataclasses.replace(config, size=inner * config.ulysses, own=tuple(sorted(own.items())))
-
-
 def bytes_a_token(step: Step) -> float:
     """What one more token of a rank adds to the peak: from this length to twice as many."""
     short = _Step(step)
@@ -164,30 +137,11 @@ def _moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = PART
     return Moment(name, {part: parts[part] for part in known if parts.get(part)})
 
 
-@functools.lru_cache(maxsize=1024)
-def _attention(
-    config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
-    checkpointing: bool,
-) -> Figures:  # fmt: skip
-    """Of the rank with the most of the first, the last and one between. tokens: of a rank. Kept, since the planner asks
-    for the same on other links and in other placements."""
-    inner = config.size // config.ulysses
-    found = [
-        call_figures(
-            config, world=config.size, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
-            kept=config.keep_attention if checkpointing else None,
-        )
-        for rank in sorted({0, inner // 2, inner - 1})
-    ]  # fmt: skip
-    return max(found, key=lambda one: (one.backward, one.forward))
-
-
 class _Step:
     def __init__(self, step: Step) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
         m, self.size = step.model, ITEMSIZE[step.dtype]
-        share = multiple(step.config.layout, step.config.size, step.config.ulysses)
-        self.tokens = math.ceil(step.seq / share) * share // step.config.size
+        self.tokens, self.stages = tokens_of(step), stages_inside(step)
         self.rows = self.tokens * step.batch
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
@@ -196,17 +150,15 @@ class _Step:
         self.wide = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
         tiled = self.mlp_tiles() > 1  # norms are, too
         self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # what a norm saves beside its input
+        self.before_mlp = 0 if tiled else self.norm  # with tiles those who read it make it again
+        self.before_attention = 0 if tiled and self.stages > 1 else self.norm
         self.residual = 0 if self.wide and not tiled else self.hidden  # its input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and step.config.keep_attention
 
     @functools.cached_property
     def attention(self) -> Figures:
-        m, step = self.model, self.step
-        config = shortened(self.config) if step.mask.scale_free else self.config
-        bare = dataclasses.replace(config, placement="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
-        heads = m.heads, m.kv_heads, m.head_dim
-        return _attention(bare, self.tokens, step.mask, step.dtype, heads, step.batch, step.checkpointing)
+        return attention_figures(self.step)
 
     # ---- states
 
@@ -257,14 +209,16 @@ class _Step:
 
     @property
     def saved_attention(self) -> int:
-        """What attention's backward needs of it: q, k and v, or the inner ones; out and lse."""
+        """What attention's backward needs of it: q, k and v, or the inner ones; out and lse. Stages project again."""
+        if self.stages > 1:
+            return 0 if away(self.step) else self.attention.kept
         return self.attention.kept + (self.q + self.kv) * self.attention.inputs
 
     @property
     def saved(self) -> int:
         """What a layer saves for its backward, its input too."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
-        return 2 * self.residual + 2 * self.norm + self.saved_attention + mlp
+        return 2 * self.residual + self.before_attention + self.before_mlp + self.saved_attention + mlp
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
         """What `count` layers hold for their backward; running: the last one is being computed."""
@@ -280,15 +234,17 @@ class _Step:
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
-        layer = self.hidden + self.q + self.kv + saved * (self.norm - self.hidden)
+        made = self.hidden if self.stages > 1 else self.q + self.kv  # the output that stages add to
+        layer = self.hidden + made + saved * max(0, self.before_attention - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.kept if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
         return [
             self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
-                "forward: MLP", gathered=gathered + head, layer=2 * self.hidden + saved * 2 * self.norm, attention=kept,
-                mlp=after, **held,
+                "forward: MLP", gathered=gathered + head,
+                layer=2 * self.hidden + saved * (self.before_attention + self.before_mlp), attention=kept, mlp=after,
+                **held,
             ),
         ]  # fmt: skip
 
@@ -339,15 +295,16 @@ class _Step:
             ),
             self.moment(
                 f"backward: {place}, attention", done=done, gathered=gathered, grads=tied,
-                layer=self.hidden + self.norm + self.q,
-                attention=attention.backward + (self.q + self.kv) * attention.inputs, **held,
+                layer=self.hidden + self.before_attention + (self.q if self.stages == 1 else self.hidden),
+                attention=attention.backward + (self.q + self.kv) * attention.inputs * (self.stages == 1), **held,
             ),
         ]  # fmt: skip
         if self.step.checkpointing and not self.keeps:
             found.append(
                 self.moment(
                     f"backward: {place}, attention once more", done=done, gathered=gathered, grads=tied,
-                    layer=self.hidden + self.norm + self.q + self.kv, attention=attention.forward, **held,
+                    layer=self.hidden + self.norm + (self.q + self.kv if self.stages == 1 else self.hidden),
+                    attention=attention.forward, **held,
                 )
             )  # fmt: skip
         return found
@@ -376,7 +333,8 @@ class _Step:
         host, pinned = dict(self.states.host), list(self.states.pinned)
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []
-            host["checkpoints"], host["kept attention"] = layers * self.hidden, layers * sum(kept)
+            host["checkpoints"] = layers * self.hidden
+            host["kept attention"] = layers * sum(kept) or (self.attention.kept if self.stages > 1 else 0)
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
         host["rounding"] = sum(count * (rounded(size) - size) for count, size in pinned)
         in_host = _moment("in host memory", host, HOST_PARTS)

@@ -19,7 +19,8 @@ from .machine import Machine
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """The numbers of a model. intermediate: of the experts that a token goes to together, where there are any;
-    parameters: all, tied ones once; layer_parameters: of one layer."""
+    parameters: all, tied ones once; layer_parameters: of one layer. norms_heads: whether norms of q and k are over all
+    heads, so that stages of heads do not project by themselves."""
 
     hidden: int
     intermediate: int
@@ -31,6 +32,7 @@ class Model:
     parameters: int
     layer_parameters: int
     tied: bool = False
+    norms_heads: bool = False
 
     @property
     def embedding(self) -> int:

@@ -18,9 +18,10 @@ from ..compiler.timeline import Timeline
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError
 from . import prices
+from .attended import attention_figures, stages_inside
 from .candidates import Candidate, travels
 from .closed import Closed, closed, sampled
-from .footprint import Footprint, attention_figures, fits, footprint, taken
+from .footprint import Footprint, fits, footprint, taken
 from .machine import PER_PRODUCT, Machine
 from .request import Request, Step
 from .steptime import StepTime, call_of, carried_seconds, step_time
@@ -315,6 +316,7 @@ LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"offload_checkpoints": True, "keep_attention": False},
 )
 LAST = {name for settings in LAST_SPARING for name in settings}
+NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
 COMMON = (
     "travel_dtype",
     "kernel",
@@ -365,15 +367,17 @@ def _lean(rungs: list[dict[str, Any]]) -> int:
 
 
 def least_memory(request: Request, size: int) -> Footprint:
-    """With the least of attention, and everything that spares: no candidate of this size takes less."""
-    spared = {name: value for name, value in memory_settings(request, 1)[-1].items() if name != "head_stages"}
-    config = SequenceParallelConfig(size=size, ulysses=1, **{**common(request.given), **spared}).resolve(size)
-    step = request.step(config, Mask())
-    return footprint(step, least_attention(step))
+    """Without attention, with everything that spares: no candidate of this size takes less."""
+    spared = {**common(request.given), **leanest(request, 1)}
+    config = SequenceParallelConfig(size=size, ulysses=1, **spared).resolve(size)
+    return footprint(request.step(config, Mask()), NOTHING)
 
 
 def least_attention(step: Step) -> Figures:
-    """What attention takes at least, whatever the schedule: out, and in backward dq, dk and dv beside it."""
+    """What attention takes at least, whatever the schedule: out, and in backward dq, dk and dv beside it. With
+    projections inside of stages none of them is there whole."""
+    if stages_inside(step) > 1:
+        return NOTHING
     m, rows = step.model, step.seq // step.config.size * step.batch
     out, grads = (rows * heads * m.head_dim * ITEMSIZE[step.dtype] for heads in (m.heads, m.heads + 2 * m.kv_heads))
     return Figures(forward=out, kept=out, backward=out + grads, inputs=True)

@@ -12,6 +12,7 @@ from ..compiler.balance import shards_of
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, Shards
+from .attended import stages_inside
 from .calls import Call
 from .closed import Closed
 from .machine import Machine
@@ -92,6 +93,8 @@ def step_time(
     passes = 2 * (m.projections + m.mlp) * rows
     # backward computes each tile again, which is what a checkpoint does anyway
     tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
+    if stages_inside(step) > 1 and not (step.checkpointing and step.config.keep_attention):  # and so do stages
+        tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
     again = step.checkpointing and not step.config.keep_attention
     touched = rows * touched_bytes(step)
     small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much
@@ -137,14 +140,15 @@ def offload_seconds(step: Step, machine: Machine, kept: Figures | None, beside: 
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
     rows, own = math.ceil(step.seq / config.size) * step.batch, _own(step)
     away = own - states(step.model, zero, step.world, size).stays
-    checkpoint = 0
+    checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
         checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
+        lent = kept.kept if kept and stages_inside(step) > 1 else 0  # from when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
     # stage 3 brings gradients as they come, and once more in fp32
     gradients = (MASTER * away + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
     pinned = zero.offload_optimizer.pin_memory
-    forward, backward = max(checkpoint, fetched), max(checkpoint + fetched, gradients if pinned else 0.0)
+    forward, backward = max(checkpoint, fetched), lent + max(checkpoint + fetched, gradients if pinned else 0.0)
     found = sum(
         max(0.0, moved / machine.offload_rate - room) for moved, room in zip((forward, backward), beside, strict=True)
     )

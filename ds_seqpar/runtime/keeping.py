@@ -31,24 +31,39 @@ Result = TypeVar("Result")
 
 class Kept:
     """What one checkpointed call keeps: the results of its attentions, in their order. keep: whether it does; runs: how
-    often it was run."""
+    often it was run. lent: what functions inside leave for their own backward (see `Lent`), by their number."""
+
+    outer: Kept | None = None
 
     def __init__(self, keep: bool, store: Store | None) -> None:
         self.results: deque[list[Packed | Tensor]] = deque()
+        self.lent: dict[int, list[list[Packed | Tensor]]] = {}
         self.keep, self.runs, self.store = keep, 0, store
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a checkpoint keeps what attention gives."""
+        return self.keep
+
     def put(self, found: Tensors) -> None:
-        pack = (lambda x: x) if self.store is None else self.store.pack
-        self.results.append([pack(x.detach()) for x in found])  # the caller's become part of a graph
+        self.results.append(self.packed(found))
 
     def take(self) -> Tensors:
+        return self.unpacked(self.results.popleft())
+
+    def packed(self, found: Tensors) -> list[Packed | Tensor]:
+        pack = (lambda x: x) if self.store is None else self.store.pack
+        return [pack(x.detach()) for x in found]  # the caller's become part of a graph
+
+    def unpacked(self, found: list[Packed | Tensor]) -> Tensors:
         unpack = (lambda x: x) if self.store is None else self.store.unpack
-        return tuple(map(unpack, self.results.popleft()))
+        return tuple(map(unpack, found))
 
     def run(self, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         self.runs += 1
         if self.runs > 2:
             self.results.clear()  # of a second run that ended early
+        self.lent = {}
         token = _now.set(self)
         try:
             return function(*args, **kwargs)
@@ -59,6 +74,70 @@ class Kept:
     def again(self) -> bool:
         """Whether this is a later run, of which the next result is known."""
         return self.runs > 1 and bool(self.results)
+
+    @property
+    def known(self) -> bool:
+        """Whether the next result was kept, here or further out."""
+        return self.again or (self.outer is not None and self.outer.known)
+
+    def taken(self) -> Tensors | None:
+        """The next result, where it was kept, here or further out."""
+        if self.again:
+            return self.take()
+        found = None if self.outer is None else self.outer.taken()
+        if found is not None:
+            self.note(found)
+        return found
+
+    def note(self, found: Tensors) -> None:
+        """Keeps a result of the first run."""
+        if self.runs == 1 and self.keep:
+            self.put(found)
+
+
+class Part(Kept):
+    """The same of a function whose own backward runs it again, which has `found` of the first run: what its attention
+    gave is the caller's to save. keeps: whether a checkpoint around both keeps it too."""
+
+    def __init__(self, found: Tensors | None = None, keeps: bool = False) -> None:
+        super().__init__(True, None)
+        if found is None:
+            self.outer = _innermost()
+            self.around = self.outer is not None and self.outer.keeps
+        else:
+            self.around, self.runs = keeps, 1
+            self.results.append(list(found))
+
+    @property
+    def keeps(self) -> bool:
+        return self.around
+
+    def gave(self) -> Tensors:
+        """What attention gave in the first run."""
+        return tuple(x for found in self.results for x in found if isinstance(x, Tensor))
+
+
+class Lent:
+    """What a function inside of a checkpointed one leaves for its own backward, part by part: in the second run alone,
+    which is the one before backward, and in host memory where checkpoints go there. It is taken from the last part
+    on, so that the one before is fetched meanwhile."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept, self.number = kept, len(kept.lent)
+        kept.lent[self.number] = []
+
+    @classmethod
+    def now(cls) -> Lent | None:
+        """None outside of a checkpointed function."""
+        kept = _innermost()
+        return None if kept is None else cls(kept)
+
+    def leave(self, found: Tensors) -> None:
+        if self.kept.runs > 1:
+            self.kept.lent[self.number].append(self.kept.packed(found))
+
+    def take(self) -> Tensors:
+        return self.kept.unpacked(self.kept.lent[self.number].pop())
 
 
 TORCHS = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function
@@ -104,26 +183,27 @@ def which_run() -> str:
 def is_kept() -> bool:
     """Whether what attention gives now is kept, or was."""
     kept = _innermost()
-    return kept is not None and kept.keep
+    return kept is not None and kept.keeps
 
 
 def is_known() -> bool:
     """Whether the next result was kept: nothing is computed or sent for it."""
     kept = _innermost()
-    return kept is not None and kept.again
+    return kept is not None and kept.known
 
 
 def taken() -> Tensors | None:
     """The next result, where it was kept."""
     kept = _innermost()
-    return kept.take() if kept is not None and kept.again else None
+    return None if kept is None else kept.taken()
 
 
 def put(found: Tensors) -> None:
     """Keeps a result for the second run, where this is the first one of a function that is kept."""
     kept = _innermost()
-    if kept is not None and kept.runs == 1 and kept.keep:
-        kept.put(found)
+    while kept is not None:
+        kept.note(found)
+        kept = kept.outer
 
 
 class Checkpoint:

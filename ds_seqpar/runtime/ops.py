@@ -69,14 +69,15 @@ def agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Te
 
 
 def attention(
-    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, agreed: bool = False
+    runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, agreed: bool = False, parts: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """q (B, s, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's tokens -> out (B, s, Hq, Dv), differentiable,
-    and where it is asked for the lse (B, s, Hq) of its rows. agreed: whether ranks have agreed on the inputs."""
+    and where it is asked for the lse (B, s, Hq) of its rows. agreed: whether ranks have agreed on the inputs. parts:
+    above 1 these are the heads of one of so many stages, and the caller goes through them."""
     after = None if agreed else agree(runtime, q, k, v, asked)
     scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
     scores = Scores(scale, float(asked.softcap or 0.0))
-    more = asked.mask, asked.shards, scores, asked.sinks, after, asked.lse
+    more = asked.mask, asked.shards, scores, asked.sinks, after, asked.lse, parts
     if q.shape[-1] == v.shape[-1]:
         return _attention(runtime, (q, k, v), *more)
     out, lse = _attention(runtime, tuple(of_one_head_dim(q, k, v)), *more)
@@ -85,16 +86,16 @@ def attention(
 
 def _attention(
     runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None, scores: Scores,
-    sinks: Tensor | None, after: Tensor | None, lse: bool,
+    sinks: Tensor | None, after: Tensor | None, lse: bool, parts: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same of one head_dim. after: what must have been computed before anything is sent.
 
     Whether backward finds the inner q, k and v, or has them sent again, is the setting `keep_exchanged`.
     """
     again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
-    stages = _stages(runtime, tensors, mask, shards)
-    keeps = again and keeping.is_kept()
-    keep = sum(runtime.config.kept(stages, again, keeps))
+    q, k, _ = tensors
+    stages = stages_of(runtime, q, k, mask, shards) if parts == 1 else 1
+    keep = sum(runtime.config.kept(max(stages, parts), again, again and keeping.is_kept()))
     gathered = lse and runtime.members.degree > 1
     if _is_watched() and not again:
         numbers = _numbers(runtime, mask, shards, scores, stages, keep)
@@ -118,8 +119,8 @@ def _is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _stages(runtime: Runtime, tensors: Tensors, mask: Mask, shards: UnevenShards | None) -> int:
-    q, k, _ = tensors
+def stages_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: UnevenShards | None) -> int:
+    """In how many stages heads are attended to. q, k: of own tokens, of which shape and dtype count."""
     count = runtime.config.head_stages
     if count != "auto":
         return count

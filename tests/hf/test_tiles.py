@@ -164,6 +164,7 @@ MODELS = {
     "plain": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
     "lora": lambda: lora("gate_proj", "down_proj"),  # the first MLP's input wants no gradient
+    "lora attention": lambda: lora("q_proj", "v_proj", "o_proj"),
     "lora head": lambda: lora("q_proj", "lm_head"),
 }
 

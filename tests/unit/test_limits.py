@@ -17,7 +17,7 @@ from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner import footprint
+from ds_seqpar.planner import attended
 from ds_seqpar.planner.machine import PRESETS, Machine
 from ds_seqpar.planner.plan import chosen
 from ds_seqpar.planner.request import Model, Request, Step
@@ -247,7 +247,7 @@ def test_stages_and_the_most_heads_are_known_without_dealing_them():
 
 def _figures(config, tokens=256):
     step = Step(model=MODEL, config=config, world=config.size, seq=tokens * config.size, zero=Zero(stage=3))
-    return footprint.attention_figures(step)
+    return attended.attention_figures(step)
 
 
 SHAPES = [{"schedule": "ring"}, {"schedule": "ring", "forward": "q", "backward": "q"}, {"schedule": "distflash"},
@@ -281,17 +281,17 @@ def test_a_long_way_round_takes_what_a_short_one_does(monkeypatch, settings, lay
         config = SequenceParallelConfig(size=each * turns, ulysses=1, layout=layout, **own).resolve(
             each * turns, (8, 2)
         )
-        assert footprint.shortened(config).size < config.size
+        assert attended.shortened(config).size < config.size
         short = _figures(config)
         with monkeypatch.context() as context:
-            context.setattr(footprint, "shortened", lambda config: config)
+            context.setattr(attended, "shortened", lambda config: config)
             assert _figures(config) == short
 
 
 def test_what_has_no_way_round_is_not_shortened():
     for size, settings in ((120, {"schedule": "triangle"}), (64, {"schedule": "attention2d"}), (64, {"overlap": True})):
         config = SequenceParallelConfig(size=size, ulysses=1, **settings).resolve(size, (8, 2))
-        assert footprint.shortened(config) == config
+        assert attended.shortened(config) == config
 
 
 def test_runs_of_one_step_cover_what_their_positions_do():

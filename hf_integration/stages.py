@@ -1,0 +1,247 @@
+"""Attention modules that work on some heads at a time, projections included.
+
+A stage is a slice of heads: rows of the weights that make q, k and v, columns of the output projection's. It projects
+from the layer's input, attends, and adds its part to the output, so that no q, k, v or attention output of all heads
+stands at once. Backward goes through the stages again: it projects once more, takes what attention gave from forward,
+and adds the stage's part to the gradient of the input. Gradients of a weight's slices fill the weight's gradient, which
+reaches the parameter, and so ZeRO and DDP, once.
+
+What a family does between projections and attention (norms of q and k, RoPE, sinks) is the forward of its own class, on
+a twin of the module that has the stage's heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from ds_seqpar.compiler.heads import Stage, stages
+from ds_seqpar.placement import Placement
+from ds_seqpar.runtime.keeping import Lent, Part, is_known
+from ds_seqpar.runtime.ops import stages_of
+
+from .families import FAMILIES
+from .slices import INWARD, OUTWARD, Gradients, Slice, heads_of
+from .tiled_loss import LEAF, TILING
+from .tiles import Conditions, Source, ceil_of, cuts, trained
+
+STAGED = "_sequence_parallel_staged"  # an attribute of a module that has stages: its hook
+
+
+def stage(module: Any) -> None:
+    """Has an attention module go through its heads in stages, as the settings of its SequenceParallel say, in forwards
+    that are sharded. Under ZeRO-3 its parameters are fetched together."""
+    config, unhooked = module.sequence_parallel.config, not hasattr(module, "ds_id") or hasattr(module, LEAF)
+    if config.head_stages == 1 or config.overlap or "forward" in vars(module) or not unhooked:
+        return
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, *args, **kwargs) if STAGED in vars(self) else type(self).forward(self, *args, **kwargs)
+
+    setattr(module, STAGED, module.register_forward_pre_hook(_before, with_kwargs=True))
+    setattr(module, LEAF, True)
+    module.forward = types.MethodType(forward, module)
+
+
+def unstage(module: Any) -> None:
+    """Takes that back."""
+    hook = vars(module).pop(STAGED, None)
+    if hook is None:
+        return
+    hook.remove()
+    del module.forward
+    if not hasattr(module, "ds_id"):  # ZeRO-3 that has hooked a leaf asks it again
+        vars(module).pop(LEAF, None)
+
+
+def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """ZeRO-3 looks for a leaf's input among what has no name; where that wants no gradient (LoRA in a first layer) it
+    would take those of parameters too early."""
+    if "hidden_states" in kwargs:
+        args = (kwargs.pop("hidden_states"), *args)
+    x = args[0]
+    if (tiling := getattr(module, TILING, None)) is not None:
+        tiling.lend(module)
+    if hasattr(module, "ds_id") and torch.is_grad_enabled() and not x.requires_grad and trained(module):
+        args = (x.detach().requires_grad_(), *args[1:])
+    return args, kwargs
+
+
+def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    if torch.compiler.is_compiling() or not kwargs.get("sequence_parallel") or not _has_stages(module):
+        return own(module, x, *args, **kwargs)
+    q_heads, kv_heads = heads_of(module)
+    count = _count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
+    if count == 1:
+        return own(module, x, *args, **kwargs)
+    source = _source(module, x)
+    run = _Run(module, stages(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args)
+    run.again_of = None if source is None else source.compute
+    return _Staged.apply(run, None if source is None else source.x, x, *run.parameters), None
+
+
+def _source(module: Any, x: Tensor) -> Source | None:
+    """What a tiled norm made x of."""
+    tiling = getattr(module, TILING, None)
+    return None if tiling is None else tiling.source(x, module)
+
+
+def _count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
+    """Of stages. given: what a batch says of who sees whom."""
+    sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
+    if sp.config.head_stages != "auto":
+        return sp.config.head_stages
+    if isinstance(given, Placement):
+        mask, shards = given.masked(mask.window), given.shards
+    cast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    q, k = (torch.empty(*x.shape[:2], n, module.head_dim, dtype=dtype, device="meta") for n in (q_heads, kv_heads))
+    return stages_of(sp.runtime, q, k, mask, shards)
+
+
+def _has_stages(module: Any) -> bool:
+    """Whether each stage has projections of its own: not where norms of q and k are over all heads, where projections
+    are no plain linear ones or have hooks, or where adapters drop inputs at random."""
+    if FAMILIES[module.config.own.model_type].norms_heads:
+        return False
+    return all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD))
+
+
+def _is_linear(module: Any) -> bool:
+    if any("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks for one in module.modules()):
+        return False
+    if type(module).forward is nn.Linear.forward:
+        return True
+    return _is_lora(module) and _is_linear(module.base_layer)
+
+
+def _is_lora(module: Any) -> bool:
+    """Whether this is a linear layer of peft's with LoRA as it first was: without dropout, magnitudes or biases."""
+    if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or getattr(module, "lora_variant", None):
+        return False
+    plain = [*module.lora_A.values(), *module.lora_B.values()]
+    drops = [one for one in module.lora_dropout.values() if module.training and getattr(one, "p", 0.0) > 0]
+    return not drops and all(type(one) is nn.Linear and one.bias is None for one in plain)
+
+
+class _Run:
+    """One forward of a module, and what its backward must repeat. own: the forward of the module's class."""
+
+    again_of: Callable[[Tensor], Tensor] | None = None  # how tiles of the input are made of what was saved
+
+    def __init__(self, module: Any, its: Sequence[Stage], x: Tensor, own: Callable[..., Any], args: tuple) -> None:
+        self.module, self.stages, self.own, self.args = module, its, own, args
+        self.parameters, self.conditions, self.dtype = tuple(trained(module)), Conditions.of(x), x.dtype
+        self.cuts = cuts(x.shape[1], ceil_of(x.shape[0] * x.shape[1], x.shape[2]))
+        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, Lent.now()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """(the output, what attention gave in all stages, where that is wanted and no checkpoint around has it)."""
+        out, given = torch.empty(0), list[Tensor]()
+        for index in range(len(self.stages)):
+            part, kept = Slice(self.module, self.stages, index, grad=False), Part()
+            self.keeps = kept.keeps
+            inner = part.blank(x) if is_known() else part.project(lambda cut: x[:, cut], x, self.cuts)
+            attended = kept.run(part.attend, self.attention(x), inner)
+            if self.lent is not None:
+                self.lent.leave(kept.gave())
+            elif self.wanted:
+                given += kept.gave()
+            del kept
+            for cut in self.cuts:
+                tile = part.outward(attended[:, cut])
+                if out.dim() == 1:
+                    out = tile.new_empty(*x.shape[:2], tile.shape[-1])
+                out[:, cut] = out[:, cut].add_(tile) if index else tile
+        return out, given
+
+    def attention(self, x: Tensor) -> Callable[..., tuple]:
+        """The forward of the module's class, of a twin. x: of the input's shape, which is all that it needs."""
+        return lambda twin: self.own(twin, x, *self.args)
+
+    def backward(self, saved: Tensor, given: list[Tensor], grad: Tensor, wants_x: bool) -> Iterator[Tensor | None]:
+        """The gradient of the input x, and those of the parameters. saved: x, or what it is made of; given: what
+        attention gave, which is used up."""
+        found, each = Gradients(), len(given) // len(self.stages)
+        dx = torch.zeros_like(saved, dtype=self.dtype) if wants_x else None
+        with self.conditions.again():
+            torch.set_autocast_cache_enabled(False)  # of what was projected without a graph nothing is used with one
+            for index in reversed(range(len(self.stages))):
+                its = tuple(given[index * each :]) if self.lent is None else self.lent.take()
+                del given[index * each :]
+                self.stage_backward(Slice(self.module, self.stages, index, grad=True), saved, its, grad, dx, found)
+                del its
+        yield dx
+        yield from map(found.taken, self.parameters)
+
+    def stage_backward(
+        self, part: Slice, saved: Tensor, its: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None, found: Gradients
+    ) -> None:
+        """Adds the gradients of one stage to dx and found."""
+
+        def x(cut: slice) -> Tensor:
+            return saved[:, cut] if self.again_of is None else self.again_of(saved[:, cut])
+
+        anchor = torch.zeros((), requires_grad=True, device=saved.device)
+        with torch.enable_grad():
+            inner = {name: _Begun.apply(anchor, one) for name, one in part.project(x, saved, self.cuts).items()}
+            asked = [get_gradient_edge(one) for one in inner.values()]  # the tensors themselves are not kept for it
+            attended = Part(its, self.keeps).run(part.attend, self.attention(saved), inner)
+        d_attended = torch.empty_like(attended)
+        with found.adding(part.leaves_out) as differentiate:
+            for cut in self.cuts:
+                with torch.enable_grad():
+                    tile = attended[:, cut].detach().requires_grad_()
+                    out = part.outward(tile)
+                (d_attended[:, cut],) = differentiate([out], [tile], [grad[:, cut]])
+        with found.adding(part.between) as differentiate:
+            d_inner = differentiate([attended], asked, [d_attended])
+        del attended, d_attended
+        with found.adding(part.leaves_in) as differentiate:
+            for cut in self.cuts:
+                tile = x(cut)
+                with torch.enable_grad():
+                    tile = tile.detach().requires_grad_(dx is not None)
+                    outs = [projection(tile) for projection in part.inward.values()]
+                of_tile = differentiate(outs, [tile] if dx is not None else [], [one[:, cut] for one in d_inner])
+                if dx is not None:
+                    dx[:, cut] += of_tile[0]
+
+
+class _Begun(Function):
+    """x as it is, where a graph begins: unlike that of a leaf, its place in the graph does not hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Staged(Function):
+    """The module's output (B, s, d). Saved are its input, or what that is made of, and what attention gave."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run = run
+        out, given = run.forward(x)
+        ctx.save_for_backward(x if source is None else source, *given)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, *given = ctx.saved_tensors
+        return None, None, *ctx.run.backward(saved, given, grad, ctx.needs_input_grad[2])

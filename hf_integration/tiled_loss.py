@@ -1,0 +1,222 @@
+"""The loss of a causal language model in tiles, whatever lies between its head and the loss.
+
+Families scale or cap their logits, and add a loss that balances experts. None of that is written again here: the
+forward of the model's own class runs for each tile, on a twin of the model whose base model gives that tile of the last
+hidden state, and once more for all the rest, on one whose base model is the real one but gives no tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from ds_seqpar.batches import IGNORE
+from ds_seqpar.config import most_logits
+from ds_seqpar.errors import ConfigError, InputError
+
+from .graphs import between_graphs
+from .tiles import Source, Sums, ceil_of, tiled_sum, trained
+
+TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
+LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
+TOGETHER = 1024  # tokens whose logits are made fp32 at once
+
+
+@dataclasses.dataclass(kw_only=True)
+class Tiling:
+    """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
+    as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
+    whole; None: the model's own. losses: where somebody looks at the loss, the sum of token losses by tiles' logits.
+    norms: those before attentions and MLPs, by these. made: what the norm that ran last gave (its storage), the norm,
+    and what it was made of."""
+
+    mlp: int | str
+    loss: int | str
+    modules: tuple[nn.Module, ...]
+    hooks: tuple[RemovableHandle, ...] = ()
+    local: bool = False
+    evaluated: Literal["loss", "logits"] | None = None
+    losses: float | None = None
+    norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
+    made: tuple[StorageWeakRef, nn.Module, Source] | None = None
+
+    def source(self, x: Tensor, user: nn.Module) -> Source | None:
+        """Of x, where the norm before `user` has just made it."""
+        if self.made is None or self.made[1] is not self.norms.get(user):
+            return None
+        storage, _, source = self.made
+        return source if storage.cdata == x.untyped_storage()._cdata and not storage.expired() else None
+
+    def lend(self, user: Any) -> None:
+        """Has ZeRO-3 fetch the parameters of the norm before `user` with its own, since it may make x again. On all
+        ranks, which may have x or its source."""
+        if user in self.norms and hasattr(user, "ds_id"):
+            from deepspeed.runtime.zero import register_external_parameter
+
+            for parameter in self.norms[user].parameters(recurse=False):
+                register_external_parameter(user, parameter)
+
+    @contextlib.contextmanager
+    def being(self, local: bool) -> Iterator[None]:
+        """A context in which a layer is computed again, of a forward that was local or not."""
+        before, self.local = self.local, local
+        try:
+            yield
+        finally:
+            self.local, self.made = before, None
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> float:
+    """The sum of the losses of tokens, logits (B, s, vocabulary), shift_labels (B, s); few are made fp32 at once."""
+    flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
+    parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
+    losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
+    return float(torch.stack(losses).sum())
+
+
+def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a causal language model, by its class's own: once without tokens between base model and loss, and
+    once for the loss of each tile."""
+    given = {**dict(zip(_names(model), args, strict=False)), **kwargs} if args else kwargs
+    if not _wants_tiles(model, given):
+        return type(model).forward(model, *args, **kwargs)
+    if given.get("num_items_in_batch") is None:
+        raise InputError(
+            "a tiled loss needs num_items_in_batch, which the sum of token losses is divided by; got none, give the "
+            "model what sp.shard_batches returns"
+        )
+    return _in_tiles(model, given)
+
+
+def _names(model: Any) -> tuple[str, ...]:
+    """Of the arguments of a model's forward."""
+    return tuple(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def _wants_tiles(model: Any, given: dict[str, Any]) -> bool:
+    tiling = getattr(model, TILING)
+    if given.get("labels") is None or given.get("shift_labels") is None or given.get("logits_to_keep"):
+        return False
+    if model.base_model._sequence_parallel_patch.whole:
+        return False
+    return torch.is_grad_enabled() or tiling.evaluated is not None
+
+
+def _in_tiles(model: Any, given: dict[str, Any]) -> Any:
+    given = {**given}
+    as_dict = given.pop("return_dict", None)
+    base, around = _around(model, given)
+    logits: list[Tensor] = []
+    loss = _loss(model, given, base, logits)
+    if around.get("aux_loss") is not None:
+        loss = loss + model.router_aux_loss_coef * around.aux_loss.to(loss.device)
+    output = type(around)(**{**around, "loss": loss, "logits": torch.cat(logits, 1) if logits else None})
+    return output if (getattr(model.config, "return_dict", True) if as_dict is None else as_dict) else output.to_tuple()
+
+
+@between_graphs
+def _loss(model: Any, given: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
+    """Of tokens, from the base model's output. logits: takes those of tiles, where they are wanted."""
+    in_tiles = functools.partial(_sum_of_tiles, model, given, type(base), logits)
+    return _through(model.lm_head, in_tiles, base.last_hidden_state)
+
+
+def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """What in_tiles makes of the head and of x, inside one call of the head: what has hooked it, as ZeRO-3 has, sees no
+    tiles. Until that call the head's forward is its own: it may have been replaced at any time before."""
+    own, before = head.forward, vars(head).get("forward")
+    has_parts, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
+    if has_parts and partitioned and not hasattr(head, LEAF):
+        raise ConfigError(
+            "a tiled loss under ZeRO-3 needs the head that the model had when it was patched; got one of type "
+            f"{type(head).__name__}, patch the model after its adapters are there"
+        )
+
+    def forward(x: Tensor) -> Tensor:
+        sums = Sums(trained(head))
+        plain = before is None and type(head).forward is nn.Linear.forward
+        return in_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else own, x, sums)
+
+    head.forward = forward
+    try:
+        return head(x)
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+
+
+def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """(the output of the base model, that of the model for none of its tokens): all but the loss of tokens."""
+    outputs: list[Any] = []
+
+    def base(*args: Any, **kwargs: Any) -> Any:
+        return _without_tokens(model.base_model(*args, **kwargs), outputs)
+
+    around = _own(model, base, lambda x: x, {**given, "labels": None})
+    return outputs[0], around
+
+
+@between_graphs
+def _without_tokens(output: Any, outputs: list[Any]) -> Any:
+    """A base model's output with a last hidden state of no tokens; outputs takes what it was."""
+    outputs.append(output)
+    return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :0]})
+
+
+def _sum_of_tiles(
+    model: Any,
+    given: dict[str, Any],
+    kind: type,
+    logits: list[Tensor],
+    head: Callable[..., Tensor],
+    x: Tensor,
+    sums: Sums,
+) -> Tensor:
+    """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
+    logits: takes those of tiles, where they are wanted."""
+    tiling: Tiling = getattr(model, TILING)
+    wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
+    shape = given["shift_labels"].shape
+    by_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
+    if "output_router_logits" in _names(model):  # what balances experts is whole, in `_around`
+        given = {**given, "output_router_logits": False}
+
+    def loss_of(tile: Tensor, cut: slice) -> Tensor:
+        part = given | {name: x[:, cut].contiguous() for name, x in by_token.items()}
+        output = _own(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head, part)
+        logits.extend([output.logits] if wanted else [])
+        if tiling.losses is not None:
+            tiling.losses += token_losses(output.logits, part["shift_labels"])
+        return output.loss
+
+    return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))
+
+
+def _own(model: Any, base: Callable[..., Any], head: Callable[..., Tensor], given: dict[str, Any]) -> Any:
+    """The forward of the model's class with another base model and head."""
+    return type(model).forward(_twin(model, base, head), **given, return_dict=True)
+
+
+@between_graphs
+def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> Any:
+    """The model with another base model and head. Of the same class: what a subclass overrides stays so."""
+    twin = object.__new__(type(model))
+    vars(twin).update(vars(model))
+    vars(twin).update({model.base_model_prefix: base, "lm_head": head})
+    return twin
+
+
+def _loss_tiles(model: Any, x: Tensor) -> int:
+    tiles, vocab = getattr(model, TILING).loss, model.config.vocab_size
+    return ceil_of(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles

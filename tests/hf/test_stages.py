@@ -1,0 +1,150 @@
+"""Attention modules that project the heads of one stage at a time: numbers as without stages, no tensor of all heads,
+nothing sent twice, under every ZeRO stage."""
+
+import pytest
+import torch
+
+from tests.dist.ranks import make
+from tests.hf import test_tiles as tiles
+from tests.hf.families import FAMILIES, batch_of, model_of
+from tests.hf.llama import averaged, gap, llama, small
+from tests.hf.test_checkpointing import CHECKPOINTING, enable
+from tests.launch import on_engine_ranks as on_ranks
+
+pytestmark = pytest.mark.usefixtures("compiled")
+STAGES = {"head_stages": 2}
+SECTIONS = {"r2": {"size": 2, "ulysses": 1}, "u2": {"size": 2, "ulysses": 2}}
+CASES = [("odd", "r2", None), ("packed", "u2", "plain"), ("left", "r2", "reentrant"), ("packed", "r2", "plain")]
+
+
+def results(name, sp, kind, how):
+    """(loss, gradients) of a step, in fp64 where experts allow it."""
+    model = model_of(name, 5)
+    model = model if name in tiles.EXPERTS else model.double()
+    model.patch_attention(sp)
+    enable(model, CHECKPOINTING[how or "none"])
+    output = model.train()(**sp.shard_batch(batch_of(kind)))
+    output.loss.backward()
+    return sp.mean_loss(output.loss), averaged(model)  # of sinks each rank has those of its own heads
+
+
+def beside_whole(cases):
+    """By family and case: errors of loss and gradients, and how many stages each attention had."""
+    found = {}
+    sps = {name: [make(**section, **more) for more in ({}, STAGES)] for name, section in SECTIONS.items()}
+    for name, kind, section, how in cases:
+        calls = counted(sps[section][1])
+        (loss, grads), (mine, theirs) = (results(name, sp, kind, how) for sp in sps[section])
+        found[name, kind, section, how] = abs(mine - loss) / loss, gap(theirs, grads), len(calls)
+    return found
+
+
+def counted(sp):
+    """A list that grows with every call of attention: (query heads, key/value heads)."""
+    calls, forward = [], type(sp.runtime).forward
+
+    def call(q, k, *args):
+        calls.append((q.shape[2], k.shape[2]))
+        return forward(sp.runtime, q, k, *args)
+
+    sp.runtime.forward = call
+    return calls
+
+
+NAMES = sorted(FAMILIES)
+ROUNDED = {*tiles.EXPERTS, "gemma3_text", "qwen3"}  # norms of q and k are in fp32 whatever the dtype
+COVER = [(name, *CASES[index % len(CASES)]) for index, name in enumerate(NAMES)]
+EVERY = [(name, *case) for name in NAMES for case in CASES]
+
+
+@pytest.mark.parametrize("cases", [COVER, pytest.param(EVERY, marks=pytest.mark.whole)], ids=["cover", "whole"])
+def test_every_family_is_what_it_is_without_stages(cases):
+    """Norms of q and k, biases, sinks, projections in one; OLMo's norms are over all heads: one call has its stages."""
+    for found in on_ranks(2, beside_whole, cases, timeout=600):
+        assert len(found) == len(cases)
+        for (name, *case), (loss, grads, calls) in found.items():
+            assert max(loss, grads) < (1e-5 if name in ROUNDED else 1e-10), (name, case)
+            assert calls == (2 if name in ("olmo2", "olmo3") else 4), (name, case)  # two layers
+
+
+ZERO = {("lora attention", 3, None): STAGES, ("plain", 3, False): {**STAGES, **tiles.AUTO}}
+ZERO_REST = {
+    ("plain", 2, None): STAGES,
+    ("plain", 3, True): STAGES,
+    ("lora attention", 2, False): STAGES,
+    ("lora attention", 3, True): {**STAGES, **tiles.AUTO},
+}
+
+
+@pytest.mark.parametrize("cases", [ZERO, pytest.param(ZERO_REST, marks=pytest.mark.whole)], ids=["cover", "rest"])
+def test_training_is_that_of_one_process_without_stages(cases):
+    (alone,) = on_ranks(1, tiles.curves, {case: {} for case in cases}, timeout=300)
+    for found in on_ranks(2, tiles.curves, cases, timeout=300):
+        for case, both in found.items():
+            for mine, theirs in zip(both, alone[case], strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5), case
+
+
+def sent(stages):
+    """By section and way to checkpoint: heads of each attention, and what arrived, by kind."""
+    found = {}
+    for name, section in SECTIONS.items():
+        for how, given in CHECKPOINTING.items():
+            sp, model = make(**section, **stages), small(num_key_value_heads=4)
+            calls = counted(sp)
+            model.patch_attention(sp)
+            enable(model, given)
+            model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
+            found[name, how] = calls, dict(sp.comm.received)
+    return found
+
+
+def test_attention_runs_once_and_sends_once():
+    for whole, mine in zip(on_ranks(2, sent, {}), on_ranks(2, sent, STAGES), strict=True):
+        for case, (calls, arrived) in mine.items():
+            expected = whole[case][1]
+            assert whole[case][0] == [(8, 4)]
+            assert calls == [(4, 2), (4, 2)]
+            if case == ("u2", "none"):  # without a checkpoint stages keep nothing that they have sent
+                expected["qkv"] *= 2
+                expected["delta_heads"] = arrived["delta_heads"]
+            assert arrived == expected, case
+
+
+HEADS, LENGTH = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 32}, 96
+
+
+def largest(stages, how):
+    """The most elements that a tensor has in a step."""
+    sp, model = make(size=1, **stages), llama(**HEADS)
+    model.patch_attention(sp)
+    enable(model, CHECKPOINTING[how])
+    ids = torch.arange(LENGTH)[None] % 64
+    batch = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
+    with tiles.Sizes() as sizes:
+        model.train()(**batch).loss.backward()
+    return sizes.most
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+def test_no_query_of_all_heads_stands(how):
+    assert on_ranks(1, largest, {}, how) == [LENGTH * 8 * 32]
+    assert on_ranks(1, largest, {"head_stages": 4}, how) <= [LENGTH * 96]  # an intermediate of the MLP
+
+
+def under_autocast():
+    """The gap of gradients, in bf16 by autocast, to those without stages."""
+    found = []
+    for stages in ({}, STAGES):
+        sp, model = make(size=1, **stages), model_of("qwen3")
+        model.patch_attention(sp)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.train()(**sp.shard_batch(batch_of("odd"))).loss
+        loss.backward()
+        found.append(averaged(model))
+    return gap(found[1], found[0])
+
+
+def test_autocast_is_that_of_forward():
+    """With its cache a weight that was cast where nothing asks for gradients would lose its own."""
+    assert max(on_ranks(1, under_autocast)) < 0.05
