@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .whole import WholeTensor, part_of, wholes
+from .whole_tensors import RULES, WholeTensor, part_of, wholes
 
 aten = torch.ops.aten
-Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name) -> its result; None: it needs the whole
 
 
 def _by_element(func: Any, named: dict[str, Any]) -> Any:
@@ -133,7 +131,7 @@ BY_TOKEN = """
     _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data logsumexp sum mean amax amin max min argmax
     argmin topk sort cumsum gather scatter_add slice select squeeze unsqueeze any all
 """
-RULES: dict[str, Rule] = {
+RULES |= {
     **dict.fromkeys(BY_ELEMENT.split(), _by_element),
     **dict.fromkeys(BY_TOKEN.split(), _by_token),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshaped),

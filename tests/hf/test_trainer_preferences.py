@@ -1,6 +1,7 @@
 """trl's DPOTrainer with the mixin before it logs what it logs alone."""
 
 import os
+from pathlib import Path
 
 import peft
 import pytest
@@ -26,7 +27,7 @@ REFERENCES = {
         {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
         {"learning_rate": 3e-2},
     ),
-    "a model": lambda: ({"ref_model": model(seed=1)}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]}),
+    "a model": lambda: ({"ref_model": model(seed=1)}, {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.2]}),
     "computed before": lambda: ({"ref_model": model(seed=1)}, {"precompute_ref_log_probs": True}),
     "a model, in parts": lambda: ({"ref_model": model(seed=1)}, {"stage": 3, "loss_type": ["ipo"]}),
 }
@@ -55,7 +56,7 @@ def figures(folder, name, size):
         pass
 
     torch.manual_seed(3)  # of adapters too
-    own, changes = REFERENCES[name]()
+    own, changes, data = *REFERENCES[name](), Path(folder).parent
     of_group = PAIRS * (size or 1) // int(os.environ["WORLD_SIZE"])
     given = {
         "per_device_train_batch_size": of_group, "per_device_eval_batch_size": of_group, "max_steps": 2,
@@ -65,7 +66,7 @@ def figures(folder, name, size):
     }  # fmt: skip
     trainer = (Shared if size else DPOTrainer)(
         model=model(), args=DPOConfig(str(folder), **(given | changes)), processing_class=ByT5Tokenizer(extra_ids=0),
-        train_dataset=load_from_disk(f"{folder}/../train"), eval_dataset=load_from_disk(f"{folder}/../eval"), **own,
+        train_dataset=load_from_disk(data / "train"), eval_dataset=load_from_disk(data / "eval"), **own,
     )  # fmt: skip
     trainer.train()
     return {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in FIGURES}

@@ -1,0 +1,312 @@
+"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody looks.
+
+A `WholeTensor` is to its user the whole tensor: it has its shape, and every function of torch gives of it what it gives
+of the whole, gradients too. Inside it has this rank's part. What works token by token (conversions, arithmetic, softmax
+and choices along the last dim, slices of rows and tokens) is done on the part, and gives another such tensor. Anything
+else gathers the whole first, once, from all ranks of the sequence.
+
+All ranks of a sequence compute the same from the whole, so that each of them gets the whole gradient of it. A rank
+takes its own part of that, times the ranks of the sequence: gradients are averaged over all ranks of the job.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .errors import InputError
+from .placement import Placement
+from .runtime.agreement import agree
+from .runtime.comm import failing
+from .sharding import Sharding
+from .spread import Spread
+
+Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name) -> its result; None: it needs the whole
+RULES: dict[str, Rule] = {}  # which whole_rules.py fills
+
+
+class WholeTensor(Tensor):
+    """See above. part (1 or rows, own tokens, ...): this rank's, without autograd. flat: rows and tokens are one dim of
+    the whole. piece: it is a view, or a slice, of another. family: the pieces of one tensor, by all of them known."""
+
+    part: Tensor
+    spread: Spread
+    flat: bool
+    piece: bool
+    family: list[weakref.ref[WholeTensor]]
+    _gathered: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, of: WholeTensor | None = None
+    ) -> WholeTensor:
+        """of: what it is a piece of."""
+        lead = (spread.rows * spread.tokens,) if flat else (spread.rows, spread.tokens)
+        made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
+        made.part, made.spread, made.flat, made._gathered = part, spread, flat, None
+        made.piece, made.family = of is not None, [] if of is None else of.family
+        if of is not None:
+            made.family[:] = [piece for piece in made.family if piece() is not None] + [weakref.ref(made)]
+        return made
+
+    @property
+    def placement(self) -> Placement | None:
+        """That of the batch, where it has one: `sp.gather` and `sp.shard` take it."""
+        return self.spread.placement
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, (rows, own tokens, ...), or (1, own tokens, ...) where rows lie end to end. Autograd
+        follows it: the loss of all ranks' parts is `sp.sum_over_ranks` of what each makes of its own."""
+        return _Local.apply(self)
+
+    def whole(self) -> Tensor:
+        """The whole as a plain tensor. Collective over the ranks of the sequence, the first time."""
+        return _Gathered.apply(self)
+
+    def gathered(self) -> Tensor:
+        """The same, which autograd does not follow."""
+        if self._gathered is None:
+            whole = self.spread.gathered(self.part)
+            self._gathered = whole.flatten(0, 1) if self.flat else whole
+        return self._gathered
+
+    @property
+    def lead(self) -> int:
+        """How many dims rows and tokens are."""
+        return 1 if self.flat else 2
+
+    def is_like(self, other: WholeTensor) -> bool:
+        """Whether both have the same tokens, in the same dims."""
+        return self.spread.is_like(other.spread) and self.flat == other.flat
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and (found := _item(*args)) is not None:
+                return found
+            if func is Tensor.__setitem__:
+                _check_change(args[0])
+                tree_map(_gathered, (args, kwargs))
+            if func in UNCHANGEABLE:
+                _refuse_change(args[0])
+            if func in PLAIN:
+                args, kwargs = tree_map(_plain, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if outs := [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]:
+            if isinstance(outs[0], WholeTensor):
+                _refuse_change(outs[0])
+            return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        if args and isinstance(args[0], WholeTensor) and (torch.Tag.inplace_view in func.tags or name in SHAPING):
+            _refuse_change(args[0])
+        changed = args[0] if func._schema.is_mutable and args and isinstance(args[0], WholeTensor) else None
+        if changed is not None:
+            name = name.removesuffix("_")
+            _check_change(changed)
+        found, rule = None, RULES.get(name)
+        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # then its memory is what counts
+        if rule is not None and not is_whole and (changed is None or changed._gathered is None):
+            found = rule(func, _by_name(func, args, kwargs))
+        if found is None:
+            found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return found if changed is None else changed
+
+
+def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
+    """The whole tensor of every rank's part; autograd follows it to the part. It communicates where it is looked at,
+    and in backward."""
+    return _Made.apply(part, spread)
+
+
+def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
+    """The sum over the ranks of a sequence of each one's part of the loss, a scalar. Collective over them, in backward
+    too. A part's gradient is `size` times the loss's own: ranks are averaged."""
+    return _Sum.apply(own, sp)
+
+
+def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
+    """This rank's part of a tensor that is whole, plain or not."""
+    if isinstance(x, WholeTensor):
+        if x._gathered is None and x.spread.is_like(spread):
+            return x.part
+        x = x.gathered()
+    return spread.part(x.unflatten(0, (spread.rows, -1)) if flat else x)
+
+
+def _agree_on_backward(sp: Sharding, name: str) -> None:
+    """A rank that looks at something instead would wait for those that are in attention's backward."""
+    agree(sp.groups.control, f"backward through whole {name}", None)
+
+
+class _Made(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, spread: Spread) -> WholeTensor:
+        ctx.spread = spread
+        return WholeTensor(part.detach(), spread)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _agree_on_backward(ctx.spread.sp, ctx.spread.name)
+        return part_of(grad, ctx.spread) * ctx.spread.sp.size, None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
+        ctx.sp, total = sp, own.detach().clone()
+        if sp.groups.sp is not None:  # torch takes None for all ranks
+            with failing("the sum of the loss over ranks", sp.groups.sp):
+                dist.all_reduce(total, group=sp.groups.sp)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _agree_on_backward(ctx.sp, "loss")
+        return grad * ctx.sp.size, None
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor) -> Tensor:
+        ctx.spread, ctx.flat = x.spread, x.flat
+        return x.gathered().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return WholeTensor(part_of(grad, ctx.spread, ctx.flat), ctx.spread, ctx.flat)
+
+
+class _Local(Function):
+    """Its gradient is that of the part alone: `_Made` multiplies by the ranks, as `sum_over_ranks` has done already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor) -> Tensor:
+        ctx.spread, ctx.flat = x.spread, x.flat
+        return part_of(x, x.spread, x.flat).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return WholeTensor(grad / ctx.spread.sp.size, ctx.spread, ctx.flat)
+
+
+class _Narrowed(Function):
+    """Some rows and tokens, which stay where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
+        ctx.shape, ctx.spread, ctx.rows = x.part.shape, x.spread, rows
+        ctx.narrow, kept = x.spread.narrow(rows, tokens)
+        ctx.kept = kept.to(x.device)
+        part = x.part if x.spread.joined else x.part[rows]
+        return WholeTensor(part.index_select(1, ctx.kept), ctx.narrow, of=x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own = part_of(grad, ctx.narrow)
+        whole = own.new_zeros(ctx.shape)
+        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.kept, own)
+        return WholeTensor(whole, ctx.spread), None, None
+
+
+def _item(x: Any, index: Any) -> Any:
+    """x[index], if that takes rows and tokens by slices or numbers; None: it does not."""
+    if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
+        return None
+    index = list(index) if isinstance(index, tuple) else [index]
+    if any(i is None for i in index):
+        return None
+    if (at := next((at for at, i in enumerate(index) if i is Ellipsis), None)) is not None:
+        index[at : at + 1] = [slice(None)] * (x.dim() - len(index) + 1)
+    index += [slice(None)] * (2 - len(index))
+    chosen, rest = index[:2], index[2:]
+    slices = [_as_slice(i, size) for i, size in zip(chosen, x.shape, strict=False)]
+    if None in slices or slices == [slice(None)] * 2:
+        return None
+    found = _Narrowed.apply(x, *slices)
+    numbers = sum(isinstance(i, int) for i in chosen)
+    if numbers:
+        found = found.flatten(0, 1)  # one of the two dims has length 1
+    if numbers == 2:
+        found = found.select(0, 0)
+    return found[(*(slice(None) for i in chosen if isinstance(i, slice)), *rest)] if rest else found
+
+
+def _as_slice(index: Any, size: int) -> slice | None:
+    if isinstance(index, slice) and (index.step is None or index.step > 0):
+        return index
+    if type(index) is int and -size <= index < size:
+        return slice(index % size, index % size + 1)
+    return None
+
+
+def _check_change(x: Any) -> None:
+    """A piece has memory of its own, which the tensor and its other pieces would not see changed."""
+    if isinstance(x, WholeTensor) and (x.piece or any(piece() is not None for piece in x.family)):
+        raise InputError(
+            "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
+            f"one of {x.spread.name}, make a new tensor, or change .whole() of the output"
+        )
+
+
+def _refuse_change(x: Any) -> NoReturn:
+    raise InputError(
+        "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
+        f"{x.spread.name}, make a new tensor"
+    )
+
+
+def plain(x: Tensor) -> Tensor:
+    """The whole of a tensor in parts, as `WholeTensor.whole`; any other tensor as it is."""
+    return _plain(x)
+
+
+def _plain(x: Any) -> Any:
+    return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
+
+
+def _gathered(x: Any) -> Any:
+    return x.gathered() if isinstance(x, WholeTensor) else x
+
+
+def wholes(*arguments: Any) -> list[WholeTensor]:
+    """Those among all that may be inside of arguments."""
+    return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
+
+
+def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operator, those that were left out too."""
+    known = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return {**known, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+
+
+MEMORY = """
+    numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
+"""
+DATA = vars(torch._C.TensorBase)["data"]
+PLAIN = {
+    *(getattr(Tensor, name) for name in MEMORY.split()),
+    DATA.__get__,
+    *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # they change shapes in place
+}
+UNCHANGEABLE = {DATA.__set__}
+SHAPING = {"resize_", "resize_as_", "set_"}  # without the tag of operators that change a shape in place
