@@ -186,7 +186,7 @@ def test_arguments_that_are_not_known_to_be_right():
 
 def read_by(initialize, config):
     """The rows of all batches of the loader that initialize makes, and of a second epoch."""
-    data, model = torch.arange(10 * 16).view(10, 16), small()
+    data, model = list(torch.arange(10 * 16).view(10, 16)), small()
     _, _, loader, _ = initialize(
         model=model,
         model_parameters=list(model.parameters()),
