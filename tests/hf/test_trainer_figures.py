@@ -158,7 +158,7 @@ def test_utilisation_is_flops_over_the_peak_of_all_ranks(tmp_path):
 
 def test_flops_are_those_that_torch_counts():
     """torch counts every pair of an attention, visible or not."""
-    model = llama()
+    model = llama(attn_implementation="eager")
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
     flops = Flops(model)
