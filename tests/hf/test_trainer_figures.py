@@ -75,10 +75,10 @@ def scalars(folder):
     """The names that TensorBoard has been told of in a run's folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = Path(folder).rglob("events.out.tfevents*")
-    board = EventAccumulator(str(file))
-    board.Reload()
-    return set(board.Tags()["scalars"])
+    boards = [EventAccumulator(str(file)) for file in Path(folder).rglob("events.out.tfevents*")]
+    for board in boards:
+        board.Reload()
+    return {name for board in boards for name in board.Tags()["scalars"]}
 
 
 class Hears(TrainerCallback):
