@@ -192,7 +192,8 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
             known = [*taken, *inspect.signature(initialize).parameters]
             raise ConfigError(f"initialize takes no argument {name!r}{nearest(name, known)}; leave it out")
     data, collate = (kwargs.get(name) for name in DATA)
-    if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if data is not None and (not has_index or isinstance(data, torch.utils.data.IterableDataset)):
         raise ConfigError(
             f"training_data must have a length and an index; got {type(data).__name__}, make a DataLoader of it and "
             "use sp.loader"
