@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import ChainDataset
 
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
