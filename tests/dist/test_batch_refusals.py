@@ -209,7 +209,10 @@ ONE_GROUP = {
 SECOND_GROUP = {
     "no labels": (
         lambda sp, rank: sp.shard_batch(batch(sp.data_rank, **({"labels": None} if rank == 3 else {}))),
-        {3: ("InputError", "labels", "got none"), "others": ("DisagreementError", "rank 3 cannot", "labels", "got none")},
+        {
+            3: ("InputError", "labels", "got none"),
+            "others": ("DisagreementError", "rank 3 cannot", "labels", "got none"),
+        },
     ),
     "gap": (
         lambda sp, rank: sp.shard_batch(batch(sp.data_rank, attention_mask=mask(2) if rank >= 2 else None)),

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from ds_seqpar.cli import calibrate
+from ds_seqpar.cli import calibrate, calibration, zero_costs
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
-from ds_seqpar.cli import calibration, zero_costs
 from tests.launch import RankFailure, on_ranks
 
 

@@ -103,7 +103,7 @@ def close():
         with make(ulysses=2) as failed:
             raise ArithmeticError("of the user's own")
     except ArithmeticError:
-        still = refusal(lambda: failed.groups.sp)  # other ranks may be using it
+        still = refusal(lambda: failed.groups.sp)  # noqa: F821 - other ranks may be using it
     del failed
     return good, [refusal(call) for call in calls], still, (before, settled(before))
 

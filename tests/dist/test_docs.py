@@ -11,8 +11,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from ds_seqpar import Mask, SeqParError, SequenceParallelConfig, UnevenShards
-from ds_seqpar.compiler.layout import dealt
 from ds_seqpar import testing as virtual
+from ds_seqpar.compiler.layout import dealt
 from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make, refusal

@@ -73,7 +73,9 @@ def uneven():
     whole, found = oracle.tensors(1, 48, (8, 4)), []
     for stages in (1, 2):
         sp = make(size=4, ulysses=2, head_stages=stages)
-        own = {side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.members.member] for side in ("q", "kv")}
+        own = {
+            side: members_positions(shards, side, sp.runtime.rank, 2)[sp.runtime.members.member] for side in ("q", "kv")
+        }
         local = [x[:, own[side]].clone().requires_grad_() for side, x in zip(("q", "kv", "kv"), whole[:3], strict=True)]
         out = sp.attention(*local, shards=shards)
         out.square().sum().backward()
@@ -86,7 +88,7 @@ def test_shares_that_differ():
 
 
 def traffic():
-    """What arrives in a call, forward and backward, by kind: of one stage, of four that hide exchanges, and of four that
+    """What arrives in a call, forward and backward, by kind: of one stage, of four that hide exchanges, of four that
     send q, k and v again. Of plain causal attention, and of packed documents of other lengths."""
     whole, found = oracle.tensors(1, 64, (16, 16)), []
     for mask in (Mask(), Mask(documents=Mask.documents_of([7, 30, 27]))):
@@ -106,7 +108,7 @@ def test_stages_that_hide_exchanges_send_what_one_stage_sends():
 
 
 def memory(section, counts):
-    """In so many stages each: units of q at the most, forward and backward, beyond what there is whole: out and lse, and
+    """In so many stages each: units of q at the most, forward and backward, beyond what is whole: out and lse, and
     in backward three gradients, which are all made before the last of several stages is (of one stage they are its own
     buffers); what is left."""
     torch.manual_seed(0)

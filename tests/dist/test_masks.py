@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.errors import ConfigError
 from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.shards import EvenShards, UnevenShards, members_positions
+from ds_seqpar.errors import ConfigError
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,
@@ -200,7 +200,9 @@ def places(shards, side, inner):
     ],
 )
 def test_shards_of_any_length_are_exact(members, table, choose):
-    settings = {name: {**its, "ulysses": members} for name, its in (UNEVEN_TWO if members == 2 else UNEVEN_FOUR).items()}
+    settings = {
+        name: {**its, "ulysses": members} for name, its in (UNEVEN_TWO if members == 2 else UNEVEN_FOUR).items()
+    }
     cases = choose(settings=tuple(settings), shards=tuple(table), mask=tuple(OF_SHARDS))
     for found in on_ranks(4, uneven, settings, table, cases):
         assert len(found) == len(cases)
@@ -247,7 +249,9 @@ def test_lse_of_shards_of_any_length():
 
 def attention(sp, tokens=4, keys=None, dim=8, **options):
     """sp.attention with good local tensors, but for what a case asks for."""
-    q, k, v = (oracle.tensors(1, n, (4, 2), dim)[i].requires_grad_() for i, n in enumerate((tokens, *[keys or tokens] * 2)))
+    q, k, v = (
+        oracle.tensors(1, n, (4, 2), dim)[i].requires_grad_() for i, n in enumerate((tokens, *[keys or tokens] * 2))
+    )
     return sp.attention(q, k, v, **options)
 
 

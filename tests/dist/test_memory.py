@@ -1,4 +1,4 @@
-"""What attention takes beyond its inputs, seen at every operation, is what the program says, and as little as wanted."""
+"""What attention takes beyond its inputs, seen at every operation, is what the program says, and little enough."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from ds_seqpar.planner.calls import call_figures
 from ds_seqpar.runtime.keeping import keeping
 from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import live
-from tests.dist.ranks import make
 from tests.launch import on_warm_ranks as on_ranks
 
 HEADS, DIM, TOKENS = 8, 64, 512  # of fewer tokens products end before gloo lets go of what it has sent
@@ -31,7 +30,9 @@ OTHERS = {
     "window in bands, grouped heads": ({"size": 2, "schedule": "ring", "layout": "contiguous"}, Mask(window=200), 2),
     "documents of one length": ({"size": 1}, Mask(documents=tuple(range(0, TOKENS, 64))), 8),
     "documents of one length on each rank": (
-        {"size": 2, "schedule": "ring"}, Mask(documents=tuple(range(0, 2 * TOKENS, 128))), 8
+        {"size": 2, "schedule": "ring"},
+        Mask(documents=tuple(range(0, 2 * TOKENS, 128))),
+        8,
     ),
     "documents with a window": ({"size": 1}, Mask(window=40, documents=tuple(range(0, TOKENS, 128))), 4),
     "window": ({"size": 4, "schedule": "double_ring", "layout": "contiguous"}, Mask(window=600), 8),

@@ -150,9 +150,9 @@ def inverse(sp, placement, rows, seq, form):
     return torch.equal(sp.gather(sp.shard(x, dim, placement), dim, placement), x)
 
 
-# axolotl#3608: packed documents attended to one another, loss 1.83 times too large; TransformerEngine#1930: packing with
-# context parallelism wrong; verl#6475: labels leaked from one packed sample into the next; verl#6068: labels rolled
-# after slicing; TRL PR 6812: positions began at 0 on every shard
+# axolotl#3608: packed documents attended to one another, loss 1.83 times too large; TransformerEngine#1930: packing
+# with context parallelism wrong; verl#6475: labels leaked from one packed sample into the next; verl#6068: labels
+# rolled after slicing; TRL PR 6812: positions began at 0 on every shard
 @pytest.mark.parametrize(
     ("cases", "all_of_them"), [(FEW, False), pytest.param(EVERY, True, marks=pytest.mark.whole)], ids=["few", "every"]
 )

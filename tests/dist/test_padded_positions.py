@@ -7,7 +7,12 @@ from tests.dist.ranks import make
 from tests.launch import on_warm_ranks as on_ranks
 
 SEQ = 16
-PADDED = {"left": [(5, 16), (0, 16)], "right": [(0, 11), (0, 16)], "both": [(2, 9), (4, 16)], "a row": [(0, 16), (0, 0)]}
+PADDED = {
+    "left": [(5, 16), (0, 16)],
+    "right": [(0, 11), (0, 16)],
+    "both": [(2, 9), (4, 16)],
+    "a row": [(0, 16), (0, 0)],
+}
 FILLED = {
     "1, as transformers has it": lambda counted, real: counted.masked_fill(~real, 1),
     "0": lambda counted, real: counted.masked_fill(~real, 0),
@@ -45,7 +50,9 @@ def placed(lengths):
     sp = make(ulysses=2)
     seq, placement = sum(lengths), sp.place(sum(lengths), lengths)
     whole = torch.cat([torch.arange(length) for length in lengths])
-    return torch.equal(sp.position_ids(seq, placement), sp.shard(whole, 0, placement)), len(placement.position_ids(2, 0))
+    return torch.equal(sp.position_ids(seq, placement), sp.shard(whole, 0, placement)), len(
+        placement.position_ids(2, 0)
+    )
 
 
 def test_positions_of_a_placement_begin_again_with_each_document():

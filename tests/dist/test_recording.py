@@ -3,19 +3,32 @@ kept."""
 
 import itertools
 import json
-import re
 from collections import Counter
 from unittest import mock
 
 import pytest
 
-from ds_seqpar.errors import ConfigError
 from ds_seqpar.compiler.actions import Gather
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.program import (
-    Assemble, Enter, ExchangeStart, Export, Finish, Fold, GatherStart, Leave, Merge, Pack, PackHeads, Post, Product,
-    ScatterStart, UnpackHeads, Wait,
+    Assemble,
+    Enter,
+    ExchangeStart,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Leave,
+    Merge,
+    Pack,
+    PackHeads,
+    Post,
+    Product,
+    ScatterStart,
+    UnpackHeads,
+    Wait,
 )
+from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime import recorder
 from tests import oracle
 from tests.dist.ranks import leaves, make
@@ -60,7 +73,7 @@ def step(sp):
 
 
 def recorded(cases):
-    """By case: events, bytes received meanwhile, gathered events, and of each direction the plan's steps and the code."""
+    """By case: events, bytes received meanwhile, gathered events; of each direction the plan's steps and the code."""
     found = {}
     for name, (config, watch) in cases.items():
         sp = make(**config)
@@ -211,7 +224,7 @@ def without(folder):
     for owner, name in keeping:
         with mock.patch.object(owner, name, side_effect=AssertionError("nobody records")):
             step(sp)
-    with pytest.raises(ZeroDivisionError), sp.record() as broken:
+    with pytest.raises(ZeroDivisionError), sp.record() as broken:  # noqa: PT012 - a step is recorded before it
         step(sp)
         1 / 0  # noqa: B018
     step(sp)

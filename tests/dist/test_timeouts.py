@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.runtime import groups
 from ds_seqpar.errors import CommunicationError
+from ds_seqpar.runtime import groups
 from ds_seqpar.runtime.kernels import KERNELS
 from tests import oracle
 from tests.dist.ranks import attend, is_one_sentence, make

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ds_seqpar import SequenceParallelConfig
+from ds_seqpar import testing as virtual
 from ds_seqpar.compiler.heads import dealt
 from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.shards import UnevenShards, members_positions
-from ds_seqpar import testing as virtual
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
 from tests.launch import on_warm_ranks as on_ranks
@@ -20,7 +20,7 @@ BATCH, SEQ, DIM = 2, 48, 8
 
 
 def real_ranks(settings):
-    """By heads: global (out, dq, dk, dv), from one rank of each sequence, and what this rank received; and its place."""
+    """By heads: global (out, dq, dk, dv), from one rank of each sequence, what this rank received, its place."""
     found, sp = {}, make(**settings)
     for heads in HEADS:
         before, whole = sp.comm.received.copy(), oracle.tensors(BATCH, SEQ, heads)
@@ -115,7 +115,7 @@ def test_lse_and_shards_of_any_length(each):
 
 
 def narrow(heads):
-    """Of bf16: root mean square errors of (out, dq, dk, dv), which a sum in bf16 of shared heads' gradients would show."""
+    """Of bf16: root mean square errors of (out, dq, dk, dv): a sum in bf16 of shared heads' gradients would show."""
     sp = make(ulysses=4)
     whole = oracle.tensors(1, 256, heads, dim=16, dtype=torch.bfloat16)
     alone = virtual.attention(make(size=1).config, *whole)

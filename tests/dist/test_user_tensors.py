@@ -73,7 +73,7 @@ def test_one_token_a_rank():
 
 
 def under_autocast(kernel):
-    """Against the kernel alone outside autocast, on the bf16 inputs that autocast makes; and in fp64, which it leaves."""
+    """Against the kernel alone outside autocast, on the bf16 inputs that autocast makes; in fp64, which it leaves."""
     errors = []
     for dtype in (torch.float32, torch.float64):
         for degree in (1, 2):
@@ -291,7 +291,7 @@ def test_what_attention_cannot_take(degree):
 
 
 def mean_loss_gradients(tokens):
-    """Gradients of a mean loss over `tokens` times as many tokens as there are here: as small as those of a long one."""
+    """Gradients of a mean loss over `tokens` times as many tokens as are here: as small as those of a long one."""
     sp = make(travel_dtype="bf16", backward="q")
     q, k, v, do = oracle.tensors(1, 32, (4, 4), dtype=torch.float32)
     local, small = leaves(sp, q, k, v), do / 2.0**tokens
