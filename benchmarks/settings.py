@@ -17,7 +17,7 @@ from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Request
 
-from .longest import SHAPES, model_of
+from .memory.longest import SHAPES, model_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 MARK = "<!-- python -m benchmarks.settings -->\n"

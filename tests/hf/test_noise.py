@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from ds_seqpar.documents import starts_of
+from ds_seqpar.placement import starts_of
 from hf_integration import noise, unpatch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf import families, trainers
