@@ -25,6 +25,10 @@ CLEAN = (
     "docs/contributing.md",
     "docs/api.md",
     "docs/memory.md",
+    "docs/launching.md",
+    "docs/loaders.md",
+    "docs/coming_from.md",
+    "docs/settings.md",
 )
 
 
