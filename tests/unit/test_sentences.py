@@ -24,6 +24,11 @@ CLEAN = (
     "docs/other_models.md",
     "docs/contributing.md",
     "docs/api.md",
+    "docs/memory.md",
+    "docs/launching.md",
+    "docs/loaders.md",
+    "docs/coming_from.md",
+    "docs/settings.md",
 )
 
 
