@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler
 
-from . import loaders
 from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
@@ -24,6 +22,9 @@ from .runtime.telling import told_once
 from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from .loaders import Loader
     from .planner.auto import Job
     from .recording import Record
     from .runtime.offload import Store
@@ -215,9 +216,11 @@ class SequenceParallel(Sharding):
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
         """torch's DistributedSampler, over groups in place of ranks: its indices are those of a run without sequence
         parallelism on `data_size` ranks. Call its `set_epoch` before each epoch."""
-        return loaders.sampler(self, dataset, shuffle, seed, drop_last)
+        from .loaders import sampler
 
-    def loader(self, loader: DataLoader, read_once: bool = False) -> loaders.Loader:
+        return sampler(self, dataset, shuffle, seed, drop_last)
+
+    def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
         """A DataLoader's batches: the same on the ranks of a sequence, other ones in each group, whole and on the CPU.
 
         loader: over the whole data set, the same on every rank, with a sampler or none; group d takes the batches d,
@@ -228,7 +231,9 @@ class SequenceParallel(Sharding):
         draw random numbers agree then, and nothing is read twice.
         Collective over the world, as is each batch. Raises ConfigError or DisagreementError on every rank where a
         sampler is for ranks and not for groups, loading fails on one rank, or ranks have other orders or numbers."""
-        return loaders.Loader(self, loader, read_once)
+        from .loaders import Loader
+
+        return Loader(self, loader, read_once)
 
     def __deepcopy__(self, memo: dict) -> SequenceParallel:
         """A copied model shares it: process groups cannot be copied."""

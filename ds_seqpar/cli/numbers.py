@@ -13,6 +13,8 @@ from ..planner.request import Model
 
 # family -> biases of the q, k and v projections, unless attention_bias says it; parameters of norms of a head's q and k
 PLAIN = {"llama": (None, 0), "mistral": (False, 0), "qwen2": (True, 0), "qwen3": (None, 2)}
+DTYPES = (None, "float32", "bfloat16", "float16")
+ROPES = (None, "default", "llama3")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "head_dim")  # fmt: skip
 
@@ -43,6 +45,11 @@ def counted(content: dict[str, Any]) -> Model | None:
     width, count = content.get("hidden_size"), content.get("num_attention_heads")
     if family != "qwen3" and isinstance(width, int) and isinstance(count, int) and count and width % count == 0:
         content = {"head_dim": width // count, **content}
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
+    dtypes = [content.get(name) for name in ("dtype", "torch_dtype")]
+    if kind not in ROPES or content.get("hidden_act", "silu") != "silu" or any(x not in DTYPES for x in dtypes):
+        return None
     flags = [content.get(name, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")]
     if not all(is_count(content.get(name)) for name in NEEDED) or not all(type(flag) is bool for flag in flags):
         return None

@@ -12,7 +12,7 @@
 # A job that is queued again after it was preempted goes on: its script is given --resume_from_checkpoint last.
 set -euo pipefail
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then set -- "$@" --resume_from_checkpoint last; fi
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")  # the first of them
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 exec srun --kill-on-bad-exit=1 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS

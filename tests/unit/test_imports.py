@@ -32,6 +32,7 @@ LAZY = "planner"  # loaded by those who plan alone: the rooms outside it import 
 # what attention does without, imported in functions by whoever needs it. So do commands, torch above all
 LATER = {
     "batches",
+    "loaders",
     "recording",
     "resolve",
     "deepspeed_json",

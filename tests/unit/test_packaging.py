@@ -17,7 +17,13 @@ from ds_seqpar.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # imported inside functions, which say what to install: module -> its extra (pyarrow comes with datasets)
-OPTIONAL = {"matplotlib": "plot", "flash_attn": "flash", "binpacking": "trainer", "pyarrow": "trainer"}
+OPTIONAL = {
+    "accelerate": "hf",
+    "binpacking": "trainer",
+    "flash_attn": "flash",
+    "matplotlib": "plot",
+    "pyarrow": "trainer",
+}
 
 
 def declared():
