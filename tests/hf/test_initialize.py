@@ -160,8 +160,8 @@ REFUSED_ARGUMENTS = {
     "mpu": ({"mpu": "mpu"}, ("no mpu",)),
     "collate_fn": ({"collate_fn": list}, ("collate_fn belongs to training_data", "got it alone")),
     "a stream": (
-        lambda: {"training_data": IterableDataset()},
-        ("a length and an index", "IterableDataset", "sp.loader"),
+        lambda: {"training_data": ChainDataset([])},
+        ("a length and an index", "ChainDataset", "sp.loader"),
     ),
     "typo": ({"optimiser": None}, ("argument 'optimiser'", "'optimizer'")),
     "unknown": ({"zzz": None}, ("argument 'zzz'",)),
