@@ -24,6 +24,7 @@ CLEAN = (
     "docs/other_models.md",
     "docs/contributing.md",
     "docs/api.md",
+    "docs/whole.md",
 )
 
 
