@@ -25,6 +25,7 @@ CLEAN = (
     "docs/contributing.md",
     "docs/api.md",
     "docs/whole.md",
+    "docs/trainer.md",
 )
 
 
