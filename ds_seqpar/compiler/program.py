@@ -1,7 +1,7 @@
 """What one rank executes: a flat list of instructions over numbered slots. It is made once and walked at every call.
 
 The walker, the simulator, the memory figure and error texts all read it. A slot is a buffer for one unit at a time;
-`lower` makes the instructions, and `slots` says which of them share a buffer.
+`lower` makes the instructions, and says which of them share a buffer.
 """
 
 from __future__ import annotations

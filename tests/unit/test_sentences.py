@@ -29,6 +29,8 @@ CLEAN = (
     "docs/loaders.md",
     "docs/coming_from.md",
     "docs/settings.md",
+    "docs/whole.md",
+    "docs/trainer.md",
 )
 
 
