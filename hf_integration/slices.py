@@ -160,8 +160,10 @@ class Gradients:
         def differentiate(outs: list[Tensor], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not asked and not tensors:
                 return []
-            given = [grad.to(out.dtype) for grad, out in zip(grads, outs, strict=True)]
-            found = list(torch.autograd.grad(outs, [*asked, *tensors], given, allow_unused=True))
+            # a frozen projection of an input that wants no gradient has none: LoRA on others, in a first layer
+            followed = [(out, grad.to(out.dtype)) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+            trained, given = zip(*followed, strict=True)
+            found = list(torch.autograd.grad(trained, [*asked, *tensors], given, allow_unused=True))
             sums.add(found[len(asked) :])
             return found[: len(asked)]
 
