@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -135,9 +136,11 @@ class _Linear:
 
 
 def _with(module: Any, **new: Any) -> Any:
-    """The same object with other attributes. Of the same class: what a subclass overrides stays so."""
+    """The same object with other attributes. Of the same class: what a subclass overrides stays so. Methods that were
+    put into the object, as Liger's are, are the twin's."""
     twin = object.__new__(type(module))
-    vars(twin).update(vars(module))
+    own = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
+    vars(twin).update(vars(module) | {name: types.MethodType(x.__func__, twin) for name, x in own.items()})
     vars(twin).update(new)
     return twin
 

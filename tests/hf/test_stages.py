@@ -1,6 +1,8 @@
 """Attention modules that project the heads of one stage at a time: numbers as without stages, no tensor of all heads,
 nothing sent twice, under every ZeRO stage."""
 
+import types
+
 import pytest
 import torch
 
@@ -150,6 +152,21 @@ def test_lora_may_be_on_one_projection_of_a_first_layer():
     (errors,) = on_ranks(1, adapted, ["q_proj", "v_proj", "o_proj"])
     assert len(errors) == 3
     assert max(errors.values()) < 1e-5
+
+
+def with_other_norms(stages):
+    """Gradients, where norms of q and k have forwards of their own, as Liger gives them."""
+    sp, model = make(size=1, **stages), model_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
+    for norm in (model.model.layers[0].self_attn.q_norm, model.model.layers[0].self_attn.k_norm):
+        norm.forward = types.MethodType(type(norm).forward, norm)
+    model.patch_attention(sp)
+    model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
+    return averaged(model)
+
+
+def test_norms_with_other_forwards_keep_their_gradients():
+    ((whole,), (mine,)) = (on_ranks(1, with_other_norms, stages) for stages in ({}, STAGES))
+    assert gap(mine, whole) < 1e-5
 
 
 def under_autocast():
