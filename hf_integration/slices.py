@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -135,9 +136,11 @@ class _Linear:
 
 
 def _with(module: Any, **new: Any) -> Any:
-    """The same object with other attributes. Of the same class: what a subclass overrides stays so."""
+    """The same object with other attributes. Of the same class: what a subclass overrides stays so. Methods that were
+    put into the object, as Liger's are, are the twin's."""
     twin = object.__new__(type(module))
-    vars(twin).update(vars(module))
+    own = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
+    vars(twin).update(vars(module) | {name: types.MethodType(x.__func__, twin) for name, x in own.items()})
     vars(twin).update(new)
     return twin
 
@@ -160,8 +163,10 @@ class Gradients:
         def differentiate(outs: list[Tensor], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not asked and not tensors:
                 return []
-            given = [grad.to(out.dtype) for grad, out in zip(grads, outs, strict=True)]
-            found = list(torch.autograd.grad(outs, [*asked, *tensors], given, allow_unused=True))
+            # a frozen projection of an input that wants no gradient has none: LoRA on others, in a first layer
+            followed = [(out, grad.to(out.dtype)) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+            trained, given = zip(*followed, strict=True)
+            found = list(torch.autograd.grad(trained, [*asked, *tensors], given, allow_unused=True))
             sums.add(found[len(asked) :])
             return found[: len(asked)]
 

@@ -36,7 +36,7 @@ TOGETHER = 1024  # tokens whose logits are made fp32 at once
 class Tiling:
     """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
     as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
-    whole; None: the model's own. losses: where somebody looks at the loss, the sum of token losses by tiles' logits.
+    whole; None: the model's own. losses: where somebody looks at the loss, sums of token losses by tiles' logits.
     norms: those before attentions and MLPs, by these. made: what the norm that ran last gave (its storage), the norm,
     and what it was made of."""
 
@@ -46,7 +46,7 @@ class Tiling:
     hooks: tuple[RemovableHandle, ...] = ()
     local: bool = False
     evaluated: Literal["loss", "logits"] | None = None
-    losses: float | None = None
+    losses: list[float] | None = None
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
     made: tuple[StorageWeakRef, nn.Module, Source] | None = None
 
@@ -197,7 +197,7 @@ def _sum_of_tiles(
         output = _own(model, lambda *args, **kwargs: kind(last_hidden_state=tile), head, part)
         logits.extend([output.logits] if wanted else [])
         if tiling.losses is not None:
-            tiling.losses += token_losses(output.logits, part["shift_labels"])
+            tiling.losses.append(token_losses(output.logits, part["shift_labels"]))
         return output.loss
 
     return tiled_sum(loss_of, x, sums, _loss_tiles(model, x))

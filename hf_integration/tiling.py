@@ -128,12 +128,13 @@ def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Itera
 
 
 def add_up_losses(model: Any, add_up: bool) -> float | None:
-    """Whether tiles of the forwards to come add up `token_losses`. Returns what those before did, None: nothing."""
+    """Whether tiles of the forwards to come add up `token_losses`. Returns what those before did; None where the loss
+    had no tiles."""
     tiling = _tiling(model)
     if tiling is None:
         return None
-    found, tiling.losses = tiling.losses, 0.0 if add_up else None
-    return found
+    found, tiling.losses = tiling.losses, [] if add_up else None
+    return sum(found) if found else None
 
 
 def _tiling(model: Any) -> Tiling | None:

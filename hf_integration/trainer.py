@@ -179,6 +179,9 @@ class SequenceParallelMixin(Behind):
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
         job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
         self.sp = self.accelerator.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
+        self._look_at_loss(base)
+
+    def _look_at_loss(self, base: nn.Module) -> None:
         whole_calls.look_at_loss(base, "the Trainer" if self.check_loss else None)
 
     # ---- data: the whole batches of this rank's group
@@ -261,6 +264,7 @@ class SequenceParallelMixin(Behind):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
+            self._look_at_loss(unwrapped(self.model))
         return super()._prepare_for_training(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -207,7 +207,7 @@ def _look_at_loss(call: Call, labels: Tensor, items: float, output: Any) -> None
     """Raises ConfigError on all ranks of the sequence where this rank's part of a loss is not the sum of its token
     losses over `items`, as far as the logits are there to tell."""
     named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
-    loss, logits = named.get("loss"), named.get("logits")
+    loss, logits, experts = (named.get(name) for name in ("loss", "logits", "aux_loss"))
     model: Any = call.agreement.model()
     taker, call.agreement.loss_of = call.agreement.loss_of or "", None
     losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
@@ -216,10 +216,10 @@ def _look_at_loss(call: Call, labels: Tensor, items: float, output: Any) -> None
     if loss is None or losses is None or not items:
         return
     aside = 0.0
-    if named.get("aux_loss") is not None:  # of which the loss has this rank's share
-        aside = model.router_aux_loss_coef * float(named["aux_loss"]) / call.agreement.sp.size
+    if experts is not None:  # of which the loss has this rank's share
+        aside = model.router_aux_loss_coef * float(experts.detach()) / call.agreement.sp.size
     lost = 8 * torch.finfo(loss.dtype).eps * abs(aside)  # in adding both
-    error = loss_error(float(loss) - aside, losses / items, taker, lost)
+    error = loss_error(float(loss.detach()) - aside, losses / items, taker, lost)
     agree(call.agreement.sp.groups.control, "loss of the model", None, error=error)
 
 

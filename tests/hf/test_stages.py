@@ -1,6 +1,8 @@
 """Attention modules that project the heads of one stage at a time: numbers as without stages, no tensor of all heads,
 nothing sent twice, under every ZeRO stage."""
 
+import types
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.hf import test_tiles as tiles
 from tests.hf.families import FAMILIES, batch_of, model_of
 from tests.hf.llama import averaged, gap, llama, small
 from tests.hf.test_checkpointing import CHECKPOINTING, enable
+from tests.hf.test_noise import with_lora
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -130,6 +133,40 @@ def largest(stages, how):
 def test_no_query_of_all_heads_stands(how):
     assert on_ranks(1, largest, {}, how) == [LENGTH * 8 * 32]
     assert on_ranks(1, largest, {"head_stages": 4}, how) <= [LENGTH * 96]  # an intermediate of the MLP
+
+
+def one_adapted(name, stages):
+    """Gradients of a first layer of which one projection alone has LoRA."""
+    sp, model = make(size=1, **stages), with_lora(small(num_key_value_heads=4), [name], lora_dropout=0.0)
+    model.patch_attention(sp)
+    model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
+    return averaged(model)
+
+
+def adapted(names):
+    return {name: gap(one_adapted(name, STAGES), one_adapted(name, {})) for name in names}
+
+
+def test_lora_may_be_on_one_projection_of_a_first_layer():
+    """Its input wants no gradient, and the other projections have none."""
+    (errors,) = on_ranks(1, adapted, ["q_proj", "v_proj", "o_proj"])
+    assert len(errors) == 3
+    assert max(errors.values()) < 1e-5
+
+
+def with_other_norms(stages):
+    """Gradients, where norms of q and k have forwards of their own, as Liger gives them."""
+    sp, model = make(size=1, **stages), model_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
+    for norm in (model.model.layers[0].self_attn.q_norm, model.model.layers[0].self_attn.k_norm):
+        norm.forward = types.MethodType(type(norm).forward, norm)
+    model.patch_attention(sp)
+    model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
+    return averaged(model)
+
+
+def test_norms_with_other_forwards_keep_their_gradients():
+    ((whole,), (mine,)) = (on_ranks(1, with_other_norms, stages) for stages in ({}, STAGES))
+    assert gap(mine, whole) < 1e-5
 
 
 def under_autocast():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_seqpar
-from hf_integration import tiling, whole_sequences
+from hf_integration import tiling, whole_calls, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import trainers
@@ -368,6 +368,18 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused():
     ((kind, message),) = on_ranks(1, own_loss, TILES)
     assert kind == "ConfigError"
     assert missing(message, "num_items_in_batch", "where that is", "check_loss=False") == []
+
+
+def without_logits(tiles):
+    """The loss of a model whose head and loss are one."""
+    model = small()
+    model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
+    model.patch_attention(make(size=1, **tiles))
+    return model(**whole_calls.brought(batch_of("odd"), torch.device("cpu"))).loss.item()
+
+
+def test_a_loss_without_logits_is_not_compared_with_tiles_that_it_does_not_have():
+    assert on_ranks(1, without_logits, {"mlp_tiles": 2}) == pytest.approx(on_ranks(1, without_logits, {}))
 
 
 def bf16_errors():
