@@ -1,8 +1,8 @@
-"""Batches for sequence parallel training: shifted, then sharded, with the divisor that keeps the gradient contract.
+"""Batches for sequence parallel training: labels are shifted, tensors sharded, and the loss's divisor is added.
 
-The gradient wanted is d(sum of all token losses) / N, N the label tokens of one optimiser step over all ranks and all
-its micro-steps. ZeRO averages gradients over the world and `engine.backward` divides by the G micro-steps, so each rank
-divides its local sum by `num_items_in_batch = N / (world * G)`. That needs N before the first backward of the window.
+The gradient wanted is d(sum of all token losses) / N. N counts the labels that count in one optimiser step, over all
+ranks and micro-steps. ZeRO averages gradients over the world, and `engine.backward` divides by the G micro-steps. So
+each rank divides its local sum by `num_items_in_batch = N / (world * G)`. N must be known before the first backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tokens import IGNORE, Vocabulary, check_range, describe, labels_of, predic
 
 
 class Sharing(Protocol):
-    """What a batch needs of the SequenceParallel that it is sharded with."""
+    """The part of a SequenceParallel that sharding a batch uses."""
 
     data_rank: int
     groups: Groups
@@ -55,36 +55,40 @@ def shard_window(
     steps: int | None,
     device: torch.device | str | None = None,
 ) -> list[dict[str, Any]]:
-    """This rank's part of every micro-batch of one accumulation window, given the same window on all ranks that share
-    its sequences. Collective over the world; raises InputError or DisagreementError on every rank, before training.
+    """This rank's part of every micro-batch of one accumulation window.
 
-    Each batch: labels int64 (B, S), with -100 for tokens that do not count, and tensors of shape (B, S, ...) such as
-    input_ids. Packed documents as `documents.documents_of` reads them (`position_ids` that begin again, cumulative
-    lengths, `seq_idx`); rows may differ. attention_mask (B, S), 0 for padding before or after a row's tokens, not
-    between them. Values that are not tensors pass through. steps: the window's length, where it is known. device: where
+    All ranks that share sequences must be given the same window. Collective over the world. Raises InputError or
+    DisagreementError on every rank, before training.
+
+    window: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as
+    input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them. Documents
+    are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, `seq_idx`.
+    Values that are not tensors pass through. causal: whether attention is. steps: G, where it is known. device: where
     this rank's tensors go; None leaves each where it is.
 
-    Returns for each batch: its tensors sharded; `labels` sharded, and `shift_labels`: labels shifted to the token they
-    are predicted from *before* sharding, none across a document's end; `position_ids`: global, or within documents
-    where there are some; `num_items_in_batch`: divide the local sum of token losses by it (transformers models do).
-    Where the configured layout does not say all (documents, left padding, with causal=False any padding, a length that
-    ranks cannot share equally), also `placement`: see `Placement`. Rows with documents or left padding lie end to end
-    in it, and tensors then are (1, this rank's tokens, ...).
+    Returns for each batch a dict:
+    - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
+    - `shift_labels`: labels, moved to the token that predicts them before sharding; -100 across a document's end;
+    - `position_ids`: int64, global, or within documents where there are some;
+    - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
+    - `placement`, where the configured layout does not say everything: documents, left padding, with causal=False any
+      padding, a length that ranks cannot share equally. With documents or left padding, rows lie end to end, and
+      tensors are (1, this rank's tokens, ...).
 
-    The loss a rank then sees is its own part: `sp.mean_loss` gives the loss. G times the gradient is in it, which
-    `engine.backward` divides by G: without DeepSpeed call `(loss / G).backward()`, and average gradients over the
-    world, as DDP does.
+    The loss that a rank then computes is its own part; `sp.mean_loss` gives the loss of all. It holds G times the
+    gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average gradients
+    over the world, as DDP does.
     """
     sharded: list[dict[str, Any]] = []
-    counts, value, error = [0, 0], None, None
+    counts, fingerprints, error = [0, 0], None, None
     try:
         window = list(window) if isinstance(window, Iterable) else [window]
-        sharded, counts, value = _prepare(sp, window, causal, steps, device)
+        sharded, counts, fingerprints = _prepare(sp, window, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_error("making the batches of a window failed", reason)
     peers = Alike(sp.data_rank, sp.groups.control)
     how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": causes.of_batches}
-    most = agree(sp.control_world, "batches", value, error=error, number=len(sharded), **how)
+    most = agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
     world = dist.get_world_size()
     total, from_padding, batches = sums(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:
@@ -104,8 +108,8 @@ def _prepare(
     steps: int | None,
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """(this rank's part of each batch; how many labels count in it, and how many of the whole would be predicted from
-    padding on the left; what peers compare)."""
+    """(this rank's part of each batch; [labels that count in these parts, labels of the whole batches that would be
+    predicted from padding on the left]; a fingerprint of each whole batch, which peers compare)."""
     checked = [check_batch(sp, batch, causal) for batch in window]
     sharded = [_shard(sp, batch) for batch in checked]
     if not window or (steps is not None and len(window) != steps):
@@ -115,37 +119,41 @@ def _prepare(
         )
     count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
     from_padding = sum(predicted_from_padding(batch.tensors["labels"], batch.mask) for batch in checked)
-    on_device = [_moved(batch, device) for batch in sharded]
+    on_device = [_on_device(batch, device) for batch in sharded]
     return on_device, [count, from_padding], [fingerprint(batch) for batch in window]
 
 
 def shard_call(sp: Sharing, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """(this rank's part of a whole batch that a model is called with, how many labels count in all of it). As
-    `shard_window` has it, but that labels may be missing, and that nobody has counted what to divide by. Local."""
+    """(this rank's part of one whole batch that a model is called with, how many labels count in the whole batch).
+
+    The batch is that of `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The result
+    has no `num_items_in_batch`. Local: communicates nothing. Raises InputError where the batch cannot be sharded."""
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
     batch = dict(given)
     if batch.get("labels") is None:
         batch["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
     checked = check_batch(sp, batch, causal=True)
-    _warn(checked)
+    _warn_if_padded_left(checked)
     shard = _shard(sp, checked)
     if given.get("labels") is None:
         del shard["labels"], shard["shift_labels"]
-    return _moved(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
+    return _on_device(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
 
 
 def counted_labels(sp: Sharing, batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a whole batch, with -100 for those that do not count: a row's first, and those that would be
-    predicted across a document's end or from padding. Raises InputError where the batch cannot be sharded. Local."""
+    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count: a row's first, and those that
+    would be predicted across a document's end or from padding. Local. Raises InputError where the batch cannot be
+    sharded."""
     checked = check_batch(sp, batch, causal=True)
-    _warn(checked)
+    _warn_if_padded_left(checked)
     return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A whole batch that can be sharded. tensors: all but its mask, positions and documents. ends (B, S): whether a
-    token is the last of its document, or of its row. mask: None where nothing is padding."""
+    """A whole batch that can be sharded. tensors: those (B, S, ...), without mask, positions and documents. ends: bool
+    (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU; None: no padding.
+    placement: None where the configured layout says everything."""
 
     tensors: dict[str, Any]
     ends: Tensor
@@ -154,7 +162,7 @@ class Checked:
 
 
 def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
-    """Raises InputError where a batch cannot be sharded."""
+    """The batch, checked. Raises InputError where it cannot be sharded. Local."""
     labels = labels_of(batch)
     rows, seq = labels.shape
     rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
@@ -167,14 +175,14 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
     check_range(batch, sp.vocabulary)
     mask = _checked_mask(batch.get("attention_mask"), labels)
     on_left = mask is not None and not bool(mask[:, 0].all())
-    documents = apart = _documents_of(batch, mask, rows, seq)
-    if mask is not None and (on_left or not causal):  # what a causal mask does not keep apart
-        apart = _padding_apart(documents or (seq,) * rows, mask)
-    placement = sp.place(rows * seq, apart, causal=causal) if apart else sp.place(seq, causal=causal)
-    if apart and placement is not None:
+    documents = separate = _documents_of(batch, mask, rows, seq)
+    if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
+        separate = _padding_as_documents(documents or (seq,) * rows, mask)
+    placement = sp.place(rows * seq, separate, causal=causal) if separate else sp.place(seq, causal=causal)
+    if separate and placement is not None:
         placement = dataclasses.replace(placement, rows=rows, restarts=starts_of(documents or (seq,) * rows))
     starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
-    starts[[*starts_of(apart or (seq,) * rows), rows * seq]] = True
+    starts[[*starts_of(separate or (seq,) * rows), rows * seq]] = True
     checked = Checked(
         tensors=rest,
         ends=starts[1:].view(rows, seq),
@@ -191,7 +199,8 @@ def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
 
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
-    """Tokens of the documents of a whole batch, without padding. Raises InputError where it cannot be sharded."""
+    """How many tokens each document of a whole batch has, without padding; a row is one document unless the batch says
+    otherwise. Raises InputError where the batch cannot be sharded."""
     labels = labels_of({"labels": batch.get("input_ids"), **batch})
     rows, seq = labels.shape
     mask = _checked_mask(batch.get("attention_mask"), labels)
@@ -200,7 +209,7 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
 
 
 def is_whole(batch: Mapping[str, Any], rows: int, seq: int) -> bool:
-    """Whether a batch's position_ids count through whole sequences of `seq` tokens, or through documents in them."""
+    """Whether a batch's position_ids count up through whole rows of `seq` tokens, or through documents in them."""
     try:
         mask = _checked_mask(batch.get("attention_mask"), torch.empty(rows, seq))
         _documents_of(batch, mask, rows, seq)
@@ -210,14 +219,15 @@ def is_whole(batch: Mapping[str, Any], rows: int, seq: int) -> bool:
 
 
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
+    """The documents that the batch tells of, padding counted in; None: it tells of none."""
     given = dict(batch)
     if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
-        given["position_ids"] = _counting_through(positions, mask)
+        given["position_ids"] = _continued_through_padding(positions, mask)
     return documents_of(given, rows, seq)
 
 
 def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
-    """On the CPU, as bool."""
+    """The attention mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
@@ -225,7 +235,7 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
     mask = mask.detach().cpu().bool()
     if bool(mask.all()):
         return None
-    if _pieces(mask) > 1:
+    if _most_stretches(mask) > 1:
         raise InputError(
             "padding must be before or after a row's tokens; got attention_mask with zeros between ones, give the "
             "pieces as documents of their own"
@@ -233,25 +243,26 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
     return mask
 
 
-def _counting_through(positions: Tensor, mask: Tensor) -> Tensor:
-    """Positions that go on through the padding of rows, where they may be anything: from 0 before a row's tokens."""
+def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
+    """position_ids with the values at padding replaced, since collators put anything there. After a row's tokens the
+    positions count on; before them they count from 0."""
     rows, seq = mask.shape
     if positions.shape not in ((seq,), (1, seq), (rows, seq)):
-        return positions  # which is said to be wrong where they are read
+        return positions  # documents_of raises for this shape
     at = torch.arange(seq, device="cpu")
-    last = torch.where(mask, at, -1).cummax(1).values  # of the tokens up to each, the last that is not padding
+    last = torch.where(mask, at, -1).cummax(1).values  # for each token, the last real one up to it
     given = positions.cpu().expand(rows, seq)
     return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
 
 
-def _pieces(mask: Tensor) -> int:
+def _most_stretches(mask: Tensor) -> int:
     """The most stretches of ones that a row has."""
     before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
     return int((mask & ~before).sum(1).max())
 
 
-def _padding_apart(lengths: Lengths, mask: Tensor) -> Lengths:
-    """The documents with padding, a stretch each, as documents of their own."""
+def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
+    """Lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
     flat = mask.flatten()
     edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
     cuts = sorted({*starts_of(lengths), *edges, flat.numel()})
@@ -265,7 +276,7 @@ def _shard(sp: Sharing, batch: Checked) -> dict[str, Any]:
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:
         positions = positions.expand(rows, -1)
-    # they are right with this placement only, so that one that is left out later shows
+    # trusted with this placement only: a model that is called without it finds out
     maker = sp if placement is None else placement
     sharded["position_ids"] = trusted.remember(positions.to(batch.tensors["labels"].device), maker)
     if sp.keeps_masks and batch.mask is not None:
@@ -274,13 +285,13 @@ def _shard(sp: Sharing, batch: Checked) -> dict[str, Any]:
     return sharded if placement is None else {**sharded, "placement": placement}
 
 
-def _warn(batch: Checked) -> None:
+def _warn_if_padded_left(batch: Checked) -> None:
     if predicted_from_padding(batch.tensors["labels"], batch.mask) and dist.get_rank() == 0:
         warn_of_left_padding()
 
 
-def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
-    """The batch on a device. What was made here is remembered there too."""
+def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
+    """The batch with its tensors on a device. Positions and masks made here stay trusted there: nobody checks them."""
     if device is None:
         return batch
     moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -290,14 +301,14 @@ def _moved(batch: dict[str, Any], device: torch.device | str | None) -> dict[str
 
 
 def _shifted(batch: Checked) -> Tensor:
-    """Each label at the token that it is predicted from, none at the last token of a document."""
+    """labels int64 (B, S), each at the token that predicts it; -100 at the last token of a document."""
     labels = batch.tensors["labels"]
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
 
 
 def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on all ranks of a sequence: shapes, dtypes and a digest of the values."""
+    """By tensor of a batch: its dtype, shape and a digest of its values, which must agree among ranks of a sequence."""
     found = {}
     for name, x in sorted(batch.items()):
         if isinstance(x, Tensor):

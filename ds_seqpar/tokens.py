@@ -1,4 +1,4 @@
-"""What the token ids and labels of a whole batch may be, and what is warned of."""
+"""Checks of the token ids and labels of a whole batch: dtypes, shapes and ranges, and labels predicted from padding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .errors import InputError
 
-IGNORE = -100
-Vocabulary = tuple[int, int]  # the token ids that a model embeds, and the labels that its head has logits for
+IGNORE = -100  # the label of a token that does not count in the loss
+Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a batch, int64 (rows, tokens), which it must have. Raises InputError where it has not."""
+    """The labels of a batch, int64 (rows, tokens). Raises InputError where they are missing or something else."""
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch must be a mapping of names to tensors; got {describe(batch)}")
     labels = batch.get("labels")
@@ -34,10 +34,10 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None:
-    """Raises InputError for a label that is neither a token nor -100, and a token that the model does not have.
+    """Raises InputError for a label that is neither a class of the model's head nor -100, and for an unknown token id.
 
-    batch: with labels, and input_ids of their shape or none. vocabulary: None where the model is not known. Only the
-    rank that holds such a token would find it, and its peers would wait for that rank.
+    batch: has labels, and may have input_ids of their shape. vocabulary: None where the model is not known. Every rank
+    checks the whole batch: else only the rank that holds such a token would fail, and its peers would wait for it.
     """
     tokens, classes = vocabulary or (None, None)
     labels, ids = batch["labels"], batch.get("input_ids")
@@ -47,7 +47,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None
     if wrong.any():
         most = "from 0 on" if classes is None else f"from 0 to {classes - 1}"
         raise InputError(
-            f"labels must be tokens {most}, or -100; got {_first(labels, wrong)}, set what does not count to -100"
+            f"labels must be tokens {most}, or -100; got {_first_of(labels, wrong)}, set what does not count to -100"
         )
     if tokens is None or not isinstance(ids, Tensor):
         return
@@ -55,19 +55,21 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None
         raise InputError(f"input_ids must be int64 or int32; got {describe(ids)}, call .long() on them")
     if (wrong := (ids < 0) | (ids >= tokens)).any():
         raise InputError(
-            f"input_ids must be from 0 to {tokens - 1}, the tokens that the model has; got {_first(ids, wrong)}, take "
-            "the model's own tokenizer, or call model.resize_token_embeddings before training"
+            f"input_ids must be from 0 to {tokens - 1}, the tokens that the model has; got {_first_of(ids, wrong)}, "
+            "take the model's own tokenizer, or call model.resize_token_embeddings before training"
         )
 
 
-def _first(x: Tensor, wrong: Tensor) -> str:
+def _first_of(x: Tensor, wrong: Tensor) -> str:
+    """The first value of x (rows, tokens) where `wrong` (bool, as x) holds, and its place, in words."""
     at = tuple(wrong.nonzero()[0].tolist())
     return f"{int(x[at])} at token {at[1]} of row {at[0]}"
 
 
 def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
-    """The rows whose first real token, after padding on the left, has a label that would count. mask: bool, on the CPU,
-    as labels; None: no padding."""
+    """How many rows begin with padding, and have a label that counts at their first real token.
+
+    labels: int64 (rows, tokens). mask: bool of the same shape on the CPU, False for padding; None: no padding."""
     if mask is None:
         return 0
     first = mask[:, 1:] & ~mask[:, :-1]
@@ -76,7 +78,7 @@ def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
 
 @functools.cache
 def warn_of_left_padding() -> None:
-    """Once in a process."""
+    """Warns once in a process."""
     warnings.warn(
         "padding on the left: the first token of a row has a label, and the padding before it is all that it could be "
         "predicted from; here such labels do not count, while an unsplit model counts them (set them to -100 and both "
@@ -86,6 +88,7 @@ def warn_of_left_padding() -> None:
 
 
 def describe(x: object) -> str:
+    """For messages: dtype and shape of a tensor, "none" for None, else the name of the type."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     return "none" if x is None else type(x).__name__

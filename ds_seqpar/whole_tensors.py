@@ -1,12 +1,12 @@
-"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody looks.
+"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody reads the values.
 
-A `WholeTensor` is to its user the whole tensor: it has its shape, and every function of torch gives of it what it gives
-of the whole, gradients too. Inside it has this rank's part. What works token by token (conversions, arithmetic, softmax
-and choices along the last dim, slices of rows and tokens) is done on the part, and gives another such tensor. Anything
-else gathers the whole first, once, from all ranks of the sequence.
+To its user a `WholeTensor` is the whole tensor. It has the whole's shape, and every function of torch returns what it
+would return for the whole, gradients included. Inside it holds this rank's part. Functions that work token by token run
+on the part and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any other
+function gathers the whole first, once, from all ranks of the sequence.
 
-All ranks of a sequence compute the same from the whole, so that each of them gets the whole gradient of it. A rank
-takes its own part of that, times the ranks of the sequence: gradients are averaged over all ranks of the job.
+All ranks of a sequence compute the same from the whole, so each gets the whole gradient. Backward takes this rank's
+part of it, times the number of ranks of the sequence, because gradients are averaged over all ranks of the job.
 """
 
 from __future__ import annotations
@@ -29,51 +29,55 @@ from .runtime.comm import failing
 from .sharding import Sharding
 from .spread import Spread
 
-Rule = Callable[[Any, dict[str, Any]], Any]  # (function, its arguments by name) -> its result; None: it needs the whole
-RULES: dict[str, Rule] = {}  # which whole_rules.py fills
+Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, its arguments by name) -> its result; None: it needs the whole
+RULES: dict[str, Rule] = {}  # name of an operator -> how it works on parts; whole_rules.py fills it
 
 
 class WholeTensor(Tensor):
-    """See above. part (1 or rows, own tokens, ...): this rank's, without autograd. flat: rows and tokens are one dim of
-    the whole. piece: it is a view, or a slice, of another. family: the pieces of one tensor, by all of them known."""
+    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a part.
+
+    part: (1 or rows, own tokens, ...), this rank's tokens, without autograd. spread: which rank has which tokens. flat:
+    whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor. pieces: all
+    views and slices of one tensor, a list that they share with it. _gathered: the whole, once it was gathered."""
 
     part: Tensor
     spread: Spread
     flat: bool
-    piece: bool
-    family: list[weakref.ref[WholeTensor]]
+    is_piece: bool
+    pieces: list[weakref.ref[WholeTensor]]
     _gathered: Tensor | None
 
     @staticmethod
     def __new__(
         cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, of: WholeTensor | None = None
     ) -> WholeTensor:
-        """of: what it is a piece of."""
+        """of: the WholeTensor that it is a view or a slice of."""
         lead = (spread.rows * spread.tokens,) if flat else (spread.rows, spread.tokens)
         made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
         made.part, made.spread, made.flat, made._gathered = part, spread, flat, None
-        made.piece, made.family = of is not None, [] if of is None else of.family
+        made.is_piece, made.pieces = of is not None, [] if of is None else of.pieces
         if of is not None:
-            made.family[:] = [piece for piece in made.family if piece() is not None] + [weakref.ref(made)]
+            made.pieces[:] = [piece for piece in made.pieces if piece() is not None] + [weakref.ref(made)]
         return made
 
     @property
     def placement(self) -> Placement | None:
-        """That of the batch, where it has one: `sp.gather` and `sp.shard` take it."""
+        """The batch's placement, for `sp.gather` and `sp.shard`; None where the configured layout says everything."""
         return self.spread.placement
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, (rows, own tokens, ...), or (1, own tokens, ...) where rows lie end to end. Autograd
-        follows it: the loss of all ranks' parts is `sp.sum_over_ranks` of what each makes of its own."""
+        """This rank's part, (rows, own tokens, ...), or (1, own tokens, ...) where rows lie end to end.
+
+        It has gradients. Compute a loss of it on every rank, and add them up by `sp.sum_over_ranks`."""
         return _Local.apply(self)
 
     def whole(self) -> Tensor:
-        """The whole as a plain tensor. Collective over the ranks of the sequence, the first time."""
+        """The whole as a plain tensor, with gradients. The first call is collective over the ranks of the sequence."""
         return _Gathered.apply(self)
 
     def gathered(self) -> Tensor:
-        """The same, which autograd does not follow."""
+        """The whole as a plain tensor, without gradients. The first call is collective over ranks of the sequence."""
         if self._gathered is None:
             whole = self.spread.gathered(self.part)
             self._gathered = whole.flatten(0, 1) if self.flat else whole
@@ -81,11 +85,11 @@ class WholeTensor(Tensor):
 
     @property
     def lead(self) -> int:
-        """How many dims rows and tokens are."""
+        """How many leading dims stand for rows and tokens: 1 if flat, else 2."""
         return 1 if self.flat else 2
 
     def is_like(self, other: WholeTensor) -> bool:
-        """Whether both have the same tokens, in the same dims."""
+        """Whether each rank has the same tokens of both, and both are flat or neither."""
         return self.spread.is_like(other.spread) and self.flat == other.flat
 
     @classmethod
@@ -94,7 +98,7 @@ class WholeTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.__getitem__ and (found := _item(*args)) is not None:
+            if func is Tensor.__getitem__ and (found := _sliced(*args)) is not None:
                 return found
             if func is Tensor.__setitem__:
                 _check_change(args[0])
@@ -112,14 +116,14 @@ class WholeTensor(Tensor):
             if isinstance(outs[0], WholeTensor):
                 _refuse_change(outs[0])
             return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
-        if args and isinstance(args[0], WholeTensor) and (torch.Tag.inplace_view in func.tags or name in SHAPING):
+        if args and isinstance(args[0], WholeTensor) and (torch.Tag.inplace_view in func.tags or name in RESHAPING):
             _refuse_change(args[0])
         changed = args[0] if func._schema.is_mutable and args and isinstance(args[0], WholeTensor) else None
         if changed is not None:
             name = name.removesuffix("_")
             _check_change(changed)
         found, rule = None, RULES.get(name)
-        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # then its memory is what counts
+        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # then it may have been written to
         if rule is not None and not is_whole and (changed is None or changed._gathered is None):
             found = rule(func, _by_name(func, args, kwargs))
         if found is None:
@@ -128,19 +132,22 @@ class WholeTensor(Tensor):
 
 
 def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
-    """The whole tensor of every rank's part; autograd follows it to the part. It communicates where it is looked at,
-    and in backward."""
+    """The WholeTensor of all ranks' parts, with gradients.
+
+    part: (rows, own tokens, ...) or (1, own tokens, ...), as `spread` says. Communicates where its values are read, and
+    in backward."""
     return _Made.apply(part, spread)
 
 
 def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
-    """The sum over the ranks of a sequence of each one's part of the loss, a scalar. Collective over them, in backward
-    too. A part's gradient is `size` times the loss's own: ranks are averaged."""
+    """The sum of the ranks' parts of a loss, a scalar. Collective over the ranks of a sequence, in backward too.
+
+    The gradient of a part is `size` times that of the loss, because gradients are averaged over ranks."""
     return _Sum.apply(own, sp)
 
 
 def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
-    """This rank's part of a tensor that is whole, plain or not."""
+    """This rank's part of a whole tensor, plain or WholeTensor. flat: whether its rows and tokens are one dim."""
     if isinstance(x, WholeTensor):
         if x._gathered is None and x.spread.is_like(spread):
             return x.part
@@ -149,11 +156,13 @@ def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
 
 
 def _agree_on_backward(sp: Sharding, name: str) -> None:
-    """A rank that looks at something instead would wait for those that are in attention's backward."""
+    """Raises on all ranks unless all are in this backward: else a rank that gathers something instead would hang."""
     agree(sp.groups.control, f"backward through whole {name}", None)
 
 
 class _Made(Function):
+    """part -> WholeTensor."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, spread: Spread) -> WholeTensor:
         ctx.spread = spread
@@ -167,6 +176,8 @@ class _Made(Function):
 
 
 class _Sum(Function):
+    """A rank's part of the loss -> the loss of all ranks of the sequence."""
+
     @staticmethod
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, own.detach().clone()
@@ -183,6 +194,8 @@ class _Sum(Function):
 
 
 class _Gathered(Function):
+    """WholeTensor -> the whole as a plain tensor."""
+
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
         ctx.spread, ctx.flat = x.spread, x.flat
@@ -195,7 +208,10 @@ class _Gathered(Function):
 
 
 class _Local(Function):
-    """Its gradient is that of the part alone: `_Made` multiplies by the ranks, as `sum_over_ranks` has done already."""
+    """WholeTensor -> this rank's part.
+
+    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_Made` will again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor) -> Tensor:
@@ -209,7 +225,7 @@ class _Local(Function):
 
 
 class _Narrowed(Function):
-    """Some rows and tokens, which stay where they are."""
+    """WholeTensor -> a slice of its rows and tokens. Each rank keeps those of them that it has."""
 
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
@@ -228,8 +244,8 @@ class _Narrowed(Function):
         return WholeTensor(whole, ctx.spread), None, None
 
 
-def _item(x: Any, index: Any) -> Any:
-    """x[index], if that takes rows and tokens by slices or numbers; None: it does not."""
+def _sliced(x: Any, index: Any) -> Any:
+    """x[index] without communication, if the index takes rows and tokens by slices or numbers; else None."""
     if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
         return None
     index = list(index) if isinstance(index, tuple) else [index]
@@ -252,6 +268,7 @@ def _item(x: Any, index: Any) -> Any:
 
 
 def _as_slice(index: Any, size: int) -> slice | None:
+    """The slice that takes what a slice or a number takes; None for any other index."""
     if isinstance(index, slice) and (index.step is None or index.step > 0):
         return index
     if type(index) is int and -size <= index < size:
@@ -260,8 +277,8 @@ def _as_slice(index: Any, size: int) -> slice | None:
 
 
 def _check_change(x: Any) -> None:
-    """A piece has memory of its own, which the tensor and its other pieces would not see changed."""
-    if isinstance(x, WholeTensor) and (x.piece or any(piece() is not None for piece in x.family)):
+    """Raises InputError for a piece, or a tensor with pieces: they share no memory, so a change would stay in one."""
+    if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
         raise InputError(
             "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
             f"one of {x.spread.name}, make a new tensor, or change .whole() of the output"
@@ -269,6 +286,7 @@ def _check_change(x: Any) -> None:
 
 
 def _refuse_change(x: Any) -> NoReturn:
+    """Raises InputError: a WholeTensor has no memory that could be resized or replaced."""
     raise InputError(
         "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
         f"{x.spread.name}, make a new tensor"
@@ -276,7 +294,7 @@ def _refuse_change(x: Any) -> NoReturn:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The whole of a tensor in parts, as `WholeTensor.whole`; any other tensor as it is."""
+    """`x.whole()` of a WholeTensor; any other tensor as it is. The first call for x is collective."""
     return _plain(x)
 
 
@@ -289,24 +307,26 @@ def _gathered(x: Any) -> Any:
 
 
 def wholes(*arguments: Any) -> list[WholeTensor]:
-    """Those among all that may be inside of arguments."""
+    """All WholeTensors in arguments, nested ones included."""
     return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an operator, those that were left out too."""
+    """All arguments of an operator by name, with the defaults of those that were left out."""
     known = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     return {**known, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
 
 
+# methods that read the memory of a tensor
 MEMORY = """
     numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
 """
 DATA = vars(torch._C.TensorBase)["data"]
+# functions that get the whole as a plain tensor
 PLAIN = {
     *(getattr(Tensor, name) for name in MEMORY.split()),
     DATA.__get__,
     *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # they change shapes in place
 }
-UNCHANGEABLE = {DATA.__set__}
-SHAPING = {"resize_", "resize_as_", "set_"}  # without the tag of operators that change a shape in place
+UNCHANGEABLE = {DATA.__set__}  # functions that raise
+RESHAPING = {"resize_", "resize_as_", "set_"}  # they change a shape in place, without the tag for it

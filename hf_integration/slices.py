@@ -1,4 +1,7 @@
-"""The part of an attention module that works on some of its heads, and the gradients of its parameters."""
+"""Head stages of an attention module: the slice of its weights that computes some heads, and the sums of gradients.
+
+A linear layer may have LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from ds_seqpar.compiler.heads import Stage
 
 from .tiles import Sums
 
-PARTS = "sequence_parallel_parts"  # of a twin: in how many stages its module is
+PARTS = "sequence_parallel_parts"  # attribute of a twin: into how many stages its module is cut
+# names of the projections before attention, and of the one after it
 INWARD, OUTWARD = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
 
@@ -27,7 +31,9 @@ def heads_of(module: Any) -> tuple[int, int]:
 
 
 class Leaf(NamedTuple):
-    """What stands for some of a parameter. place: which rows, or columns; None: all of it, in every stage."""
+    """A tensor in place of a parameter or a slice of it, in whose place it is differentiated.
+
+    place: the index of the slice in the parameter; None: the whole parameter, which every stage uses."""
 
     parameter: nn.Parameter
     place: tuple[slice, ...] | None
@@ -35,29 +41,32 @@ class Leaf(NamedTuple):
 
 
 class Slice:
-    """The parts of an attention module that one of its stages works with. inward: what makes q, k and v, by name;
-    outward: the output projection; twin: the module with the stage's heads. leaves_in, leaves_out, between: of the
-    parameters of each, where gradients are asked for (`grad`)."""
+    """The slice of an attention module that one stage of heads computes with.
+
+    inward: name -> the rows of a projection that make the stage's q, k, v. outward: the columns of the output
+    projection that take the stage's heads. twin: the module with the stage's heads, for what runs between them. With
+    `grad`, leaves_in, leaves_out and leaves_between have the leaves of these three; else they are empty."""
 
     def __init__(self, module: Any, stages: Sequence[Stage], index: int, grad: bool) -> None:
-        self.grad, one, dim = grad, stages[index], module.head_dim
-        q, kv = (slice(part.start * dim, part.stop * dim) for part in one)
+        self.grad, heads, dim = grad, stages[index], module.head_dim
+        q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
         self.inward: dict[str, Callable[[Tensor], Tensor]] = {}
         self.leaves_in: list[Leaf] = []
         self.leaves_out: list[Leaf] = []
-        self.between: list[Leaf] = []
+        self.leaves_between: list[Leaf] = []
         for name, child in module.named_children():
             if name == "qkv_proj":
-                heads, kv_heads = (count * dim for count in heads_of(module))
-                keys, values = (slice(kv.start + at, kv.stop + at) for at in (heads, heads + kv_heads))
+                q_rows, kv_rows = (count * dim for count in heads_of(module))
+                keys, values = (slice(kv.start + at, kv.stop + at) for at in (q_rows, q_rows + kv_rows))
                 parts = [self.rows(child, part) for part in (q, keys, values)]
-                self.inward[name] = functools.partial(_joined, parts)
+                self.inward[name] = functools.partial(_concatenated, parts)
             elif name in INWARD:
                 self.inward[name] = self.rows(child, q if name == "q_proj" else kv)
         self.outward = self.columns(getattr(module, OUTWARD), q, index == 0)
-        self.twin = self.twin_of(module, one, len(stages))
+        self.twin = self.twin_of(module, heads, len(stages))
 
     def leaf(self, into: list[Leaf], parameter: Any, *index: slice) -> Any:
+        """The tensor in place of parameter[index]; where gradients are asked for, its Leaf is added to `into`."""
         if parameter is None:
             return None
         tensor = parameter.detach()[index] if index else parameter.detach()
@@ -66,38 +75,40 @@ class Slice:
         return tensor
 
     def rows(self, module: Any, rows: slice) -> Callable[[Tensor], Tensor]:
-        """A linear layer with some of its outputs."""
+        """A linear layer (LoRA included) that makes only these output features."""
         leaf = functools.partial(self.leaf, self.leaves_in)
         if not hasattr(module, "base_layer"):
             return functools.partial(F.linear, weight=leaf(module.weight, rows), bias=leaf(module.bias, rows))
         downs = {name: _Linear(leaf(one.weight)) for name, one in module.lora_A.items()}
         ups = {name: _Linear(leaf(one.weight, rows)) for name, one in module.lora_B.items()}
-        return _with(module, base_layer=self.rows(module.base_layer, rows), lora_A=downs, lora_B=ups)
+        return _copy_with(module, base_layer=self.rows(module.base_layer, rows), lora_A=downs, lora_B=ups)
 
     def columns(self, module: Any, columns: slice, first: bool) -> Callable[[Tensor], Tensor]:
-        """A linear layer with some of its inputs; the first stage adds the bias."""
+        """A linear layer (LoRA included) that takes only these input features; the first stage adds the bias."""
         leaf, every = functools.partial(self.leaf, self.leaves_out), slice(None)
         if not hasattr(module, "base_layer"):
             bias = leaf(module.bias) if first else None
             return functools.partial(F.linear, weight=leaf(module.weight, every, columns), bias=bias)
         downs = {name: _Linear(leaf(one.weight, every, columns)) for name, one in module.lora_A.items()}
         ups = {name: _Linear(leaf(one.weight)) for name, one in module.lora_B.items()}
-        return _with(module, base_layer=self.columns(module.base_layer, columns, first), lora_A=downs, lora_B=ups)
+        return _copy_with(module, base_layer=self.columns(module.base_layer, columns, first), lora_A=downs, lora_B=ups)
 
-    def twin_of(self, module: Any, one: Stage, parts: int) -> Any:
-        """The module with the stage's heads, whose output projection does nothing."""
-        q_heads, kv_heads = one.counts
-        view = _with(module.config, num_attention_heads=q_heads, num_key_value_heads=kv_heads)
+    def twin_of(self, module: Any, heads: Stage, parts: int) -> Any:
+        """A copy of the module that has the stage's heads alone, and an output projection that returns its input."""
+        q_heads, kv_heads = heads.counts
+        view = _copy_with(module.config, num_attention_heads=q_heads, num_key_value_heads=kv_heads)
         new: dict[str, Any] = {"config": view, "num_key_value_heads": kv_heads, OUTWARD: lambda x: x}
-        new |= {name: self.leaf(self.between, p, one.q) for name, p in module.named_parameters(recurse=False)}
+        new |= {name: self.leaf(self.leaves_between, p, heads.q) for name, p in module.named_parameters(recurse=False)}
         for name, child in module.named_children():
             if name not in (*INWARD, OUTWARD):  # norms of a head
-                own = {key: self.leaf(self.between, p) for key, p in child.named_parameters(recurse=False)}
-                new[name] = _with(child, **own)
-        return _with(module, **{PARTS: parts, **new})
+                own = {key: self.leaf(self.leaves_between, p) for key, p in child.named_parameters(recurse=False)}
+                new[name] = _copy_with(child, **own)
+        return _copy_with(module, **{PARTS: parts, **new})
 
     def project(self, x: Callable[[slice], Tensor], like: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
-        """By projection: what it makes of x (B, s, d), of which the function gives tiles. like: of as many tokens."""
+        """By projection, its output (B, s, features of the stage), without autograd.
+
+        x: gives the tile x[:, cut] of the input (B, s, d). like: any tensor (B, s, ...). cuts: the tiles."""
         found: dict[str, Tensor] = {}
         with torch.no_grad():
             for cut in cuts:
@@ -110,23 +121,25 @@ class Slice:
         return found
 
     def blank(self, x: Tensor) -> dict[str, Tensor]:
-        """The same shapes with nothing in them, for an attention whose result is known."""
+        """The shapes of `project`, without memory: for an attention that only returns what a checkpoint kept."""
         found = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
         return {name: one.new_zeros(()).expand(*x.shape[:2], one.shape[-1]) for name, one in found.items()}
 
-    def attend(self, forward: Callable[..., tuple], inner: dict[str, Tensor]) -> Tensor:
-        """inner: what was projected, which is given up -> the attention's output of the stage's heads, (B, s, h D).
-        forward: of the module's class, of a module."""
-        vars(self.twin).update({name: lambda _, name=name: inner.pop(name) for name in inner})
+    def attend(self, forward: Callable[..., tuple], projected: dict[str, Tensor]) -> Tensor:
+        """The attention output of the stage's heads (B, s, heads of the stage x head_dim).
+
+        forward: the forward of the module's class, called with the twin. projected: by projection, as `project` gives
+        it; emptied on the way, so that nothing is kept."""
+        vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
         return forward(self.twin)[0]
 
 
-def _joined(parts: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+def _concatenated(parts: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     return torch.cat([part(x) for part in parts], -1)
 
 
 class _Linear:
-    """A linear layer as an adapter asks for it."""
+    """A linear layer without bias that has a `weight`, as peft's forward asks of it."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -135,9 +148,9 @@ class _Linear:
         return F.linear(x, self.weight)
 
 
-def _with(module: Any, **new: Any) -> Any:
-    """The same object with other attributes. Of the same class: what a subclass overrides stays so. Methods that were
-    put into the object, as Liger's are, are the twin's."""
+def _copy_with(module: Any, **new: Any) -> Any:
+    """A shallow copy of an object with some attributes replaced. Its class stays, and so do overridden methods. Methods
+    that were put into the object, as Liger's are, become the copy's."""
     twin = object.__new__(type(module))
     own = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
     vars(twin).update(vars(module) | {name: types.MethodType(x.__func__, twin) for name, x in own.items()})
@@ -146,8 +159,10 @@ def _with(module: Any, **new: Any) -> Any:
 
 
 class Gradients:
-    """Of parameters. whole: those of which stages have slices, in the parameter's dtype; shared: sums over stages, in
-    fp32 or wider."""
+    """Gradients of an attention module's parameters, stage by stage.
+
+    whole: of parameters of which each stage has a slice, in the parameter's dtype. shared: of parameters that every
+    stage uses, summed over stages in fp32 or wider."""
 
     def __init__(self) -> None:
         self.whole: dict[nn.Parameter, Tensor] = {}
@@ -155,8 +170,10 @@ class Gradients:
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """A context with a function of (outputs, inputs, gradients of the outputs) that gives the gradients of the
-        inputs; those of leaves are added up in fp32 or wider, and are theirs at the end."""
+        """A context that differentiates tile by tile, and at its end has the leaves' gradients.
+
+        It gives a function (outputs, inputs, gradients of the outputs) -> gradients of the inputs. Each call adds the
+        gradients of the leaves to sums in fp32 or wider."""
         tensors = [leaf.tensor for leaf in leaves]
         sums = Sums(tensors)
 
@@ -176,6 +193,7 @@ class Gradients:
                 self.put(leaf, total)
 
     def put(self, leaf: Leaf, total: Tensor) -> None:
+        """Notes the gradient of a leaf in one stage."""
         parameter = leaf.parameter
         if leaf.place is None:
             self.shared[parameter] = self.shared[parameter].add_(total) if parameter in self.shared else total
@@ -185,7 +203,7 @@ class Gradients:
         self.whole[parameter][leaf.place] = total
 
     def taken(self, parameter: nn.Parameter) -> Tensor | None:
-        """None for one that no stage used."""
+        """The gradient of a parameter in its dtype, which is handed over; None where no stage used it."""
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

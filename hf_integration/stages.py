@@ -204,7 +204,7 @@ class _Run:
                     tile = attended[:, cut].detach().requires_grad_()
                     out = part.outward(tile)
                 (d_attended[:, cut],) = differentiate([out], [tile], [grad[:, cut]])
-        with found.adding(part.between) as differentiate:
+        with found.adding(part.leaves_between) as differentiate:
             d_inner = differentiate([attended], asked, [d_attended])
         del attended, d_attended
         with found.adding(part.leaves_in) as differentiate:

@@ -34,11 +34,13 @@ TOGETHER = 1024  # tokens whose logits are made fp32 at once
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
-    """What a tiled model's modules share. mlp, loss: numbers of tiles. local: the forward that runs is local and stays
-    as it is. evaluated: what a forward without gradients is to give, its loss alone, in tiles; with "logits" these too,
-    whole; None: the model's own. losses: where somebody looks at the loss, sums of token losses by tiles' logits.
-    norms: those before attentions and MLPs, by these. made: what the norm that ran last gave (its storage), the norm,
-    and what it was made of."""
+    """What a tiled model's modules share.
+
+    mlp, loss: numbers of tiles, or "auto". local: whether the running forward is local, and so not tiled. evaluated:
+    for forwards without gradients, as `tiling.evaluated` has it. losses: sums of token losses, one a tile so far; None:
+    nothing is added up. norms: attention or MLP -> the norm before it. made: of the norm that ran last, (the storage of
+    its output, the norm, how to compute the output again).
+    """
 
     mlp: int | str
     loss: int | str
@@ -51,15 +53,15 @@ class Tiling:
     made: tuple[StorageWeakRef, nn.Module, Source] | None = None
 
     def source(self, x: Tensor, user: nn.Module) -> Source | None:
-        """Of x, where the norm before `user` has just made it."""
+        """How to compute x again, if the norm before `user` has just computed it; else None."""
         if self.made is None or self.made[1] is not self.norms.get(user):
             return None
         storage, _, source = self.made
         return source if storage.cdata == x.untyped_storage()._cdata and not storage.expired() else None
 
     def lend(self, user: Any) -> None:
-        """Has ZeRO-3 fetch the parameters of the norm before `user` with its own, since it may make x again. On all
-        ranks, which may have x or its source."""
+        """Has ZeRO-3 fetch the parameters of the norm before `user` with its own, since backward may compute that norm
+        again. On all ranks, since some may have to and some not."""
         if user in self.norms and hasattr(user, "ds_id"):
             from deepspeed.runtime.zero import register_external_parameter
 

@@ -1,13 +1,9 @@
 """Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
 
-An MLP is tiled inside its own module call, and so is the head with the loss: to whatever hooks a module - ZeRO-3, which
-fetches its parameters, above all - each is one call with one backward, and ranks may cut unequal lengths into unequal
-numbers of tiles. The modules inside an MLP would be hooked tile by tile: the MLP is declared a leaf of ZeRO-3, whose
-parameters are fetched and reduced together.
-
-Families scale or cap their logits before the loss, and add a loss that balances experts. None of that is written again
-here: the forward of the model's own class runs for each tile, on a twin of the model whose base model gives that tile
-of the last hidden state, and once more for all the rest, on one whose base model is the real one but gives no tokens.
+An MLP is tiled inside its own module call, and so is the head together with the loss. So hooks of the module, those of
+ZeRO-3 above all, see one call with one backward, and ranks may have different numbers of tiles. Hooks of the modules
+inside an MLP would run once a tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then fetches and reduces all
+its parameters together. How the loss is tiled: `tiled_loss`.
 """
 
 from __future__ import annotations
@@ -31,14 +27,15 @@ from .liger import is_of_liger
 from .tiled_loss import LEAF, TILING, Tiling, model_forward
 from .tiles import Source, ceil_of, tiled, trained
 
-OWN = "_sequence_parallel_own_forward"  # an attribute of tiled modules that had a forward beside their class's: it
-# norms of a layer by the names that families have for them: the first that there is comes before the MLP, the last
-# before attention, where the layer has norms before and not behind
-BEFORE = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
+# attribute of a tiled module: the forward that the instance had in place of its class's (Liger's)
+INSTANCE_FORWARD = "_sequence_parallel_own_forward"
+# names of the norm before the MLP: a layer's is the first that it has. The last is also that of the norm before
+# attention. Where norms come behind instead, the found one is not that before: `Tiling.source` notices
+NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
 
 
 def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
-    """Raises ConfigError where a model cannot have the tiles that it is to have."""
+    """Raises ConfigError where the model cannot have the `mlp_tiles` or `loss_tiles` of the config."""
     if _tiling(model) is not None:
         return
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
@@ -63,7 +60,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
                 f"tiles need modules with the forward of their class; got a {type(other[0]).__name__} with one of its "
                 f"own (as trl's SFTTrainer sets, whose loss is in chunks already), leave {SECTION}.{name} out"
             )
-    if any(hasattr(module, "ds_id") and not hasattr(module, LEAF) for module in _leaves(mlps, head)):
+    if any(hasattr(module, "ds_id") and not hasattr(module, LEAF) for module in _zero_leaves(mlps, head)):
         raise ConfigError(
             "tiles under ZeRO-3 need a model that is patched before DeepSpeed has it; got one that an engine has, call "
             "patch_attention first, or ds_seqpar.initialize"
@@ -71,7 +68,7 @@ def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
 
 
 def tile(model: Any, config: SequenceParallelConfig) -> None:
-    """Gives MLPs, norms and loss of a patched model their tiles, as the config says."""
+    """Replaces the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing."""
     mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
     norms = _norms(model) if mlps or config.mlp_tiles == "auto" else []
     if not mlps and not norms and not head:
@@ -87,14 +84,14 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     tiling.norms.update(_norms_before(model, mlps))
     for module in (*modules, *attentions(model)):
         setattr(module, TILING, tiling)
-    for module in _leaves(mlps, head):
+    for module in _zero_leaves(mlps, head):
         setattr(module, LEAF, True)
     for module, forward in forwards:
         _replace(module, forward)
 
 
 def untile(model: Any) -> None:
-    """Takes tiles back."""
+    """Undoes `tile`: removes its hooks and attributes, and gives modules the forward that they had."""
     tiling = _tiling(model)
     if tiling is None:
         return
@@ -103,19 +100,21 @@ def untile(model: Any) -> None:
     for module in {*tiling.modules, *model.modules()}:  # layers may have been added, as copies of others
         if vars(module).pop(TILING, None) is None:
             continue
-        own = vars(module).pop(OWN, None)
+        own = vars(module).pop(INSTANCE_FORWARD, None)
         if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
             del module.forward
             if own is not None:
                 module.forward = types.MethodType(own, module)
-        if not hasattr(module, "ds_id"):  # ZeRO-3 that has hooked a leaf asks it again
+        if not hasattr(module, "ds_id"):  # ZeRO-3 reads the mark again of a module that it has hooked
             vars(module).pop(LEAF, None)
 
 
 @contextlib.contextmanager
 def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Iterator[None]:
-    """A context in which forwards without gradients compute the loss in tiles too: with whole logits beside it, or
-    without any; None: not. A model that has no tiles for it stays as it is."""
+    """A context in which forwards without gradients compute the loss in tiles too.
+
+    what: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled. Does nothing for a
+    model without tiles."""
     tiling = _tiling(unwrapped(model))
     if tiling is None:
         yield
@@ -128,8 +127,8 @@ def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Itera
 
 
 def add_up_losses(model: Any, add_up: bool) -> float | None:
-    """Whether tiles of the forwards to come add up `token_losses`. Returns what those before did; None where the loss
-    had no tiles."""
+    """Sets whether forwards from now on add up the token losses of their tiles. Returns the sum since the last call,
+    None where nothing was added up."""
     tiling = _tiling(model)
     if tiling is None:
         return None
@@ -138,17 +137,18 @@ def add_up_losses(model: Any, add_up: bool) -> float | None:
 
 
 def _tiling(model: Any) -> Tiling | None:
+    """What `tile` has set on a model; None: nothing."""
     return getattr(getattr(model, "base_model", None), TILING, None)
 
 
 def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
-    """Those that are dense: of experts, routers are read by hooks, for the loss that balances them."""
+    """The dense MLPs. Experts are left out: hooks read their routers once a layer, for the loss that balances them."""
     layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
     return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
 
 
 def _norms(model: Any) -> list[nn.Module]:
-    """Those of whole tokens. With the fp32 copies that they make they hold more than an attention does."""
+    """The norms over whole hidden states. With their fp32 copies they hold more memory than attention does."""
     base = model.base_model
     around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
     norms = [module for module in (*around, *base.children()) if _is_norm(module)]
@@ -156,11 +156,11 @@ def _norms(model: Any) -> list[nn.Module]:
 
 
 def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(an attention or tiled MLP, the norm before it) of layers whose MLP has tiles."""
+    """Pairs (module that reads a norm's output: an attention or a tiled MLP, that norm), of layers with a tiled MLP."""
     for layer in getattr(model.base_model, "layers", ()):
         if layer.mlp not in mlps:
             continue
-        for user, names in ((layer.self_attn, BEFORE[-1:]), (layer.mlp, BEFORE)):
+        for user, names in ((layer.self_attn, NORMS_BEFORE_MLP[-1:]), (layer.mlp, NORMS_BEFORE_MLP)):
             if norm := next((getattr(layer, name) for name in names if hasattr(layer, name)), None):
                 yield user, norm
 
@@ -170,7 +170,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _head(model: Any, tiles: int | str) -> list[nn.Module]:
-    """The head, if the model has one and it is to have tiles: "auto" leaves the loss to Liger where that is fused."""
+    """[the head], if the model has one and the loss is to be tiled. "auto" leaves the loss to Liger's fused one."""
     if tiles == 1 or (tiles == "auto" and is_of_liger(model.forward)):
         return []
     return [model.lm_head] if hasattr(model, "lm_head") else []
@@ -181,31 +181,32 @@ def _has_other_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and not is_of_liger(module.forward)
 
 
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    return vars(module).get(OWN, type(module).forward)
+def _untiled_forward(module: nn.Module) -> Callable[..., Any]:
+    """The function that computed a module before `tile` did: the instance's forward, or its class's."""
+    return vars(module).get(INSTANCE_FORWARD, type(module).forward)
 
 
-def _leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
-    """Those with modules inside: an MLP, or a head with LoRA."""
+def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
+    """The tiled modules that contain modules, MLPs and heads with LoRA: ZeRO-3 is to take each as one (a leaf)."""
     return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
 
 
 def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
-    """A method of the instance, so that a copy of the module has its own; with the signature of the class's."""
-
+    """Makes `function` the module's forward while it has tiles. It is a method of the instance, so that a copy of the
+    module has its own, and keeps the signature of the class's forward."""
     if "forward" in vars(module):
-        setattr(module, OWN, vars(module)["forward"].__func__)
+        setattr(module, INSTANCE_FORWARD, vars(module)["forward"].__func__)
 
-    @functools.wraps(_own_forward(module))
+    @functools.wraps(_untiled_forward(module))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (function if hasattr(self, TILING) else _own_forward(self))(self, *args, **kwargs)
+        return (function if hasattr(self, TILING) else _untiled_forward(self))(self, *args, **kwargs)
 
     setattr(forward, TILING, True)
     module.forward = types.MethodType(forward, module)
 
 
 def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    getattr(module, TILING).local = not kwargs.get("sequence_parallel", False)  # which the patch says
+    getattr(module, TILING).local = not kwargs.get("sequence_parallel", False)  # the argument is the patch's
 
 
 def _after_base(module: Any, args: tuple, output: Any) -> None:
@@ -214,8 +215,8 @@ def _after_base(module: Any, args: tuple, output: Any) -> None:
 
 
 def _before_mlp(module: Any, args: tuple) -> tuple | None:
-    """Of a leaf whose input wants no gradient (LoRA in a first layer) ZeRO-3 would take the gradients too early. It is
-    to have the parameters of the norm before it, too, before it is fetched."""
+    """Two things that ZeRO-3 needs. The parameters of the norm before the MLP are fetched with the MLP's own. And an
+    input without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
     getattr(module, TILING).lend(module)
     if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
         return (args[0].detach().requires_grad_(), *args[1:])
@@ -224,17 +225,18 @@ def _before_mlp(module: Any, args: tuple) -> tuple | None:
 
 @between_graphs
 def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """The forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
     (x,) = (*args, *kwargs.values())
-    own, tiling = _own_forward(module), getattr(module, TILING)
+    untiled, tiling = _untiled_forward(module), getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]
     tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     if tiling.local or tiles == 1:
-        return own(module, x)
+        return untiled(module, x)
     is_norm = _is_norm(module)
     source = None if is_norm else tiling.source(x, module)
-    out = tiled(lambda tile, _: own(module, tile), x, trained(module), tiles, source)
+    out = tiled(lambda tile, _: untiled(module, tile), x, trained(module), tiles, source)
     tiling.made = None
     if is_norm and torch.is_grad_enabled() and module in tiling.norms.values():
-        source = Source(x.detach(), functools.partial(own, module))
+        source = Source(x.detach(), functools.partial(untiled, module))
         tiling.made = StorageWeakRef(out.untyped_storage()), module, source
     return out

@@ -1,4 +1,7 @@
-"""The numbers of a model, from its config.json: counted here for plain families, else on transformers' own model."""
+"""Sizes and parameter counts of a model, from its config.json.
+
+Four plain families are counted here by a formula, without transformers. For any other, transformers makes the model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from ..files import read_json
 from ..limits import check_model
 from ..planner.request import Model
 
-# family -> biases of the q, k and v projections, unless attention_bias says it; parameters of norms of a head's q and k
+# family -> (whether the q, k and v projections have biases; None: as attention_bias says, and then o_proj has one too,
+# norms of head_dim weights in a layer's attention)
 PLAIN = {"llama": (None, 0), "mistral": (False, 0), "qwen2": (True, 0), "qwen3": (None, 2)}
 DTYPES = (None, "float32", "bfloat16", "float16")
 ROPES = (None, "default", "llama3")
@@ -20,25 +24,27 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def numbers_of(place: str) -> Model:
-    """From a folder with a config.json, or that file. Raises ConfigError for one that is none, or that is not known.
+    """The model of a config.json, or of a folder that has one.
 
-    Of a plain decoder the numbers follow from its config alone. For all others, and for whatever is odd in a config,
-    transformers is asked, which takes seconds to import.
+    Raises ConfigError for a file that cannot be read, and for a family that is not supported.
+
+    The numbers of a plain decoder follow from its config alone. For any other family, and for a config with anything
+    unusual, transformers counts; its import takes seconds.
     """
     file = Path(place, "config.json") if Path(place).is_dir() else Path(place)
     try:
         found = counted(read_json(file, "--model")) if file.exists() else None
     except ConfigError:
-        found = None  # the sentence is that of who reads it next
+        found = None  # transformers' reader below raises, with a better sentence
     if found is not None:
         return found
-    from ..models import numbers_of as made
+    from ..models import numbers_of as numbers_by_transformers
 
-    return made(place)
+    return numbers_by_transformers(place)
 
 
 def counted(content: dict[str, Any]) -> Model | None:
-    """None for what is not surely a plain decoder."""
+    """The model of a config.json's content, by the formula of a plain decoder; None where that may not hold."""
     family = content.get("model_type")
     if family not in PLAIN or "quantization_config" in content:
         return None
@@ -53,20 +59,20 @@ def counted(content: dict[str, Any]) -> Model | None:
     flags = [content.get(name, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")]
     if not all(is_count(content.get(name)) for name in NEEDED) or not all(type(flag) is bool for flag in flags):
         return None
-    hidden, wide, layers, heads, kv_heads, vocab, head_dim = (content[name] for name in NEEDED)
+    hidden, intermediate, layers, heads, kv_heads, vocab, head_dim = (content[name] for name in NEEDED)
     if heads % kv_heads:
         return None
     check_model(content)
-    (said, norms), (biased, mlp_biased, tied) = PLAIN[family], flags
+    (family_bias, norms), (attention_bias, mlp_bias, tied) = PLAIN[family], flags
     q, kv = heads * head_dim, kv_heads * head_dim
-    layer = 2 * hidden * (q + kv) + 3 * hidden * wide + 2 * hidden + norms * head_dim
-    if said or (said is None and biased):
-        layer += q + 2 * kv + (0 if said else hidden)
-    if family == "llama" and mlp_biased:
-        layer += 2 * wide + hidden
+    layer = 2 * hidden * (q + kv) + 3 * hidden * intermediate + 2 * hidden + norms * head_dim
+    if family_bias or (family_bias is None and attention_bias):
+        layer += q + 2 * kv + (0 if family_bias else hidden)
+    if family == "llama" and mlp_bias:
+        layer += 2 * intermediate + hidden
     return Model(
         hidden=hidden,
-        intermediate=wide,
+        intermediate=intermediate,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,

@@ -1,4 +1,4 @@
-"""A program as text: an instruction a line, with the slots that it names, and what each slot takes."""
+"""A bound program as text: one line for each instruction, then one for each slot with its bytes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ from .program import (
 
 
 def listing(bound: Bound) -> str:
-    """The instructions of one rank, in order; its slots; and the most bytes that it has at once. `[3]` is slot 3, `own`
-    the rank's own tensors, `#2` a ticket: what is posted with it runs until the wait for it."""
+    """The text of one rank's bound program: its instructions in order, its slots, and its peak of memory in bytes.
+
+    `[3]` is slot 3, and `own` are the tensors that the caller gave. `#2` is a ticket: what an instruction starts with
+    it runs until `wait #2`. The last column names the slots that are free after an instruction."""
     program = bound.program
     code = [["step", "instruction", "free after it"]]
-    for one, frees in zip(program.code, program.frees, strict=True):
-        code.append([str(one.step), _words(one), " ".join(map(_slot, frees))])
+    for instruction, freed in zip(program.code, program.frees, strict=True):
+        code.append([str(instruction.step), _words(instruction), " ".join(map(_slot, freed))])
     slots = [["slot", "holds", "bytes"]]
     for number, (kind, role, keys, _, trade) in enumerate(program.slots):
         units = ", ".join(dict.fromkeys(_unit((kind, key)) for key in keys)) if not trade else f"{role} {trade.words}"
@@ -50,6 +52,7 @@ def listing(bound: Bound) -> str:
 
 
 def _words(one: Instruction) -> str:
+    """The text of any instruction."""
     match one:
         case Pack(unit=unit, into=into):
             return f"pack {_unit(unit)} into {_slot(into)}"
@@ -69,6 +72,7 @@ def _words(one: Instruction) -> str:
 
 
 def _of_heads(one: Instruction) -> str:
+    """The text of an instruction of Ulysses' exchanges, or of a stage of heads."""
     match one:
         case PackHeads(trade=trade):
             return f"pack heads of {trade.words} into {_slot(one.into)}"
@@ -86,6 +90,7 @@ def _of_heads(one: Instruction) -> str:
 
 
 def _of_results(one: Instruction) -> str:
+    """The text of an instruction that makes, adds or moves results."""
     match one:
         case Product():
             operands = f"q{name_of(one.q)} {_slot(one.q_slot)} * kv{name_of(one.kv)} {_slot(one.kv_slot)}"
@@ -118,6 +123,7 @@ def _received(transfers: Sequence[Transfer]) -> list[str]:
 
 
 def _unit(unit: Unit) -> str:
+    """Kind and blocks: kv(3), out(0,1)."""
     return f"{unit[0]}{name_of(unit[1])}"
 
 

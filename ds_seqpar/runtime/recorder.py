@@ -1,7 +1,7 @@
-"""Writes down when a rank does what its programs say. A walk asks once whether to; if not, nothing is kept.
+"""Records when a rank executes the instructions of its programs. A walk without a recorder keeps nothing.
 
-While something runs only marks of time are taken, on accelerators as events of the device's current stream. What they
-belong to is read from the program afterwards.
+While a program runs, only time stamps ("marks") are taken; on accelerators they are events of the current stream. What
+each mark belongs to is read from the program afterwards.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ..compiler.timeline import Event
 from .comm import Works
 from .walk import Walk
 
-Mark = Any  # of time: a float, or an event of the device
+Mark = Any  # a time stamp: a float on the host, an event on a device
 Marks = tuple[Mark, Mark]  # start and end
 
 
 class HostClock:
-    """time.perf_counter."""
+    """Takes marks by time.perf_counter."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -56,7 +56,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events of the current stream, in seconds of time.perf_counter."""
+    """Takes marks as events of the current stream, and gives them in seconds of time.perf_counter."""
 
     def __init__(self, device: torch.device) -> None:
         self.module = torch.get_device_module(device)
@@ -75,60 +75,62 @@ class DeviceClock:
 
 
 class Recorder:
-    """rank: the SP rank that its events are of. watch: whether threads wait for messages from when they are posted on,
-    so that their ends are known before the walk waits for them. For hosts: a device's streams wait where they are."""
+    """Collects the marks of one rank's walks, and turns them into events.
+
+    rank: number of this rank among those of the sequence. watch: whether a thread waits for each message from its post
+    on, so that its end is known even before the walk waits for it. For CPU ranks only: a device waits by streams."""
 
     def __init__(self, rank: int, device: torch.device, watch: bool = False) -> None:
         self.rank = rank
         self.clock = HostClock() if device.type == "cpu" else DeviceClock(device)
-        self.watching = Watching if watch else Watched
-        self.kept: list[Span | Walked] = []  # in order
+        self.work_type = WatchedWork if watch else TimedWork
+        self.recorded: list[Span | TimedWalk] = []  # in the order in which they began
 
-    def advancing(self, walk: Walk) -> Walked:
-        """What to call in place of the walk's `advance`."""
-        walked = Walked(walk, self.clock.mark, self.watching)
-        self.kept.append(walked)
+    def advancing(self, walk: Walk) -> TimedWalk:
+        """A function to call in place of `walk.advance`. It records each instruction."""
+        walked = TimedWalk(walk, self.clock.mark, self.work_type)
+        self.recorded.append(walked)
         return walked
 
     @contextlib.contextmanager
     def span(self, kind: str, label: str, bytes: int = 0) -> Iterator[None]:
-        """Whatever is inside is one event."""
+        """A context that is recorded as one event. bytes: what it receives."""
         span = Span(kind, label, bytes, self.clock.mark())
-        self.kept.append(span)
+        self.recorded.append(span)
         yield
         span.end = self.clock.mark()
 
     def events(self) -> tuple[Event, ...]:
-        """In the order in which they were begun, messages where they were posted. Waits for the device."""
+        """All events so far in the order in which they began: messages when they were posted. Waits for the device."""
         found: list[Event] = []
         walks = 0
-        for one in self.kept:
+        for one in self.recorded:
             if isinstance(one, Span):
                 if one.end is not None:
                     start, end = map(self.clock.seconds, (one.start, one.end))
                     found.append(Event(self.rank, one.kind, start, end, one.label, bytes=one.bytes))
             else:
-                found += _Telling(self.rank, walks, one, self.clock.seconds).events()
+                found += _WalkEvents(self.rank, walks, one, self.clock.seconds).events()
                 walks += 1
         return tuple(found)
 
 
 class Span:
-    """end: None where it never came to that."""
+    """What runs inside of `Recorder.span`. end: None while it runs, and where it raised."""
 
     def __init__(self, kind: str, label: str, bytes: int, start: Mark) -> None:
         self.kind, self.label, self.bytes, self.start = kind, label, bytes, start
         self.end: Mark | None = None
 
 
-class Walked:
-    """A walk with marks of each instruction that it came to the end of, and the works of each ticket, with theirs."""
+class TimedWalk:
+    """A walk that is recorded. marks: of each instruction that ended. works: ticket -> its torch works, with marks."""
 
-    def __init__(self, walk: Walk, mark: Callable[[], Mark], watching: type[Watched]) -> None:
+    def __init__(self, walk: Walk, mark: Callable[[], Mark], work_type: type[TimedWork]) -> None:
         self.walk: Walk | None = walk
-        self.bound, self.mark, self.watching = walk.bound, mark, watching
+        self.bound, self.mark, self.work_type = walk.bound, mark, work_type
         self.marks: list[Marks] = []
-        self.works: dict[int, list[Watched]] = {}
+        self.works: dict[int, list[TimedWork]] = {}
 
     def __call__(self) -> None:
         assert self.walk is not None
@@ -139,14 +141,14 @@ class Walked:
         one = walk.program.code[at]
         if isinstance(one, Started):
             handle = walk.tickets[one.ticket]
-            assert isinstance(handle, Works)  # virtual ranks do not run by themselves
-            handle.works = self.works[one.ticket] = [self.watching(work, self.mark) for work in handle.works]
+            assert isinstance(handle, Works)  # virtual ranks, which have other handles, are not recorded
+            handle.works = self.works[one.ticket] = [self.work_type(work, self.mark) for work in handle.works]
         if walk.at == len(walk.program.code):
-            self.walk = None  # its tensors are the caller's
+            self.walk = None  # keeps none of its tensors alive
 
 
-class Watched:
-    """A work that leaves a mark when a wait for it ends. seen: None before."""
+class TimedWork:
+    """A torch work that takes a mark when a wait for it ends. seen: that mark; None before."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
         self.work, self.mark = work, mark
@@ -158,8 +160,8 @@ class Watched:
         self.work = None  # it may hold what was sent
 
 
-class Watching(Watched):
-    """The same of a work that a thread of its own waits for from the start: it must be waited for once only."""
+class WatchedWork(TimedWork):
+    """A TimedWork for which a thread of its own waits from the start, since a work must be waited for only once."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
         super().__init__(work, mark)
@@ -179,10 +181,10 @@ class Watching(Watched):
             raise self.failed
 
 
-class _Telling:
-    """The events of one walk."""
+class _WalkEvents:
+    """Makes the events of one walk from its marks and its program. call: number of the walk."""
 
-    def __init__(self, rank: int, call: int, walked: Walked, seconds: Callable[[Mark], float]) -> None:
+    def __init__(self, rank: int, call: int, walked: TimedWalk, seconds: Callable[[Mark], float]) -> None:
         self.rank, self.call, self.bound, self.works = rank, call, walked.bound, walked.works
         self.program, self.seconds = walked.bound.program, seconds
         self.marks = [(seconds(start), seconds(end)) for start, end in walked.marks]
@@ -190,6 +192,7 @@ class _Telling:
         self.waits = {one.ticket: marks for one, marks in self.done if isinstance(one, Wait)}
 
     def events(self) -> list[Event]:
+        """The walk itself, then its instructions and messages in order; empty where no instruction ended."""
         if not self.marks:
             return []
         name = f"{self.program.name} {self.program.direction}"
@@ -212,14 +215,14 @@ class _Telling:
         return Event(self.rank, kind, *marks, label, call=self.call, direction=direction, step=step, **more)
 
     def messages(self, one: Started, start: float) -> list[Event]:
-        """What the instruction starts: what arrives, and then what leaves, as comm has their works."""
+        """The messages that an instruction starts: first those that arrive, then those that leave, as their works."""
         waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
         count = len(one.receives) + len(one.sends) if isinstance(one, Post) else 1
         works = self.works[one.ticket]
         ends = [done if work.seen is None else self.seconds(work.seen) for work in works]
         if not isinstance(one, Post):
-            ends = ends[-1:]  # of a collective all that arrives
-        ends = ends if len(ends) == count else ends[-1:] * count  # one work of all messages
+            ends = ends[-1:]  # a collective is one event: all that arrives
+        ends = ends if len(ends) == count else ends[-1:] * count  # several messages may share one work
         more: dict[str, Any] = {"waited": waited}
         if isinstance(one, ExchangeStart):
             traffic, heads = self.bound.traffic(one.trade), self.bound.heads
@@ -240,7 +243,7 @@ class _Telling:
         return found
 
     def route(self, kind: str, transfer: Transfer) -> str:
-        """As a simulation has it."""
+        """The label of a message as the simulator writes it: unit:source>destination."""
         src, dst = (transfer.peer, self.program.rank)[:: 1 if kind == "move" else -1]
         return f"{_name(transfer.unit)}:{src}>{dst}"
 

@@ -247,7 +247,7 @@ def test_what_a_watched_message_fails_with_is_raised_where_it_is_waited_for():
         def wait(self):
             raise RuntimeError("connection closed by peer")
 
-    work = recorder.Watching(Lost(), recorder.HostClock().mark)
+    work = recorder.WatchedWork(Lost(), recorder.HostClock().mark)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed by peer"):
             work.wait()
