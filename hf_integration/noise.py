@@ -37,7 +37,7 @@ NEFTUNE = "neftune_post_forward_hook"  # transformers' hook on the embedding
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
     """What one forward draws. tokens (rows, own tokens) int64: sample * SAMPLE + place of each. length: of a sequence.
-    again: it is drawn for a layer that is computed again, or for a tile."""
+    again: it is drawn for what is computed again."""
 
     seed: int
     tokens: Tensor
@@ -80,8 +80,14 @@ def split_mix(x: Tensor, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def drawing(draw: Draw | None) -> Iterator[None]:
-    """A context in which a part of a forward is computed again, or by itself, and draws what the forward has drawn."""
-    token = _now.set(draw and dataclasses.replace(draw, again=True))
+    """A context in which a part of a forward is computed again, and draws what the forward has drawn."""
+    with _drawing(draw and dataclasses.replace(draw, again=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _drawing(draw: Draw | None) -> Iterator[None]:
+    token = _now.set(draw)
     try:
         yield
     finally:
@@ -93,7 +99,7 @@ def by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, sli
 
     def run(x: Tensor, cut: slice) -> Tensor:
         draw = now()
-        with drawing(draw and dataclasses.replace(draw, tokens=draw.tokens[:, cut])):
+        with _drawing(draw and dataclasses.replace(draw, tokens=draw.tokens[:, cut])):
             return compute(x, cut)
 
     return run

@@ -214,11 +214,18 @@ def test_only_training_forwards_of_the_patched_model_draw_so():
         assert found["hooks"] == [neftune_post_forward_hook]
 
 
-def by_own_checkpoint(model):
+def by_own_checkpoint(model, reentrant=False):
     layer = model.base_model.model.model.layers[0]
     own = layer.forward
-    layer.forward = lambda *args, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+    layer.forward = lambda x, **kwargs: checkpoint(lambda x: own(x, **kwargs), x, use_reentrant=reentrant)
     model(**batch("plain")).loss.backward()
+
+
+def by_own_checkpoint_of_tiles(model):
+    tiled = with_lora(small(), ["up_proj"]).train()
+    tiled.patch_attention(make(size=2, mlp_tiles=2))
+    tiled.enable_input_require_grads()
+    by_own_checkpoint(tiled, reentrant=True)
 
 
 def of_another_kind(model):
@@ -237,6 +244,7 @@ def compiled(model):
 
 REFUSED = {
     by_own_checkpoint: ["needs the checkpoints of transformers", "gradient_checkpointing_enable"],
+    by_own_checkpoint_of_tiles: ["needs the checkpoints of transformers"],
     of_another_kind: ["type nn.Dropout", "got a FeatureAlphaDropout with p 0.1"],
     by_some_tokens: ["all of a rank's tokens, (2, 25)", "got (2, 3, 64)"],
     compiled: ["a model that is not compiled", "got a compiled one"],
