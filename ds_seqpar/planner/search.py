@@ -1,5 +1,5 @@
-"""What the planner looks at, and what it predicts of each candidate: estimates, memory, closed forms, simulations.
-Torch-free."""
+"""What the planner predicts of a candidate, from cheap to exact: an estimate, memory and a closed form, a simulation.
+Also the settings that save memory, in the order in which they are tried. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """Of a candidate that was looked at. config: resolved. travels: forward and backward. spared: settings that spare
-    memory. figures: of attention's memory. forward, backward: of one stage of heads of one layer. seconds: for each
-    sequence. simulated: whether attention's time was simulated, else it is the closed form's."""
+    """What is predicted of a candidate that fits.
+
+    config: resolved. travels: "q" or "kv", forward and backward. spared: the settings that it needs to save memory.
+    figures: bytes of attention. forward, backward: closed forms of one head stage of one layer. time: of a training
+    step. seconds: of a step, for each sequence. memory: of a rank and its host. simulated: whether attention's time is
+    the simulator's; else it is the closed form's."""
 
     candidate: Candidate
     config: SequenceParallelConfig
@@ -53,8 +56,8 @@ class Prediction:
 
 
 class Estimate(NamedTuple):
-    """seconds: for each sequence, with what is received; least: a bound, of the products alone. moved: seconds of what
-    is received, of one layer. work: about how many steps the closed form looks at."""
+    """A quick guess of a candidate's time. seconds: of a step, for each sequence. least: a lower bound of that, without
+    messages. moved: seconds of one layer's messages. work: about how many steps its closed form would look at."""
 
     seconds: float
     least: float
@@ -64,7 +67,7 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """By what candidates are ordered. What layouts share is found once."""
+    """Estimates candidates, to order them. Keeps what candidates have in common."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -88,32 +91,36 @@ class Estimator:
         )
 
     def _products(self, size: int, ulysses: int) -> tuple[float, float]:
-        """Seconds of a layer's products forward and backward, on the busiest member, if inner ranks share them."""
-        its = self.request
-        wide, _ = dealing.most(*its.heads, ulysses)
-        pairs = its.pairs * wide * its.model.head_dim * its.batch / (size // ulysses)
-        forward, backward = (PER_PRODUCT[way] * pairs / its.machine.best_rate(its.dtype, way) for way in DIRECTIONS)
+        """(forward, backward) seconds of a layer's products on the Ulysses member with the most heads, if inner ranks
+        have equal shares."""
+        request = self.request
+        q_heads, _ = dealing.most(*request.heads, ulysses)
+        pairs = request.pairs * q_heads * request.model.head_dim * request.batch / (size // ulysses)
+        rates = [request.machine.best_rate(request.dtype, way) for way in DIRECTIONS]
+        forward, backward = (PER_PRODUCT[way] * pairs / rate for way, rate in zip(DIRECTIONS, rates, strict=True))
         return forward, backward
 
     def _seconds(self, size: int, forward: float, backward: float) -> float:
+        """Seconds of a step, for each sequence, given those of attention of one layer."""
         step = self.request.step(_plain(size))
         took = step_time(step, self.request.machine, forward, backward)
         return self.request.seconds_each(took.seconds, took.sequences)
 
     def links(self, candidate: Candidate) -> tuple[float, list[float]]:
-        """Seconds of Ulysses' exchanges of a direction, and of what the schedule brings forward and backward."""
+        """(seconds of Ulysses' exchanges in one direction, [those of the schedule's messages forward, backward])."""
         key = candidate.schedule.name, *candidate.own.values(), candidate.topology
         if key not in self.known:
-            its = self.request
-            heads = dealing.most(*its.heads, candidate.ulysses)
-            dtype = its.given.get("travel_dtype", "fp32")
-            shape = shape_of(dtype, its.dtype, its.batch, (*heads, its.model.head_dim))
-            self.known[key] = _exchanged(its, candidate, *heads), _carried(its, candidate, shape)
+            request = self.request
+            heads = dealing.most(*request.heads, candidate.ulysses)
+            dtype = request.given.get("travel_dtype", "fp32")
+            shape = shape_of(dtype, request.dtype, request.batch, (*heads, request.model.head_dim))
+            exchanged = _exchange_seconds(request, candidate, *heads)
+            self.known[key] = exchanged, _schedule_seconds(request, candidate, shape)
         return self.known[key]
 
     def lopsided(self, candidate: Candidate) -> bool:
-        """Whether the last rank has about twice its share: causal attention on blocks in the order of the text, unless
-        the schedule is made for that, and so takes nothing else."""
+        """Whether the last rank computes about twice its share: causal attention on contiguous blocks. Not so with a
+        schedule made for that, which never takes keys of a later block."""
         plain = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
         return plain and candidate.inner > 1 and candidate.schedule.takes(0, 1)
 
@@ -124,8 +131,7 @@ def _plain(size: int) -> SequenceParallelConfig:
 
 
 def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
-    """Of a rank's neighbours along an axis the share that is in other nodes, if ranks go round it; 0 where all its
-    ranks are in one node."""
+    """The share of ranks whose neighbour round this axis is in another node; 0 where a node holds the whole axis."""
     stride = 1
     for name, size in topology.axes:
         if name == axis:
@@ -135,9 +141,9 @@ def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
     return 0.0
 
 
-def _carried(request: Request, candidate: Candidate, shape: Shape) -> list[float]:
-    """Seconds, forward and backward, of what the busiest rank receives. Bytes count as ones between nodes where an axis
-    that brings them leaves the node."""
+def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> list[float]:
+    """[Seconds of all that the busiest rank receives by the schedule, forward, backward]. Bytes along an axis that
+    leaves the node count as bytes between nodes."""
     machine, schedule, top = request.machine, candidate.schedule, candidate.topology
     axes = tuple((name, top.size(name)) for name in top.inner_axes)
     crossing = {name: _crossing(machine, top, name) for name, _ in axes}
@@ -156,23 +162,24 @@ def _carried(request: Request, candidate: Candidate, shape: Shape) -> list[float
 def _most_received(
     received: Callable[..., list[float]], axes: Axes, way: str, side: str, units: tuple[tuple[str, float], ...]
 ) -> float:
-    """By the busiest rank; candidates that differ in layout and placement alone have the same."""
+    """Bytes that the busiest rank receives: the same for candidates that differ only in layout and placement."""
     return max(received(axes, way, side, dict(units)))
 
 
 def _between(machine: Machine, crossing: float) -> float:
-    """Bytes/s of a rank to other nodes where so large a share of a node's ranks sends there."""
+    """Bytes/s of a rank to other nodes. crossing: the share of a node's ranks that send there, and share its uplink."""
     if not (machine.uplink and crossing):
         return machine.between.rate
     return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
 
 
-def _exchanged(request: Request, candidate: Candidate, wide: int, narrow: int) -> float:
+def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_heads: int) -> float:
+    """Seconds of Ulysses' exchanges in one direction, of the member with these numbers of heads."""
     machine, members = request.machine, candidate.ulysses
     near = not _crossing(machine, candidate.topology, "ulysses")
-    rate = machine.inside.rate if near else _between(machine, 1.0)  # straight to all of them
+    rate = machine.inside.rate if near else _between(machine, 1.0)  # members send straight to one another
     tokens = request.seq / candidate.size * request.batch
-    elements = tokens * (members - 1) * (2 * wide + 2 * narrow) * request.model.head_dim
+    elements = tokens * (members - 1) * (2 * q_heads + 2 * kv_heads) * request.model.head_dim
     return elements * ITEMSIZE[request.dtype] / rate
 
 
@@ -180,10 +187,12 @@ def _exchanged(request: Request, candidate: Candidate, wide: int, narrow: int) -
 
 
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
-    """By its closed form, with as few settings that spare memory as it needs; or why it cannot be. Of those that are
-    last resorts the faster one is taken."""
+    """The prediction of a candidate by its closed form, with as few settings that save memory as it needs.
+
+    Returns one sentence where it does not fit or is not legal. Of the last resorts (`LAST_SPARING`) the fastest that
+    fits is taken."""
     least, best = math.inf, None
-    ways: dict[tuple, list[Closed]] = {}  # by stages of heads, and what is kept
+    closed_forms: dict[tuple, list[Closed]] = {}  # by (head stages, what forward leaves for backward)
     try:
         plain = configured(request, candidate)
         for spared in memory_settings(request, candidate.ulysses):
@@ -192,14 +201,14 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
             without = taken(footprint(step, least_attention(step)), request.room)
-            if without > request.limit:  # what attention takes exactly is a hundred times the work to find
+            if without > request.limit:  # the exact memory of attention takes a hundred times the work
                 least = min(least, without)
                 continue
             figures = attention_figures(step)
             memory = footprint(step, figures)
             least = min(least, taken(memory, request.room))
             if fits(memory, request.room):
-                one = _prediction(request, candidate, config, spared, figures, memory, ways)
+                one = _prediction(request, candidate, config, spared, figures, memory, closed_forms)
                 best = one if best is None or one.seconds < best.seconds else best
     except ConfigError as error:
         return str(error)
@@ -211,7 +220,7 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
 
 
 def configured(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
-    """Resolved. What goes round is given, or what brings the busiest rank fewer bytes."""
+    """The resolved config. What travels, q or kv, is given, or else what brings the busiest rank fewer bytes."""
     sides = {way: request.given.get(way, "auto") for way in DIRECTIONS}
     return candidate.config(request.heads, **{**common(request.given), **spared, **sides})
 
@@ -220,6 +229,7 @@ def _prediction(
     request: Request, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
     figures: Figures, memory: Footprint, known: dict[tuple, list[Closed]],
 ) -> Prediction:  # fmt: skip
+    """known: closed forms that were computed before."""
     stages = config.head_stages
     call = call_of(request.step(config), stages)
     if (stages, call.kept) not in known:
@@ -243,7 +253,8 @@ def _prediction(
 
 
 def staged(request: Request, one: Prediction) -> list[Prediction]:
-    """The same in stages of heads that hide Ulysses' exchanges, in as many as send no more bytes, where that fits."""
+    """The same candidate with overlap, in head stages that hide Ulysses' exchanges: one for each number of stages that
+    sends no more bytes and fits."""
     found = []
     candidate = dataclasses.replace(one.candidate, overlap=True)
     for stages in dealing.free_stages(*request.heads, candidate.ulysses)[1:]:
@@ -255,7 +266,7 @@ def staged(request: Request, one: Prediction) -> list[Prediction]:
 
 
 def instructions(request: Request, one: Prediction) -> int:
-    """About how many are simulated: each rank that is followed has some for every other inner one at most."""
+    """About how many instructions a simulation would take: at most 12 for each pair of a followed and an inner rank."""
     inner = one.candidate.inner
     call = call_of(request.step(one.config), one.config.head_stages)
     return (
@@ -264,7 +275,7 @@ def instructions(request: Request, one: Prediction) -> int:
 
 
 def overlapped(request: Request, one: Prediction) -> float:
-    """Seconds for each sequence that it takes at least with overlap."""
+    """A lower bound of the seconds of a step with overlap, for each sequence."""
     stages = one.config.head_stages
     seconds = [stages * way.overlapped for way in (one.forward, one.backward)]
     took = _timed(request, one, seconds)
@@ -272,7 +283,7 @@ def overlapped(request: Request, one: Prediction) -> float:
 
 
 def _timed(request: Request, one: Prediction, seconds: Sequence[float]) -> StepTime:
-    """seconds: of attention of a layer, forward and backward."""
+    """The time of a step. seconds: of one layer's attention, forward and backward."""
     stages, machine = one.config.head_stages, request.machine
     ways = one.forward, one.backward
     carried = [stages * carried_seconds(machine, request.world, way) for way in ways]
@@ -281,7 +292,7 @@ def _timed(request: Request, one: Prediction, seconds: Sequence[float]) -> StepT
 
 
 def simulated(request: Request, one: Prediction) -> Prediction:
-    """With the time of attention that the simulator finds."""
+    """The same prediction, with the time of attention that the simulator finds."""
     call = call_of(request.step(one.config), one.config.head_stages)
     seconds = [prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
     took = _timed(request, one, seconds)
@@ -297,8 +308,10 @@ def timelines(request: Request, one: Prediction) -> dict[str, Timeline]:
 
 
 def floor(request: Request, one: Prediction) -> float:
-    """The least bytes that a rank can receive in forward, whatever the schedule, of full attention and for this degree
-    of Ulysses: 4 S D sqrt(Hq Hkv / (U P)), less what it owns of them. Under a causal mask it is lower by sqrt(2)."""
+    """The least bytes that a rank can receive in one layer's forward, for full attention and this Ulysses degree.
+
+    No schedule receives less than 4 S D sqrt(Hq Hkv / (U P)), less what the rank owns. Here S is tokens, D head_dim, U
+    the Ulysses degree and P the ranks of a sequence. Under a causal mask the bound is lower by sqrt(2)."""
     (q_heads, kv_heads), size = request.heads, one.config.size
     token = request.model.head_dim * ITEMSIZE[request.dtype] * request.batch * request.seq
     whole = 4 * token * math.sqrt(q_heads * kv_heads / (one.config.ulysses * size))
@@ -307,7 +320,7 @@ def floor(request: Request, one: Prediction) -> float:
 
 # ---- settings that spare memory
 
-# in the order in which they are tried; each with those before it
+# tried in this order, each together with those before it; head stages come next
 SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
 LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"keep_exchanged": False},
@@ -316,7 +329,7 @@ LAST_SPARING: tuple[dict[str, Any], ...] = (
     {"offload_checkpoints": True, "keep_attention": False},
 )
 LAST = {name for settings in LAST_SPARING for name in settings}
-NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # of attention but its inputs: none takes less
+NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # attention with no memory but its inputs: a bound
 COMMON = (
     "travel_dtype",
     "kernel",
@@ -326,16 +339,16 @@ COMMON = (
     "offload_checkpoints",
     "mlp_tiles",
     "loss_tiles",
-)  # that candidates do not have
+)  # settings that are the same for all candidates
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of settings that candidates do not have; stages that are "auto" are a choice still."""
+    """Those settings of COMMON that the user gives; `head_stages` "auto" is not given, but chosen."""
     return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
 
 
 def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Settings that spare more and more memory; what is given is left as it is."""
+    """Settings to try one after another, which save more and more memory. Given settings are left as they are."""
     given, (q_heads, kv_heads) = request.given, request.heads
     stages = [{"head_stages": n} for n in dealing.free_stages(q_heads, kv_heads, ulysses) if n > 1]
     rungs: list[dict[str, Any]] = [{}]
@@ -346,36 +359,37 @@ def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
         away = request.machine.apart or "offload_checkpoints" not in settings
         fits = away and (ulysses > 1 or "keep_exchanged" not in settings)
         if fits and not set(settings) & set(common(given)):
-            rungs.append({**rungs[_lean(rungs)], **settings})
+            rungs.append({**rungs[_last_plain(rungs)], **settings})
     return rungs
 
 
 def leanest(request: Request, ulysses: int) -> dict[str, Any]:
-    """All that spares memory and is not given."""
+    """All settings that save memory and are not given: the last of `memory_settings`."""
     return memory_settings(request, ulysses)[-1]
 
 
 def in_words(spared: Mapping[str, Any]) -> list[str]:
+    """Each setting that saves memory, for messages."""
     said = {"keep_attention False": "attention runs twice", "keep_exchanged False": "heads are exchanged again"}
     words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
     return [said.get(word, word) for word in words]
 
 
-def _lean(rungs: list[dict[str, Any]]) -> int:
-    """The last without any of `LAST_SPARING`."""
+def _last_plain(rungs: list[dict[str, Any]]) -> int:
+    """The index of the last rung that has none of `LAST_SPARING`."""
     return max(n for n, rung in enumerate(rungs) if not set(rung) & LAST)
 
 
 def least_memory(request: Request, size: int) -> Footprint:
-    """Without attention, with everything that spares: no candidate of this size takes less."""
+    """A lower bound for all candidates of a size: no attention, and every setting that saves memory."""
     spared = {**common(request.given), **leanest(request, 1)}
     config = SequenceParallelConfig(size=size, ulysses=1, **spared).resolve(size)
     return footprint(request.step(config, Mask()), NOTHING)
 
 
 def least_attention(step: Step) -> Figures:
-    """What attention takes at least, whatever the schedule: out, and in backward dq, dk and dv beside it. With
-    projections inside of stages none of them is there whole."""
+    """The least bytes of attention in any schedule: out, and in backward also dq, dk and dv. With projections inside
+    head stages it is nothing, since none of these exists whole."""
     if stages_inside(step) > 1:
         return NOTHING
     m, rows = step.model, step.seq // step.config.size * step.batch
