@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ds_seqpar import SequenceParallel
 
 
 def share(group: dist.ProcessGroup | None) -> None:
@@ -46,3 +50,18 @@ def _set_state(state: tuple) -> None:
     torch.set_rng_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state(state[3])
+
+
+class SharedDraws(TrainerCallback):
+    """All ranks have one random state when training begins, and when a sampler that draws from it begins an epoch: data
+    sets may have moved it by other amounts."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        share(self.sp.control_world)
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.train_sampling_strategy == "group_by_length":
+            share(self.sp.control_world)

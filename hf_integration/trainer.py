@@ -20,7 +20,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
@@ -80,21 +80,6 @@ class OfGroups:
         vars(self).update(sp=value) if name == "sp" else setattr(self.own, name, value)
 
 
-class SharedDraws(TrainerCallback):
-    """All ranks have one random state when training begins, and when a sampler that draws from it begins an epoch: data
-    sets may have moved it by other amounts."""
-
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        randomness.share(self.sp.control_world)
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if args.train_sampling_strategy == "group_by_length":
-            randomness.share(self.sp.control_world)
-
-
 class SequenceParallelMixin(Behind):
     """Goes before `Trainer`, or a subclass of it, in the bases of a class.
 
@@ -134,7 +119,7 @@ class SequenceParallelMixin(Behind):
             self._patch_models()
         self._throughput = SequenceParallelCallback(self.sp)
         # behind the one that decides whether a step is logged, before those that report what is logged
-        self.callback_handler.callbacks[1:1] = [SharedDraws(self.sp), self._throughput]
+        self.callback_handler.callbacks[1:1] = [randomness.SharedDraws(self.sp), self._throughput]
         preemption.take_over(self)
 
     # ---- the model
