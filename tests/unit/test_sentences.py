@@ -31,6 +31,9 @@ CLEAN = (
     "docs/settings.md",
     "docs/whole.md",
     "docs/trainer.md",
+    "docs/performance.md",
+    "docs/measurements.md",
+    "docs/triangle.md",
 )
 
 
