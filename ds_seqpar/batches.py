@@ -71,9 +71,9 @@ def shard_window(
     - `shift_labels`: labels, moved to the token that predicts them before sharding; -100 across a document's end;
     - `position_ids`: int64, global, or within documents where there are some;
     - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
-    - `placement`, where the configured layout does not say everything: documents, left padding, with causal=False any
-      padding, a length that ranks cannot share equally. With documents or left padding, rows lie end to end, and
-      tensors are (1, this rank's tokens, ...).
+    - `placement`, where the configured layout does not say everything: for documents, for left padding (any padding
+      with causal=False), and for a length that ranks cannot share equally. With documents or left padding, rows lie
+      end to end, and tensors are (1, this rank's tokens, ...).
 
     The loss that a rank then computes is its own part; `sp.mean_loss` gives the loss of all. It holds G times the
     gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average gradients
@@ -108,8 +108,8 @@ def _prepare(
     steps: int | None,
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """(this rank's part of each batch; [labels that count in these parts, labels of the whole batches that would be
-    predicted from padding on the left]; a fingerprint of each whole batch, which peers compare)."""
+    """(this rank's part of each batch; [labels that count in them, labels that left padding would predict]; a
+    fingerprint of each whole batch, which peers compare). The second number is of the whole batches."""
     checked = [check_batch(sp, batch, causal) for batch in window]
     sharded = [_shard(sp, batch) for batch in checked]
     if not window or (steps is not None and len(window) != steps):
@@ -141,8 +141,8 @@ def shard_call(sp: Sharing, given: Mapping[str, Any]) -> tuple[dict[str, Any], i
 
 
 def counted_labels(sp: Sharing, batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count: a row's first, and those that
-    would be predicted across a document's end or from padding. Local. Raises InputError where the batch cannot be
+    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are a row's first, and
+    those predicted across a document's end or from padding. Local. Raises InputError where the batch cannot be
     sharded."""
     checked = check_batch(sp, batch, causal=True)
     _warn_if_padded_left(checked)
