@@ -37,47 +37,42 @@ class SequenceParallelConfig:
 
     size: ranks that share one sequence (P). "auto": all ranks of the job.
     ulysses: ranks of an all-to-all that trades sequence for heads (U); the other `size / ulysses` (A) run `schedule`.
-        At most the query heads; what it does not divide equally is dealt unevenly (`compiler.heads`), exactly, and the
-        member with the most heads sets the pace. "auto": the largest that divides `size`, shares the model's heads
-        equally and fits what is said of the schedule's shape, 1 where heads are not known. The floor on received bytes
-        falls as 1/sqrt(U P), so larger is better until heads or slow links end it.
-    schedule: what the inner A ranks do, by name: those in ds_seqpar/planning/schedules, and what you `register` there.
-        Each may have settings of its own, which are given and read as those here are; "auto" is chosen.
-        `python -m ds_seqpar show --help` lists all.
-    forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
-        what sends fewer bytes.
-    overlap: expand collectives into single transfers and order products as their operands arrive (compiler.overlap).
+        At most the query heads. Heads that it does not divide are dealt unevenly (`compiler.heads`); the member with
+        the most sets the pace. "auto": the largest that divides `size`, shares the model's heads equally and fits the
+        schedule's shape; 1 where heads are not known. The floor on received bytes falls as 1/sqrt(U P).
+    schedule: what the inner A ranks do: a name in ds_seqpar/compiler/schedules, or one that you `register` there. Its
+        own settings are given and read as those here. `python -m ds_seqpar show --help` lists all.
+    forward, backward: what goes round, "kv" or "q" with its results. "auto" is what sends fewer bytes.
+    overlap: transfers of single blocks in place of collectives, and products as their operands arrive.
     placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.layout.place.
         "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
         "ring_intra" its ring (WallFacer's two placements).
     travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
         the range: gradients of a mean loss over many tokens vanish in it.)
-    layout: which tokens a rank holds: "zigzag" (chunks r and 2A-1-r of 2A; equal causal work in every step), "striped"
-        (every A-th token; Striped Attention, section 3), "contiguous", or "balanced": zigzag where a sequence is one
-        document, and packed documents as `compiler.balance` deals them. "auto" is the schedule's: most have "balanced".
+    layout: which tokens a rank holds. "contiguous". "zigzag": chunks r and 2A-1-r of 2A; equal causal work in every
+        step. "striped": every A-th token (Striped Attention, section 3). "balanced": packed documents as
+        `compiler.balance` deals them, one document as "zigzag". "auto" is the schedule's: most have "balanced".
     kernel: the block kernel; "auto" is the first that can take the blocks.
     head_stages: attention runs on that many parts of the heads, one after the other, and its buffers are those of one
         part (Untied Ulysses). At most the key/value heads. With `overlap` Ulysses' exchanges run while other stages
-        compute. "auto" with a `seq_len` or a `machine`: the planner chooses stages and overlap, by the time that it
-        simulates and the memory that there is. Else "auto" is the fewest with which buffers take no more than q, k, v
-        and out do, or as near to that as stages that send no more bytes can come.
-    keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
-        all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
+        compute. "auto" with a `seq_len` or a `machine`: the planner chooses stages and overlap. Else "auto" is the
+        fewest with which buffers take no more than q, k, v and out do, among those that send no more bytes; or the
+        most of these.
+    keep_attention: where activations are checkpointed, attention's forward and all that it sends run once a step,
+        because its results are kept (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     keep_exchanged: whether backward finds the q, k and v that Ulysses' exchange brought to forward. false: the exchange
         is repeated, which is slower and takes less memory. "auto": they are kept, unless `head_stages` saves memory:
         more than one, without overlap, and with no checkpoint that keeps attention.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
-    mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens MLPs and norms, and the
-        logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
-        as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
+    mlp_tiles, loss_tiles: in how many tiles of a rank's tokens a patched model computes MLPs and norms, and logits with
+        the loss. So what they make never stands whole in memory (ALST, section 3.1). 1: as the model does. "auto" is
+        chosen in each forward, by each rank for its own tokens (docs/memory.md).
     seq_len: tokens of the whole sequence that a size, ulysses, schedule or head_stages of "auto" is planned for
-        (docs/planner.md).
-        "auto": with a machine, the longest that a Trainer's data set says it has.
+        (docs/planner.md). "auto": with a machine, the longest that a Trainer's data set says it has.
     machine: what they are planned for: a preset's name, or the file that `python -m ds_seqpar calibrate` wrote. "auto":
         with a seq_len, what ranks see of their devices and hosts. With neither, nothing is planned.
-    memory: "auto": of what spares memory, where the section does not say it (head_stages, keep_attention,
-        keep_exchanged, offload_checkpoints, mlp_tiles, loss_tiles), the fastest that fits the machine is planned.
-        "given": nothing is.
+    memory: "auto" plans the fastest that fits the machine of head_stages, keep_attention, keep_exchanged,
+        offload_checkpoints, mlp_tiles and loss_tiles, where the section does not say them. "given": nothing is planned.
     own: the schedule's own settings that are not "auto", sorted by name; config.NAME is one of them.
     unsaid: what "memory" has still to choose, by name.
     """
@@ -361,8 +356,8 @@ HOST_PIECE = 2**26  # bytes of host memory that offloaded checkpoints are put in
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """Bytes of a tile's logits in fp32, at most, with loss_tiles "auto": a quarter of the head's gradient in fp32,
-    which is there beside them; 256 MiB where that is less."""
+    """The most bytes of a tile's logits in fp32 with loss_tiles "auto": a quarter of the head's gradient in fp32,
+    which is there beside them, or 256 MiB where that is less."""
     return min(2**28, vocab * hidden)
 
 
