@@ -1,7 +1,7 @@
 """The DeepSpeed seam: `initialize` prepares a model for sequence parallel training and returns a DeepSpeed engine.
 
 No mpu is handed to DeepSpeed. To ZeRO every rank is a data-parallel rank: states shard over the whole world and
-gradients are always the world mean, at every stage; `ds_seqpar.batches` makes that mean the right one.
+gradients are the world mean, at every stage. `ds_seqpar.batches` makes that mean the right one.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def initialize(
     """What `deepspeed.initialize` returns (engine, optimizer, dataloader, scheduler), for sequence parallel training.
 
     config: a DeepSpeed JSON's path or its dict, with a "sequence_parallel" section; default `args.deepspeed_config`.
-    model: a transformers model, also inside a peft model or torch.compile, whose attention is patched; or your own, or
-    one of another family, which calls `sp.attention`: then pass that SequenceParallel as `sequence_parallel`.
-    `engine.sequence_parallel` is the one in use. `train_batch_size` counts sequences. check_loss: a causal language
-    model of transformers must give the sum of token losses on shift_labels over num_items_in_batch, which a forward of
-    the shortest sequence tries; False is for a loss that is meant to be another.
-    training_data: a data set with an index; the dataloader is DeepSpeed's own of it, dealt to groups as `sp.loader` has
-    it, whose batches collate_fn makes and `sp.shard_batches` takes.
+    model: a transformers model, also inside a peft model or torch.compile: its attention is patched. Or a model that
+    calls `sp.attention` itself: then pass that SequenceParallel as `sequence_parallel`. `engine.sequence_parallel` is
+    the one in use. `train_batch_size` counts sequences.
+    check_loss: tries a forward of the shortest sequence. A causal language model of transformers must give the sum of
+    token losses on shift_labels over num_items_in_batch. False is for a loss that is meant to be another.
+    training_data: a data set with an index. The dataloader is DeepSpeed's own, dealt to groups as `sp.loader` does;
+    collate_fn makes its batches, and `sp.shard_batches` takes them.
     optimizer, model_parameters and lr_scheduler go to deepspeed.initialize; distributed_port and dist_init_required
     (False: torch.distributed is up) do as there. A single process without a launcher, as in a notebook, becomes a world
     of one rank.
@@ -237,8 +237,8 @@ def prepare_model(
 
     section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: returns what
     is known of the run beside the model, where the section asks for a plan. Collective over the world. Raises on all
-    ranks where `given`, or what the model is patched with, has other settings than the section gives on one of them,
-    and for models that cannot be patched.
+    ranks for a model that cannot be patched, and where on one of them `given`, or what the model is patched with, has
+    other settings than the section.
     """
     sp, config, library, found, base = None, None, known_library(model), None, unwrapped(model)
     try:
