@@ -131,20 +131,19 @@ class SequenceParallel(Sharding):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention over the whole sequence, of which each rank gives its own tokens. Differentiable, once.
 
-        q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype; heads a
-        multiple of kv_heads (GQA: query head h reads kv head h * kv_heads // heads). v may have another head_dim, which
+        q (batch, local_seq, heads, head_dim), k and v (batch, local_seq, kv_heads, head_dim), all of one dtype. heads
+        is a multiple of kv_heads: query head h reads kv head h * kv_heads // heads. v may have another head_dim, which
         out then has (the smaller of both is filled up with zeros, which are computed and sent). scale: default head_dim
         ** -0.5, of q. mask: in place of `causal`, which keys a query sees by global position (causal, window,
         documents). shards: in place of the configured layout, the runs of q and of k/v that each inner rank holds; they
         may differ, and in length from rank to rank. softcap: scores x become softcap * tanh(x / softcap) (Gemma 2).
-        sinks (heads,), of all the model's query heads on every rank: one more score a head that every row's softmax
-        counts and that brings nothing (gpt-oss); a rank's gradient of them is of its own rows and heads, and the sum
-        over ranks the whole.
+        sinks (heads,), of all the model's query heads on every rank: one more score a head, which every row's softmax
+        counts and which brings nothing (gpt-oss). A rank's gradient of them is a part; the sum over ranks is the whole.
         Returns out, as q with v's head_dim; a row that sees no key is 0. With return_lse also the log-sum-exp of each
         row's scores, sink included, (batch, local_seq, heads) in fp32 (fp64 for fp64): a gradient that reaches it
         raises InputError.
-        Collective over the ranks that share the sequence, backward too: raises InputError, ConfigError, KernelError or
-        DisagreementError on all of them, before anything is sent, where one was given something that does not fit.
+        Collective over the ranks that share the sequence, backward too. Raises InputError, ConfigError, KernelError or
+        DisagreementError on all of them, before anything is sent, where one was given what does not fit.
         """
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
@@ -161,10 +160,10 @@ class SequenceParallel(Sharding):
         return ops.attention(self.runtime, q, k, v, asked, agreed=True, parts=parts)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """`torch.utils.checkpoint.checkpoint` for layers of a model of one's own, which keeps what `attention` gives in
-        the function: it is not computed again, and nothing is sent again for it (unless the settings say keep_attention
-        false); what is saved goes to host memory where they say offload_checkpoints. A patched model's
-        `gradient_checkpointing_enable` does the same."""
+        """`torch.utils.checkpoint.checkpoint` for layers of a model of your own. It keeps the results of `attention` in
+        the function, which is then neither computed nor sent again, unless the settings say keep_attention false. With
+        offload_checkpoints what is saved goes to host memory. A patched model's `gradient_checkpointing_enable` does
+        the same."""
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
     def checkpointing(self, checkpoint: Callable[..., Any]) -> keeping.Checkpoint:
@@ -259,9 +258,9 @@ class SequenceParallel(Sharding):
         """The loss of an optimiser step: the mean, over all ranks and the window's micro-steps, of what each rank's
         model returned for batches from `shard_batches`. A single rank's loss is only its own part of it.
 
-        losses: one or several, each a floating point tensor of one element. differentiable: returns it as a 0-dim
-        tensor of their dtype and device, to call backward on in place of the mean of this rank's `losses`: it has the
-        gradients of that, because DeepSpeed and DDP average gradients over ranks.
+        losses: one or several, each a floating point tensor of one element. differentiable: returns a 0-dim tensor of
+        their dtype and device to call backward on. Its gradients are those of the mean of this rank's `losses`, because
+        DeepSpeed and DDP average gradients over ranks.
         Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
         """
         mean, own = mean_of(self.control_world, losses)
