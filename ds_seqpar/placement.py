@@ -15,9 +15,9 @@ from .compiler.shards import UnevenShards, members_positions, tokens_of
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What `shard_batches` returns, as "placement", beside the tensors of a batch with packed documents, with padding
-    that is not plainly on the right, or of a length that ranks cannot share equally: give its mask and shards to
-    `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
+    """What `shard_batches` returns as "placement" where the layout does not say everything: for packed documents, for
+    padding that is not plainly on the right, and for a length that ranks cannot share equally. Give its mask and shards
+    to `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
 
     mask, shards: by position in the batch. rows: how many sequences lie end to end in it, as one of (1, tokens); None:
     sequences stand beside one another, all shared alike. restarts: the positions at which a model's position_ids begin
