@@ -52,9 +52,9 @@ class Sharding:
         return Placement(mask, shards, restarts=starts_of(lengths))
 
     def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
-        """What a model is given of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU: their
-        global positions; with a placement (`seq` is then not read) those in their documents. Ranks may have some tokens
-        more or less than others where seq / size is no whole number."""
+        """The positions of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU. They are global;
+        with a placement those in their documents, and `seq` is not read. Ranks may have some tokens more or less than
+        others where seq / size is no whole number."""
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
         return self.held(seq, self.place(seq), self.rank).clone()  # the cached one must not be the caller's to change
@@ -74,8 +74,8 @@ class Sharding:
         """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
         placement: that of the batch, where it has one; nothing in a tensor shows that it was left out.
 
-        Raises InputError for a tensor that autograd follows: each rank's loss would send it a gradient, and whether
-        those are parts to be summed or copies of one another only the caller knows.
+        Raises InputError for a tensor that autograd follows: only the caller knows whether the gradients that ranks
+        send it are parts to be summed or copies of one another.
         """
         shape = list(getattr(x, "shape", ()))
         rest = tuple(size for at, size in enumerate(shape) if type(dim) is not int or at != dim % len(shape))
@@ -188,9 +188,8 @@ def _positions(layout: str, seq: int, size: int, ulysses: int, rank: int) -> Ten
 
 
 def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
-    """The loss of an optimiser step: the mean over all ranks of the losses that each was given, in double precision,
-    and that of this rank's own, in their dtype, which autograd follows. Collective; raises InputError or
-    DisagreementError on all ranks."""
+    """(the mean over all ranks of the losses that each was given, in double precision; the mean of this rank's own, in
+    their dtype, which autograd follows). Collective; raises InputError or DisagreementError on all ranks."""
     losses, error = _losses(given)
     own = torch.zeros((), device="cpu") if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
     exact = 0.0 if error else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
