@@ -1,5 +1,5 @@
-"""The reader of files that a user gives. A file that is too large, too deep, or no valid JSON is refused in one
-sentence, and so is a value of a wrong type or out of range: the sentence names the file, the key and the value."""
+"""The reader of files that a user gives. It refuses a file that is too large, too deep or no valid JSON, and a value of
+a wrong type or out of range. One sentence then names the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
-    """What a JSON text says. place: where it is from; or_text: what is no JSON is a text. Raises ConfigError for a
-    text that is not valid JSON, and for one that has a key twice in an object, a number that is not finite or has more
-    than 64 bits, or more than `DEEPEST` objects and lists inside one another."""
+    """What a JSON text says. place: where it is from; or_text: what is no JSON is a text. Raises ConfigError for a text
+    that is not valid JSON, for a key twice in an object, for a number that is not finite or has more than 64 bits, and
+    for more than `DEEPEST` objects and lists inside one another."""
     too_deep = f"{kind} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
     try:
         content = json.loads(
