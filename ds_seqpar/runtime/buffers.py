@@ -1,13 +1,12 @@
 """The slots of a program as tensors: one buffer of bytes each, seen as the tensors of the unit that it holds.
 
 DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inner attention (Jacobs et al., 2023).
-Pure functions around that all-to-all, which belongs to comm. In what travels, tokens come
-first and a token's heads, of q, k and v, stand side by side: what the members sent, one after another, then is the
-inner rank's (tokens, batch, heads, D) as it stands, and q, k and v are views of it. So each tensor is copied once on
-its way out and once by the transfer; outward the same in reverse. Who gets which heads is `heads_of`; neighbouring
-members that get as many as one another are copied for together, and where U divides the heads these are all. A kv head
-that several members need (U > Hkv) goes to exactly those; its gradients are summed. `counts`: the tokens of every
-member, in their order.
+Pure functions around that all-to-all, which belongs to comm. In a message tokens come first, and the heads of q, k and
+v of one token stand side by side. So the members' messages, one after another, are the inner rank's (tokens, batch,
+heads, D) as they stand, and q, k and v are views. Each tensor is copied once on its way out and once by the transfer;
+outward the same in reverse. Who gets which heads is `heads_of`. Neighbouring members with equally many heads are copied
+for together; where U divides the heads these are all. A kv head that several members need (U > Hkv) goes to exactly
+those; its gradients are summed. `counts`: the tokens of every member, in their order.
 """
 
 from __future__ import annotations
