@@ -52,8 +52,8 @@ class Call(Protocol):
 
 
 class Saved(NamedTuple):
-    """What forward left for backward. lses: the inner ones of every stage; arrived: the inner q, k and v of every stage
-    as they came, one tensor or two; outs: the inner out of every stage. Either may be empty."""
+    """What forward left for backward, of every stage. lses: the inner ones. arrived: the inner q, k and v as they came,
+    one tensor or two. outs: the inner out. The last two may be empty."""
 
     lses: Sequence[Tensor]
     arrived: Sequence[Tensor]
@@ -114,8 +114,8 @@ class _Call:
 
 
 class ForwardCall(_Call):
-    """own: q, k and v. Ends with out, the inner lse of each stage, what is kept for backward (see `Kept`; of a rank
-    without other members nothing), and with lse, where there are other members, that of own tokens."""
+    """own: q, k and v. Ends with out, the inner lse of each stage and what is kept for backward (see `Kept`; nothing
+    where there are no other members). With `lse` and other members also with the lse of own tokens."""
 
     def __init__(
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
