@@ -116,9 +116,9 @@ AGREEMENT = 0x5EA9  # the first tag of what `greatest` sends: in the group of al
 def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The greatest of every rank's numbers[i], each of 63 bits, on all ranks of a group that carries CPU tensors.
 
-    In log4(ranks) steps, where gloo's own reductions go round all ranks: in step s a rank tells those 1, 2 and 3 times
-    4^s further what it knows of the 4^s before it. That some are told of twice does not change a greatest number. Every
-    step's numbers have their places from the start, so that none is waited for by a peer that has yet to ask for it.
+    It takes log4(ranks) steps, where gloo's own reductions go round all ranks. In step s a rank tells the ranks 1, 2
+    and 3 times 4^s further what it knows of the 4^s before it. That some are told of twice does not change a greatest
+    number. Every step's numbers have their places from the start: no peer waits until this rank asks for its numbers.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     known, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
