@@ -2,9 +2,9 @@
 world. One with the same ranks as another is made once, and none is made for a rank alone.
 
 torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
-not, but names a group by how many groups this rank has, which members need not have in common (they would wait for one
-another for ever), and which comes again once a group was freed (they would find addresses of the old one in the
-store). So names are ours: the number of this set of groups, which the world agrees on, the purpose, and the first rank.
+not, but then names a group by how many groups this rank has. Members need not have that number in common, and would
+wait for one another for ever. It also comes again once a group was freed, with the old addresses in the store. So names
+are ours: the number of this set of groups, which the world agrees on, the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _numbers = itertools.count(1)  # of sets of groups that this process has made
 
 
 class _Maker:
-    """Makes groups of this rank. All ranks must ask for the same ones in the same order, each for its own ranks: a
+    """Makes groups of this rank. All ranks must ask for the same ones in the same order, each for its own ranks. For a
     device's communicators are split off that of the world, which all ranks do together."""
 
     def __init__(self, rank: int, world: Group) -> None:
