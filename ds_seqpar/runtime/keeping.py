@@ -118,8 +118,8 @@ class Part(Kept):
 
 
 class Lent:
-    """What a function inside of a checkpointed one leaves for its own backward, part by part: in the second run alone,
-    which is the one before backward, and in host memory where checkpoints go there. It is taken from the last part
+    """What a function inside of a checkpointed one leaves for its own backward, part by part. It does so in the second
+    run alone, just before backward, and in host memory where checkpoints go there. Parts are taken from the last one
     on, so that the one before is fetched meanwhile."""
 
     def __init__(self, kept: Kept) -> None:
@@ -158,8 +158,8 @@ def keeping(function: Callable[..., Result], store: Store | None = None, *, keep
 
 
 def _innermost() -> Kept | None:
-    """What keeps for the checkpoint that this is in. None outside of one, and in one of torch's own that is inside of
-    ours: it computes again when ours is over, and must then find what it found in forward, nothing."""
+    """What keeps for the checkpoint that this is in. None outside of one, and in one of torch's own inside of ours.
+    That one computes again when ours is over, and must then find what it found in forward: nothing."""
     kept = _now.get()
     frame: FrameType | None = sys._getframe(1)
     while kept is not None and frame is not None and frame.f_code is not Kept.run.__code__:
