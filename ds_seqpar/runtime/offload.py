@@ -1,8 +1,8 @@
 """Checkpoints in host memory: what they save leaves the device while the next layers are computed, and is back before
 backward asks for it.
 
-On CUDA the two ways have a stream each. A ring bounds what is under way: at most `RING` tensors wait on the device for
-their copies to end, and one is fetched ahead of the one that is used. Host memory is pinned, and used again step after
+On CUDA the two ways have a stream each. At most `RING` tensors wait on the device for their copies to end, and one is
+fetched ahead of the one that is used. Host memory is pinned, and used again step after
 step. It is taken in pieces, since torch rounds pinned memory up to a power of two. On CPUs the same path copies into
 the same kind of pool, without streams: it saves nothing there, and shows that what comes back is what left.
 """
