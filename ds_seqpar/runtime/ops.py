@@ -1,8 +1,8 @@
 """Attention over a sequence shared by many ranks, with autograd: one function, and the same as torch.library ops.
 
-Where a compiler or another mode is to see one op, it is an op, backward too: torch.compile takes them as they are, and
-checkpointing can save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3). What is
-no tensor or number goes by its handle there.
+Where a compiler or another mode is to see one op, it is an op, and so is its backward. torch.compile takes them as they
+are. Checkpointing can save the result of `ds_seqpar::attention` and recompute the rest (DistFlashAttn, section 3.3).
+What is no tensor or number goes by its handle there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def attention(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, agreed: bool = False, parts: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """q (B, s, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's tokens -> out (B, s, Hq, Dv), differentiable,
-    and where it is asked for the lse (B, s, Hq) of its rows. agreed: whether ranks have agreed on the inputs. parts:
+    and if asked for the lse (B, s, Hq). agreed: whether ranks have agreed on the inputs. parts:
     above 1 these are the heads of one of so many stages, and the caller goes through them."""
     after = None if agreed else agree(runtime, q, k, v, asked)
     scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
