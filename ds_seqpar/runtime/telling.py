@@ -1,15 +1,13 @@
 """How a rank ends: who prints an error that many ranks share, and what the interpreter waits for.
 
-Of an error that ends many ranks one prints it: one of those that share it, or its sentence drowns in copies of itself.
-Errors carry their whole text on every rank for those who catch them. Only what Python prints of one that nobody caught
-is changed, by a hook that is set when the first such error is raised and calls the one that was there before.
+Of an error that ends many ranks one rank prints it, or its sentence drowns in copies of itself. Errors carry their
+whole text on every rank for those who catch them. Only what Python prints of an uncaught one is changed. A hook does
+that: it is set when the first such error is raised, and calls the hook that was there before.
 
-Gloo's threads drop the tensors of finished operations.
-
-They need the interpreter's lock for it, and a thread that waits for that lock when the end begins aborts the process,
-all work done and whatever its exit code was to be: "terminate called without an active exception", with torch 2.13.
-Destroying groups would not do: threads are joined when nobody refers to their group any more, and DeepSpeed keeps its
-own.
+Gloo's threads drop the tensors of finished operations, for which they need the interpreter's lock. A thread that waits
+for that lock when the end begins aborts the process, whatever its exit code was to be: "terminate called without an
+active exception", with torch 2.13. Destroying groups would not do: threads are joined when nobody refers to their group
+any more, and DeepSpeed keeps its own.
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ def told_by(error: SeqParError, rank: int, key: str) -> SeqParError:
 
 
 def told_once(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """For what users call on every rank: of an error that ranks raise by themselves, alike, only rank 0 prints the
-    traceback, and every other one a line with the sentence."""
+    """For what users call on every rank. Of an error that ranks raise alike, only rank 0 prints the traceback; every
+    other one prints a line with the sentence."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
