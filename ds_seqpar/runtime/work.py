@@ -74,9 +74,9 @@ class Forward:
 class Backward:
     """The same with the output's gradient do, and what forward gave: out, lse. Ends with (dq, dk, dv).
 
-    A query block that travels brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1); the
-    kernels want out, so one is made again from it for whatever has travelled or was gathered. For the caller's own
-    tensors the true one is used, unless they come with delta (B, n, H) in its place.
+    A query block that travels brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1).
+    Kernels want out, so one is made from delta for a block that has travelled or was gathered. For the caller's own
+    tensors the true out is used, unless they come with delta (B, n, H) in its place.
     """
 
     def __init__(
