@@ -20,10 +20,12 @@ from .utilisation import Flops, peak
 
 
 class SequenceParallelCallback(TrainerCallback):
-    """Adds to every training log `tokens_per_second` (all ranks; without padding), `memory_gib` (the greatest of all
-    ranks: allocated on the device, or resident on a CPU) and, where the device's peak is known, `mfu` (model flops over
-    the peak of all ranks, from 0 to 1); and to the first one the shape: `sp_size`, `sp_ulysses`, `sp_inner` (ranks of
-    the schedule) and `data_groups`.
+    """Adds figures to every training log.
+
+    - `tokens_per_second`: of all ranks, without padding.
+    - `memory_gib`: the greatest of all ranks, allocated on the device, or resident on a CPU.
+    - `mfu`: model flops over the peak of all ranks, from 0 to 1, where the device's peak is known.
+    - In the first log alone, the shape: `sp_size`, `sp_ulysses`, `sp_inner` (ranks of the schedule), `data_groups`.
 
     peak: flops/s of a rank's device at most, the same on all ranks; default: by the device's name, in bf16 and fp16.
 
