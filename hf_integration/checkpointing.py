@@ -1,7 +1,7 @@
 """Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.keeping).
 
-Whatever `gradient_checkpointing_enable` was given, and whenever: the checkpoint function that it left in each layer is
-wrapped before a sharded forward, so that it needs no context_fn and may be reentrant.
+The checkpoint function that `gradient_checkpointing_enable` left in each layer is wrapped before a sharded forward. So
+it needs no context_fn, may be reentrant, and may be set at any time.
 """
 
 from __future__ import annotations
