@@ -56,8 +56,8 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
 
 
 def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
-    """What a Trainer fills in where the JSON says "auto", and the longest sequence that its data says it has: a row of
-    a batch, which is the whole batch where a collator lays documents end to end."""
+    """What a Trainer fills in where the JSON says "auto", and the longest sequence that its data says it has. That is a
+    row of a batch, or the whole batch where a collator lays documents end to end."""
     from ds_seqpar.planner.auto import Job
 
     together, documents = args.per_device_train_batch_size, _longest_pack(dataset)
@@ -85,8 +85,8 @@ def _longest_pack(dataset: Any) -> tuple[int, ...]:
 
 
 def longest(dataset: Any, column: str) -> int | None:
-    """Tokens of the longest example of a data set that knows them without making its examples: one of `datasets` with
-    a column of lengths, or of input_ids, which is read without its numbers. None for any other."""
+    """Tokens of the longest example of a data set of `datasets` with a column of lengths, or of input_ids, which is
+    read without its numbers. None for any other, which would have to make its examples."""
     library = sys.modules.get("datasets")  # who has none of its data sets need not wait for it
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
