@@ -3,8 +3,8 @@
 It must be the sum of token losses on shift_labels over num_items_in_batch. One that swallows both in its **kwargs would
 train silently wrong, so it is tried: a `loss_function` on two tokens, and then what came out of a forward.
 
-The loss for balanced experts multiplies two sums over tokens (Switch Transformer, equation 4), so that a mean of ranks'
-losses is another number, and has other gradients, than the unsplit model's: it is made of whole sequences.
+The loss for balanced experts multiplies two sums over tokens (Switch Transformer, equation 4). So a mean of ranks'
+losses would be another number, with other gradients, than the unsplit model's. It is made of whole sequences.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_order(engine: nn.Module) -> None:
-    """ZeRO-3 records its first forward and prefetches by that from the second on: that must be one of training, or what
-    selective checkpointing sees in it differs from what it sees when it recomputes."""
+    """ZeRO-3 records its first forward and prefetches by that from the second on. The first must be one of training, or
+    selective checkpointing sees something else in it than when it recomputes."""
     optimizer = getattr(engine, "optimizer", None)
     offload: Any = getattr(optimizer, "parameter_offload", optimizer)
     if hasattr(offload, "get_param_coordinator"):
