@@ -68,8 +68,8 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run
 
     given: `resume_from_checkpoint` of `train`, also as text, as a command line brings it: True or "last" take the last
     whole checkpoint in the folder `output`. Rank 0 warns of newer ones that are not whole, and of random states that
-    cannot be restored. Raises ConfigError on every rank where there is no whole one, where the one that was asked for
-    is not whole, and where it was written by other ranks, or under another ZeRO stage or dtype.
+    cannot be restored. Raises ConfigError on every rank where there is no whole one, or the one asked for is not
+    whole. So it does for one that was written by other ranks, or under another ZeRO stage or dtype.
     """
     asked, error = None, None
     try:
