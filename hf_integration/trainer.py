@@ -291,8 +291,8 @@ class SequenceParallelMixin(Behind):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """(loss, logits, labels) of the class's own `prediction_step`, the logits gathered. The model's own loss is the
-        mean token loss of the step, over all groups, of sequences that are no repetitions; any other one is the plain
-        Trainer's: of this group's sequences, which the Trainer weights by those that are no repetitions."""
+        mean token loss of the step, over all groups, of sequences that are no repetitions. Any other loss is the plain
+        Trainer's, of this group's sequences; the Trainer weights it by those that are no repetitions."""
         loss_only, own = prediction_loss_only or not self.gather_logits, checks.has_own_loss(self)
         (batch,) = self._agreed("evaluation batch", lambda: iter([dict(inputs)]))
         real = self._real_sequences()
