@@ -1,7 +1,7 @@
 """What in a Trainer's setup would make a sequence parallel run another run: found before training, said in a sentence.
 
-Sources of the rules: the label shift and the divisor of the loss, which must be global (docs/gradient_contract.md), and
-what the Trainer does by rank where it would have to be by group of ranks.
+The label shift and the divisor of the loss must be global (docs/gradient_contract.md). What the Trainer does by rank
+would often have to be by group of ranks.
 """
 
 from __future__ import annotations
