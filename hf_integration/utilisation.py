@@ -23,8 +23,8 @@ def peak(device: torch.device, half: bool) -> float | None:
 
 
 class Flops:
-    """Of the training steps of a patched model: a matrix takes two for each weight and token in forward, as many for
-    its input's gradient, and as many for its own, which frozen weights do not have."""
+    """Of the training steps of a patched model. For each weight and token a matrix takes two in forward, two for its
+    input's gradient, and two for its own, which frozen weights do not have."""
 
     def __init__(self, model: nn.Module) -> None:
         numbers, self.windows = counted(unwrapped(model)), windows(unwrapped(model))
