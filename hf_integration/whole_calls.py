@@ -1,8 +1,8 @@
 """A patched model is called with whole batches, the same on the ranks that share them, and gives whole outputs.
 
-The outermost call shards the batch where it enters, and makes its output whole where it leaves: calls inside it, of the
-base model under a head, see what `shard_batches` would have given. What is whole afterwards is in parts still, until
-somebody looks (`ds_seqpar.whole`); only the loss is summed at once.
+The outermost call shards the batch where it enters, and makes its output whole where it leaves. Calls inside it, of the
+base model under a head, see what `shard_batches` would have given. A whole output stays in parts until somebody looks
+(`ds_seqpar.whole`); only the loss is summed at once.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def leave(sp: SequenceParallel, call: Call, output: Any) -> Any:
 
 def _look_at_loss(call: Call, labels: Tensor, items: float, output: Any) -> None:
     """Raises ConfigError on all ranks of the sequence where this rank's part of a loss is not the sum of its token
-    losses over `items`, as far as the logits are there to tell."""
+    losses over `items`. Nothing is looked at where these are not known: without logits, but for a tiled loss."""
     named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
     loss, logits, experts = (named.get(name) for name in ("loss", "logits", "aux_loss"))
     model: Any = call.agreement.model()
