@@ -1,4 +1,4 @@
-"""What a machine does in how long, measured on all ranks at the same time, as they work in a step: where they share
+"""What a machine does in how long, measured on all ranks at the same time, as they work in a step. Where ranks share
 cores or a link, the figures are those of a share."""
 
 from __future__ import annotations
