@@ -1,15 +1,15 @@
 """What ranks do, as data: products of blocks, and what moves in between.
 
-Blocks are numbered by the inner rank that owns them: where each owns one, block p is rank p's; where each owns `parts`,
+Blocks are numbered by the inner rank that owns them. Where each owns one, block p is rank p's. Where each owns `parts`,
 rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
 blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a
 query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in
 backward.
 
-One step of a rank, in this order: gather operands; post the step's operand moves; compute products; merge the results
-that are due; post the step's result moves; reduce-scatter; wait for the operands that are due. A move is due `within`
-steps, 1 unless a pass says otherwise: operands travel beside the products of their own step and results beside those of
-the next.
+One step of a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
+that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
+`within` steps, 1 unless a pass says otherwise: operands travel beside the products of their own step and results beside
+those of the next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Compute:
 class Move:
     """An operand is copied from `src` to `dst`, or an accumulator leaves `src` and is merged into `dst`'s.
 
-    Posted in step s, an operand can be used from step s + within on, and a result is merged after the products of step
-    s + within (or at the end of the plan).
+    Posted in step s, an operand can be used from step s + within on. A result is merged after the products of step s +
+    within, or at the end of the plan.
     """
 
     src: int
