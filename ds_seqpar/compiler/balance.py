@@ -1,11 +1,11 @@
 """Deals the tokens of packed documents to inner ranks, so that all have as many tokens and as many causal products.
 
-The ranks are halved, and their halves again. In a halving the documents stand side by side, by their mean keys a query,
-and the left half takes a window of them: as wide as its tokens, at the place where it also has its share of products.
-Of a document that the window cuts the left half takes the front, so that k/v travel from lower ranks to higher ones.
-The window slides from the fewest keys to the most and its products move with it, so that there is such a place; unless
-its last position is still too light, because one document has most of the products. Then the document there is cut as
-zigzag does: the left half takes both of its ends, as much of either as gives the products.
+The ranks are halved, and their halves again. In a halving the documents stand side by side, by their mean keys a query.
+The left half takes a window of them, as wide as its tokens, at the place where it also has its share of products. Of a
+document that the window cuts the left half takes the front, so that k/v travel from lower ranks to higher ones. The
+window slides from the fewest keys to the most, and its products grow with it, so there is such a place. Only where one
+document has most of the products, the last position may still be too light. Then the document there is cut as zigzag
+does: the left half takes both of its ends, as much of either as gives the products.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
     0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
 
-    Ranks differ by one token at most. In causal products, the (query, key) pairs that a causal mask of these documents
-    leaves, they differ by parts in a thousand, unless there are so few tokens that one more or less shows. At most
-    2 * (ranks - 1) documents are cut, all others are whole on one rank, and all have at most len(lengths) + 4 * (ranks
-    - 1) runs together. A block of k/v travels only where it has a part of a document that is cut; never further than
-    the ranks - 1 others, as in a ring over one document. One document alone is dealt as zigzag deals it: 2 * ranks
-    chunks, an early and a late one for each rank, whose lengths differ by one token at most.
+    Ranks differ by one token at most. In causal products (the pairs that a causal mask of these documents leaves) they
+    differ by parts in a thousand, unless there are so few tokens that one more or less shows. At most 2 * (ranks - 1)
+    documents are cut, all others are whole on one rank, and all have at most len(lengths) + 4 * (ranks - 1) runs
+    together. A block of k/v travels only where it has a part of a document that is cut. One document alone is dealt as
+    zigzag deals it: 2 * ranks chunks, an early and a late one for each rank, whose lengths differ by one token at most.
 
     Raises InputError for a length or a number of ranks below 1.
     """
@@ -61,8 +60,8 @@ class _Piece(NamedTuple):
         return (front * (2 * self.p + front + 1) + back * (2 * self.s - back + 1)) // 2
 
     def ends(self, tokens: int) -> tuple[int, int]:
-        """How many of so many tokens are taken in front and at the back: of one part all in front, of two parts as
-        many as give them the mean of keys."""
+        """How many of so many tokens are taken in front and at the back. One part gives all in front; two parts give as
+        many of each as have the mean of keys."""
         _, p, q, r, s, _, mine, products = self
         if q == s:
             return tokens, 0
