@@ -308,8 +308,8 @@ def _stand_in(mask: Mask, shards: Shards) -> Shards:
 
 
 class _Growing:
-    """Tiles of products for runs of any length: under a mask of order alone every edge of a tile is a straight line of
-    the length, which two short lengths show."""
+    """Tiles of products for runs of any length. Under a mask of order alone every edge of a tile grows linearly with
+    the length, so two short lengths show it."""
 
     def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
         runs = len(LAYOUTS[layout].runs(2 * size, size, 0)) * size
