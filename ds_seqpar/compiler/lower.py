@@ -1,8 +1,8 @@
 """From a rank's steps to its program: what is copied where, which transfers are waited for when, and in which slots.
 
 `lower` gives every unit a buffer of its own; `assign` lets buffers of one size that do not live together share a slot.
-Over gloo a message leaves once its receiver has said that it is ready, and that word stands in line behind whatever the
-receiver is sending (docs/performance.md): so `asked_early` moves what a rank asks for to the start of an earlier step.
+Over gloo a message leaves once its receiver has said that it is ready, and that word waits behind whatever the receiver
+is sending (docs/performance.md). So `asked_early` lets a rank ask at the start of an earlier step.
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ class Ask(NamedTuple):
 
 
 def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> list[Instruction]:
-    """The code, in which what is received is asked for at the start of an earlier step: `early` steps before it leaves,
-    or as many more as take no slot more than that, though slots of two sizes may then be in use at once that were not.
-    Nothing else moves."""
+    """The code, in which each message is asked for at the start of an earlier step: `early` steps before it leaves, or
+    more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing else
+    moves."""
     code, asks = _apart(code)
     at = [max(0, ask.step - early) for ask in asks]
     return _with(code, asks, _sooner(_with(code, asks, at), buffers, asks, at))
@@ -302,8 +302,8 @@ def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instr
 
 
 def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[Ask], at: list[int]) -> list[int]:
-    """The first steps in which the asks may stand, each in its turn, so that no pool ever has more living buffers than
-    it has at its most in this code, in which they stand at `at`. Messages of one tag keep their order."""
+    """The first steps in which the asks may stand, each in its turn, without more living buffers of any pool than this
+    code has at its most. In it they stand at `at`. Messages of one tag keep their order."""
     first: dict[int, int] = {}
     for place, one in enumerate(code):
         for buffer in slots_of(one):
