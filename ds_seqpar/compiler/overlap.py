@@ -200,8 +200,8 @@ def _products(plan: Plan, needed: Pattern) -> list[set[tuple[int, int]]]:
 def _next_ranks(
     plan: Plan, results: set[RankBlock], source: Mapping[RankBlock, int], sizes: Mapping[str, float]
 ) -> dict[RankBlock, int]:
-    """For each result that leaves its rank, the rank that it is sent to: the owner of its block, or the next one on the
-    plan's way, where the direct way would bring some rank more bytes than the plan does."""
+    """For each result that leaves its rank, the rank that it is sent to: the owner of its block. Where that would bring
+    some rank more bytes than the plan does, it is the next rank on the plan's way."""
     target = {unit: owner(unit[2], plan.parts) for unit in results}
     planned = {
         (move.src, move.kind, block): move.dst
