@@ -12,11 +12,11 @@ from .base import Own, Schedule
 
 
 def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
-    """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it takes the queries of the
-    late worker p - t + A, computes them against its own k/v and sends the result back.
+    """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it computes the queries of
+    the late worker p - t + A against its own k/v and sends the result back.
 
-    floor(A/2) + 1 steps. Helpers work at every t except 2t = A, where both would do the same product; the paper's
-    Algorithm 2 as printed also leaves them out at the last step of odd A. A mask that leaves out more than the causal
+    floor(A/2) + 1 steps. Helpers work at every t except 2t = A, where both would do the same product. (The paper's
+    Algorithm 2 as printed also leaves them out at the last step of odd A.) A mask that leaves out more than the causal
     one prunes it. Raises ConfigError where a query sees a later block, or for travels="q" (both sides travel here).
     """
     if travels != "kv":
