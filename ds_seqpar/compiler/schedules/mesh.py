@@ -19,7 +19,7 @@ from .ring import Round, rotation
 
 
 def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
-    """Rank p = x + a (y + b z): q is gathered along x, k/v along y, one of them rotates along z, and (out, lse) or the
+    """Rank p = x + a (y + b z): q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the
     gradients are reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1)
     meet once, on rank (x1, y0, z0) where k/v travels.
 
@@ -251,7 +251,7 @@ def direct(
     """The steps of any rank. products(rank)[t]: the (q block, kv block) pairs that it computes in step t; those of step
     0 of its own blocks only. reads(rank): bitmasks of the q and the kv blocks in these pairs.
 
-    What a mesh becomes where a mask leaves holes in its groups, or blocks differ in length: no block is sent that its
+    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. No block is sent that its
     receiver does not read, and results go straight home. As many bytes as the collectives at most.
     """
     return _Direct(size, direction, products, reads)
