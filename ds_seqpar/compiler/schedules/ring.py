@@ -169,8 +169,8 @@ RING = Schedule(
 
 
 def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
-    """A block visits the W ranks of a window, then crosses to the next window and visits its W, and so on: A/W - 1 of
-    its A - 1 hops leave a node, and so does the last hop of its gradient, straight home."""
+    """A block visits the W ranks of a window, then crosses to the next window and visits its W, and so on. So A/W - 1
+    of its A - 1 hops leave a node. So does the last hop of its gradient, straight home."""
     window, windows = topology.size("window"), topology.size("windows")
 
     def at(rank: int, t: int, sign: int) -> int:
