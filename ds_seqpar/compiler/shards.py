@@ -113,8 +113,8 @@ class UnevenShards:
 
 
 def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
-    """The global positions of the tokens of each Ulysses member of an inner rank: its tokens in order, cut into parts
-    that differ by one token at most, so that after the all-to-all the inner rank holds its runs again."""
+    """The global positions of the tokens of each Ulysses member of an inner rank. They are the rank's tokens in order,
+    in parts that differ by one token at most. So after the all-to-all the inner rank holds its runs again."""
     held = [p for run in shards.runs(side, owned(inner, shards.parts)) for p in run.positions]
     cuts = [len(held) * member // members for member in range(members + 1)]
     return [held[a:b] for a, b in itertools.pairwise(cuts)]
