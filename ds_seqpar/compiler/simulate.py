@@ -1,9 +1,9 @@
 """Programs + cost model -> time line. Pure: no process, no tensor.
 
 Model: a rank does one thing at a time. Transfers run beside it, each on the links that it takes, and a link carries one
-at a time. A transfer starts when both ends have posted it and all its links are free. What takes how long, and which
-links there are, is said by `Prices`: `Costs` has one link in and one out a rank, and only products and transfers take
-time; `planner.prices` has a machine with nodes.
+at a time. A transfer starts when both ends have posted it and all its links are free. `Prices` says what takes how
+long, and which links there are. `Costs` has one link in and one out a rank, and only products and transfers take time;
+`planner.prices` has a machine with nodes.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def communication(plan: Plan, costs: Costs) -> float:
 
 
 def programs_of(plan: Plan, around: Around = ALONE) -> list[Program]:
-    """All inner ranks' programs, as they are for results that travel in the dtype that they are accumulated in; of one
-    Ulysses member, since all do the same at the same time, in stages that are alike."""
+    """All inner ranks' programs, for results that travel in the dtype that they are accumulated in. They are of one
+    Ulysses member, since all do the same at the same time; stages are alike."""
     inner = [
         lower(plan.name, plan.direction, rank, plan.size, steps, True, plan.parts)
         for rank, steps in enumerate(plan.ranks)
@@ -148,9 +148,9 @@ def _by_itself(program: Program) -> Program:
 
 
 def simulate(programs: Sequence[Program], costs: Prices) -> Timeline:
-    """All ranks' time line, in order of time; programs[r]: of rank r. Whoever is earliest goes on, and what has been
-    posted by both ends takes its links before anything that is posted later; of what is posted at one time, first what
-    stands first."""
+    """All ranks' time line, in order of time; programs[r]: of rank r. Whoever is earliest goes on. What both ends have
+    posted takes its links before anything that is posted later; of what is posted at one time, first what stands
+    first."""
     return _Simulation(programs, costs).run()
 
 
