@@ -29,14 +29,14 @@ TRACKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What `rank` does from `start` to `end`, in seconds. A simulation has the kinds "product", "move" (a message or a
-    collective's part, arriving here), "exchange" (what Ulysses' members send, arriving here) and "wait"; it leaves what
-    follows the label as it stands.
+    """What `rank` does from `start` to `end`, in seconds.
 
-    A record has more kinds: "send" (a message that leaves), "post" (messages and collectives are handed over), "merge"
-    (partial results become one), "copy" (operands and results are put in place), "agree" (ranks compare their inputs);
-    and one that encloses others: "walk", a whole program. A message lasts from when it is posted to when a wait for it
-    has seen its end.
+    A simulation has these kinds: "product", "wait", "move" (a message or a collective's part arrives here), "exchange"
+    (what Ulysses' members send arrives here). It leaves what follows the label as it stands.
+
+    A record has more kinds: "send" (a message leaves), "post" (messages and collectives are handed over), "merge"
+    (partial results become one), "copy" (operands and results are put in place), "agree" (ranks compare their inputs).
+    "walk", a whole program, encloses others. A message lasts from its post until a wait has seen its end.
 
     rank: the SP rank. call: the number of the walk, in order, from 0. direction, step: of the program. what, blocks:
     the unit that is worked on or sent, as ("kv", ((0,),)); of a product what is "" and blocks are those of q and of kv.
@@ -129,9 +129,8 @@ def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
 
 def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
     """{"traceEvents": [...], "displayTimeUnit": "ms"}. A rank of a time line is a process ("pid", named by an event
-    "M") with the tracks "compute", "receive" and "send", more of the last two where messages overlap ("receive 2"). An
-    Event is a complete event ("X": "ts", "dur", in microseconds from the time line's start on; "cat", its kind; "args",
-    what else is known of it)."""
+    "M"). Its tracks are "compute", "receive" and "send", with a "receive 2" where messages overlap. An Event is a
+    complete event ("X"): "ts", "dur", in microseconds from the time line's start; "cat", its kind; "args", the rest."""
     found: list[dict[str, object]] = []
     for title, timeline in timelines.items():
         for rank in timeline.ranks:
