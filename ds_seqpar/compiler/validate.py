@@ -12,9 +12,9 @@ from .plan import Plan
 
 
 def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
-    """Raises PlanError unless every needed (q block, kv block) product is computed exactly once, every operand is there
-    when it is used, every send is received in the same step, members of a collective agree on order, and every
-    accumulator ends merged on its owner and nowhere else."""
+    """Raises PlanError unless every needed (q block, kv block) product is computed exactly once, and every operand is
+    there when it is used. Every send must be received in the same step, and members of a collective must agree on its
+    order. Every accumulator must end merged on its owner and nowhere else."""
     _Validator(plan, needed).run()
 
 
@@ -123,8 +123,8 @@ class _Validator:
                     self.fail(rank, f"{action} is due within {action.within} steps, before it was sent")
 
     def matched(self, steps: tuple[Step, ...]) -> None:
-        """What several ranks do together stands in all their programs, in the same order for each pair (in each
-        direction) and each group: posting in program order then meets, and no message reaches the wrong buffer."""
+        """What several ranks do together must stand in all their programs, in the same order for each pair (in each
+        direction) and each group. Then posts in program order meet, and no message reaches the wrong buffer."""
         for field in ("gathers", "moves", "results", "reduces"):
             orders: list[dict[Key, list[Action]]] = [defaultdict(list) for _ in steps]
             for rank, step in enumerate(steps):
