@@ -20,15 +20,15 @@ from .tiling import Stop, Tiling, pair_of, tiling
 
 
 def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
-    """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks, and of the
-    diagonal what costs no bytes: of block i all early queries that see its own early k/v chunk, of block j all that its
-    own late query chunk sees. Every rank then has T (T - 1) products of chunks to do, those half seen counted half.
-    With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
+    """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal
+    it computes what costs no bytes: in block i all early queries that see its own early k/v chunk, in block j all that
+    its own late query chunk sees. Every rank then has T (T - 1) products of chunks, those half seen counted half. With
+    R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
 
     Chunks go round: q round a row's ranks, T - 2 hops, k/v round a column's, R (T - 1) - 1; then results on the same
-    ways to their owners. A hop of k/v starts in every second step, one of q in the step before a k/v hop's, as many
-    apart as make both last as long; each has until the next one starts to arrive, so that a rank need not have got both
-    before it passes on the one. Plans number chunks by their owner: rank r has 2 r, which is late in block j, and
+    ways to their owners. A hop of k/v starts in every second step, and one of q in the step before a k/v hop's, as many
+    apart as make both last as long. Each may arrive until the next one starts, so a rank passes one on without waiting
+    for the other. Plans number chunks by their owner: rank r has 2 r, which is late in block j, and
     2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk, or for travels="q" (both sides
     travel here).
     """
@@ -84,8 +84,8 @@ class _Triangle(Counted):
         return frozenset(q for q, _ in pairs), frozenset(kv for _, kv in pairs)
 
     def groups(self, rank: int, side: str) -> list[int]:
-        """The strips, or blocks, of which it has or gets a chunk: its row's first, or its block, then falling, so that
-        any two ranks have those that they share in one order."""
+        """The strips, or blocks, of which it has or gets a chunk: its row's first, or its block, then falling. So any
+        two ranks have those that they share in one order."""
         i, strip, j = self.its.tile(rank)
         if side == "kv":
             return [i, j]
@@ -94,8 +94,8 @@ class _Triangle(Counted):
         return [i * self.its.strips + strip, *sorted({late, *lent}, reverse=True)]
 
     def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Of every chunk that goes round a group: the members that read it, but for its owner, each with how many hops
-        it is away; and the same of those that the staircase takes."""
+        """Of every chunk that goes round a group: the members that read it, but for its owner, each with its distance
+        in hops. Then the same of chunks that the staircase takes."""
         way = self.its.way(side, number)
         for start, (chunk, _) in enumerate(way):
             stops = [(way[(start + hop) % len(way)].rank, hop) for hop in range(1, len(way))]
@@ -141,8 +141,8 @@ class _Triangle(Counted):
         return tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps)
 
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
-        """A rank's products by step: in each what must leave with its results, and as many as are left for each step
-        that is left; of those that can be computed, first what has to leave first."""
+        """A rank's products by step: in each what must leave with its results, and up to an equal share of what is
+        left. Of those that can be computed, first what has to leave first."""
         far = {side: self.away(rank, side) for side in ("q", "kv")}
         waiting = []
         for q, kv in self.products(rank):
@@ -190,8 +190,8 @@ class _Triangle(Counted):
 
 
 def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """T - 2 chunks of q and R (T - 1) - 1 of k/v; and of their results as many, but for those that start with a rank,
-    and one more from the group that it is outside of. And of the staircase what `Tiling.stairs` says."""
+    """T - 2 chunks of q and R (T - 1) - 1 of k/v. Of their results as many, but for those that start with a rank, and
+    one more from the group that it is outside of. And of the staircase what `Tiling.stairs` says."""
     its = _of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
     hops = {side: its.length(side) - 1 for side in ("q", "kv")}
