@@ -27,15 +27,15 @@ class Stop(NamedTuple):
 class Tiling:
     """T blocks of R = `strips` strips of T - 1 chunks are the sequence: two chunks for each of A = R T (T - 1) / 2.
 
-    Rank R (i (i - 1) / 2 + j) + p, j < i < T, computes q of strip p of block i with k/v of block j: it is in the row of
+    Rank R (i (i - 1) / 2 + j) + p, j < i < T, computes q of strip p of block i with k/v of block j. It is in the row of
     strip (i, p), which is number R i + p, and in the column of block j. Of strip (i, p) it owns chunk j, an early one:
     the first i are; of some strip of block j a late one, at j or after. Chunks have two numbers: their `place` in the
     sequence, and that of the plan, 2 rank for a late one and 2 rank + 1 for an early one.
 
-    What tiles leave over in a block costs a row or column nothing, where they are the same strip's early chunks, or
-    late queries; the rest is the staircase: early queries of a strip with k/v of the strips before it in its block. Of
-    those k/v chunks a rank of the row takes some (`fetched`), as many as cost about what a query costs, and the others
-    are left to ranks of the block's column, which take the query instead (`lent`).
+    Products inside a block are in no tile. Those of one strip's early chunks, or of late queries, cost a row or column no
+    bytes. The rest is the staircase: early queries of a strip with k/v of the strips before it in its block. A rank of
+    the row takes some of those k/v chunks (`fetched`), as many as cost about what a query costs. The others are left to
+    ranks of the block's column, which take the query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
@@ -102,8 +102,8 @@ class Tiling:
     # ---- the staircase
 
     def fetched(self, strip: int) -> int:
-        """How many of the first k/v chunks of a strip's block the row takes, of those before the strip: 2, 6 or 12 a
-        rank at most for 2, 4 or 8 strips, unless there is no column to take the others. A query with its result costs
+        """How many of the k/v chunks before a strip, in its block, the row takes: the first 2, 6 or 12 a rank for 2, 4
+        or 8 strips, or all where no column can take the others. A query with its result costs
         as much as R k/v chunks where R queries share a key; some more make work more even. The n-th chunk goes to the
         row's rank n % i."""
         block, before = strip // self.strips, strip % self.strips * self.long
@@ -141,8 +141,8 @@ class Tiling:
             self.owned[rank] = block * self.length("kv") + place, early
 
     def stairs(self, side: str, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Each chunk of a strip or block that ranks beside its way take for the staircase, and these, one after the
-        other: of a chunk of k/v one in each row that takes it."""
+        """Each chunk of a strip or block that ranks beside its way take for the staircase, and these ranks in order. A
+        chunk of k/v has one in each row that takes it."""
         chunks = self.members(side, number)
         if side == "q":
             yield from ((chunk, [self.lent[number, n]]) for n, chunk in enumerate(chunks) if (number, n) in self.lent)
