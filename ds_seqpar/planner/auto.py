@@ -23,10 +23,10 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """model: its numbers. seq: tokens of the longest sequence, None where nobody knows them; documents: the lengths of
+    """model: its numbers. seq: tokens of the longest sequence, None where nobody knows them. documents: the lengths of
     those that it is a pack of. window: of attention of all layers, in tokens. batch: sequences that a group of ranks
-    trains at once; steps: how often, of an optimiser step; sequences: of the step, None where that many are trained as
-    there are groups for, and then all ranks share one. dtype, zero, checkpointing: as in `planner.request`."""
+    trains at once. steps: how often, of an optimiser step. sequences: of the step; None leaves the number free, and all
+    ranks share one. dtype, zero, checkpointing: as in `planner.request`."""
 
     model: Model | None = None
     seq: int | None = None
@@ -121,8 +121,8 @@ def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
 
 
 def choose(request: Request) -> Choice:
-    """Where nothing fits by what is predicted, the fastest without regard to memory, with all that may be chosen to
-    spare it: that is for who reads the line to judge, since a machine may only be supposed."""
+    """The fastest that should fit. Where nothing does, the fastest without regard to memory, with every setting that
+    saves some: the reader of the line may judge, since a machine may only be supposed."""
     choice = chosen(request)
     if choice.ranked:
         return choice
