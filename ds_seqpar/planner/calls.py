@@ -26,8 +26,8 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """Attention of one layer. config: resolved; heads: (query heads, key/value heads, head_dim) that it works on at
-    once, the model's or a stage's; shards: of the inner ranks; stages: of heads, all alike; kept: what backward finds
+    """Attention of one layer. config: resolved. heads: (query heads, key/value heads, head_dim) that it works on at
+    once, the model's or a stage's. shards: of the inner ranks. stages: of heads, all alike. kept: what backward finds
     of forward, where there are other Ulysses members."""
 
     config: SequenceParallelConfig
@@ -100,8 +100,8 @@ def _pattern(mask: Mask, shards: Shards) -> Pattern:
 
 
 def followed(machine: Machine, call: Call) -> int:
-    """How many sequences are followed together: as many as fill nodes where nodes' links are shared and a sequence
-    does not end with its node; else one, as the others do the same at the same time."""
+    """How many sequences are followed together: as many as fill nodes, where nodes' links are shared and a sequence
+    does not end with its node. Else one, as the others do the same at the same time."""
     size, per_node = call.config.size, machine.per_node
     if machine.uplink is None or size % per_node == 0 or per_node % size == 0:
         return 1
@@ -194,9 +194,9 @@ def call_figures(
 ) -> Figures:
     """What a resolved configuration's attention over `tokens` of a rank takes.
 
-    heads: (query heads, key/value heads, head_dim) of the model; rank: the inner one; member: of Ulysses, None for one
-    with the most heads; takes: of the kernel; early: as `Comm.early`, which is 0
-    but over gloo; kept: whether the checkpoint around it keeps what backward needs, None where there is no checkpoint.
+    heads: (query heads, key/value heads, head_dim) of the model. rank: the inner one. member: of Ulysses, None for one
+    with the most heads. takes: of the kernel. early: as `Comm.early`, which is 0 but over gloo. kept: whether the
+    checkpoint around it keeps what backward needs, None where there is no checkpoint.
     """
     recipe = config.recipe(Topology(axes=config.inner_axes))  # where ranks lie changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
