@@ -188,8 +188,8 @@ class _Step:
         return _moment(name, found)
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
-        """Parameters that ZeRO-3 has whole while so many are needed: those of before that are soon used again, those of
-        later that are prefetched, and what is under way, as many matrices as travel together."""
+        """Parameters that ZeRO-3 has whole while so many are needed. With them stand earlier ones that are soon used
+        again, later ones that are prefetched, and as many matrices as travel together."""
         zero, matrix = self.zero, self.model.hidden * self.model.intermediate
         free = max(0, zero.max_live_parameters - needed)
         more = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
