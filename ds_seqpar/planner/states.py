@@ -52,8 +52,8 @@ def states(model: Model, zero: Zero, world: int, size: int) -> States:
 
 
 def _first(model: Model, zero: Zero, own: int, size: int) -> States:
-    """With the optimiser in host memory, stages 1 and 2: there a gradient passes a buffer on either side that is as
-    large as the largest parameter, and new parameters wait in their own dtype."""
+    """With the optimiser in host memory, stages 1 and 2. A gradient passes a buffer on either side, as large as the
+    largest parameter. New parameters wait in their own dtype."""
     largest = size * max(model.embedding, model.hidden * model.intermediate)
     device = {"parameters": model.parameters * size, "gradients": largest}
     host = {
