@@ -1,5 +1,5 @@
-"""How long a training step takes on a machine: attention as it is simulated or bounded, everything else by the flops
-and bytes that it has, and the host by the modules that ZeRO hooks. Torch-free."""
+"""How long a training step takes on a machine. Attention is simulated or bounded, everything else counted by its flops
+and bytes, and the host by the modules that ZeRO hooks. Torch-free."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def hook_seconds(step: Step, machine: Machine, device: tuple[float, float]) -> t
 
 
 def gathered_seconds(machine: Machine, world: int, size: float) -> float:
-    """Of an all-gather after which each of all ranks has `size` bytes, or of a reduce-scatter of as many: every node
+    """Of an all-gather after which each of all ranks has `size` bytes, or of a reduce-scatter of as many. Every node
     takes in what others have, by all its links to them, and shares it out inside."""
     per_node = min(world, machine.per_node)
     nodes = math.ceil(world / machine.per_node)
