@@ -47,8 +47,8 @@ class Candidate:
         return SequenceParallelConfig(**own).resolve(self.topology.world_size, heads)
 
     def same(self, documents: bool) -> tuple:
-        """Equal where plans are: of one builder, with the same axes of more than one rank in the same order. Layouts
-        count as equal if they give the same tokens of one document, or of `documents`. One ring is one, whoever makes it; a rank alone
+        """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and equal
+        layouts. Without documents layouts of the same runs are equal. One ring is one, whoever makes it; a rank alone
         does the same work by any schedule."""
         layout = None if self.inner == 1 else self.layout if documents else LAYOUTS[self.layout].runs
         long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]

@@ -32,10 +32,10 @@ class Tiling:
     the first i are; of some strip of block j a late one, at j or after. Chunks have two numbers: their `place` in the
     sequence, and that of the plan, 2 rank for a late one and 2 rank + 1 for an early one.
 
-    Products inside a block are in no tile. Those of one strip's early chunks, or of late queries, cost a row or column no
-    bytes. The rest is the staircase: early queries of a strip with k/v of the strips before it in its block. A rank of
-    the row takes some of those k/v chunks (`fetched`), as many as cost about what a query costs. The others are left to
-    ranks of the block's column, which take the query instead (`lent`).
+    Products inside a block are in no tile. Those of one strip's early chunks, or of late queries, cost a row or column
+    no bytes. The rest is the staircase: early queries of a strip with k/v of the strips before it in its block. A rank
+    of the row takes some of those k/v chunks (`fetched`), as many as cost about what a query costs. The others are left
+    to ranks of the block's column, which take the query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
