@@ -54,8 +54,8 @@ def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
 
 def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
     """What a JSON text says. place: where it is from; or_text: what is no JSON is a text. Raises ConfigError for a text
-    that is not valid JSON, for a key twice in an object, for a number that is not finite or has more than 64 bits, and
-    for more than `DEEPEST` objects and lists inside one another."""
+    that is not valid JSON, and for a key twice in an object. So it does for a number that is not finite or has more
+    than 64 bits, and for more than `DEEPEST` objects and lists inside one another."""
     too_deep = f"{kind} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
     try:
         content = json.loads(

@@ -15,8 +15,8 @@ from .compiler.shards import UnevenShards, members_positions, tokens_of
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What `shard_batches` returns as "placement" where the layout does not say everything: for packed documents, for
-    padding that is not plainly on the right, and for a length that ranks cannot share equally. Give its mask and shards
+    """What `shard_batches` returns as "placement" where the layout does not say everything: for packed documents,
+    padding that is not plainly on the right, and lengths that ranks cannot share equally. Give its mask and shards
     to `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
 
     mask, shards: by position in the batch. rows: how many sequences lie end to end in it, as one of (1, tokens); None:

@@ -42,8 +42,8 @@ def planned_by_all(
 
 
 def seen(dtype: str, hosts: Sequence[Host]) -> Machine:
-    """The machine to plan for where nobody says which, the same on all ranks: that of rank 0's accelerator, by its
-    name, with the memory that is there; or one with the smallest host's cores and memory."""
+    """The machine to plan for where nobody says which, the same on all ranks. It is that of rank 0's accelerator, by
+    its name, with the memory that is there. Without accelerators it has the smallest host's cores and memory."""
     from .planner.machine import Machine
     from .planner.processors import processors
 

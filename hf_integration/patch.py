@@ -175,8 +175,8 @@ def patched_with(model: PreTrainedModel) -> SequenceParallel | None:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """A context in which forwards of a patched model are local, those of the model before it was patched: each rank
-    gives whole sequences of its own, with padding masks, labels that the model shifts, a kv cache, as it likes.
+    """A context in which forwards of a patched model are local, as those of the unpatched model. Each rank gives whole
+    sequences of its own, with padding masks, labels that the model shifts, or a kv cache.
 
     model: as for patch_attention, or a DeepSpeed engine or DDP module with it. Under ZeRO-3 all ranks must make as many
     forwards, since they fetch parameters from one another.
