@@ -46,7 +46,7 @@ def numbers_of(place: str) -> Model:
 def counted(content: dict[str, Any]) -> Model | None:
     """The model of a config.json's content, by the formula of a plain decoder; None where that may not hold."""
     family = content.get("model_type")
-    if family not in PLAIN or "quantization_config" in content:
+    if not isinstance(family, str) or family not in PLAIN or "quantization_config" in content:
         return None
     width, count = content.get("hidden_size"), content.get("num_attention_heads")
     if family != "qwen3" and isinstance(width, int) and isinstance(count, int) and count and width % count == 0:

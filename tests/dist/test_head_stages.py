@@ -34,16 +34,18 @@ def legal(case):
 
 
 def errors(cases):
-    """Of every case: the greatest error of out and gradients against dense attention, and that of the lse and of
-    attention with a window, sinks and a softcap against one stage of the same settings."""
-    return [_errors(*case) for case in cases]
+    """Of every case: the greatest error of out and gradients against dense attention, and for two of five that of the
+    lse and of attention with a window, sinks and a softcap against one stage of the same settings, 0 for the others."""
+    return [_errors(*case, full=at % 5 < 2) for at, case in enumerate(cases)]
 
 
-def _errors(schedule, ulysses, heads, stages, overlap, kept):
+def _errors(schedule, ulysses, heads, stages, overlap, kept, full):
     section = {"size": 4, "ulysses": ulysses, "schedule": schedule, "overlap": overlap, "keep_exchanged": kept}
     staged, plain = make(**section, head_stages=stages), make(**section)
     whole = oracle.tensors(2, 48, HEADS[heads])
     error = max(oracle.errors(attend(staged, *whole), oracle.dense(*whole)))
+    if not full:
+        return error, 0.0
     sinks = torch.linspace(-1, 1, HEADS[heads][0], dtype=torch.float64)
     found = [_full(sp, whole, sinks.clone().requires_grad_()) for sp in (plain, staged)]
     return error, max(oracle.errors(found[1], found[0]))

@@ -129,6 +129,8 @@ class Truth:
             return None
         if self.dtypes[0] in LIMITS or name == "lse":
             error, limit = mine.abs().max().item() / size, self.limit
+            if name == "lse":  # torch's CPU kernel takes a coarser exp for bf16 from 16 keys on
+                limit = max(limit, 2 * alone.abs().max().item() / size)
         else:  # as root mean squares: the greatest single error is chance
             error = mine.square().mean().sqrt().item() / size
             single = alone.square().mean().sqrt().item() / size

@@ -38,14 +38,19 @@ UNEVEN = {
 RANKS = tuple((size, u) for size in SIZES for u in range(1, size + 1) if size % u == 0)
 
 
-def _legal(case):
-    (_, u), (q_heads, kv_heads) = case["ranks"], case["heads"]
+def _divided(u, q_heads, kv_heads):
     return q_heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)
+
+
+def _legal(case):
+    # batches and lengths have nothing to do with each other, and change together
+    return (case["batch"] == 1) == (case["times"] == 1) and _divided(case["ranks"][1], *case["heads"])
 
 
 def _enough(case):
     """A query head for every member, and members that do not divide the heads."""
-    return case["ranks"][1] <= case["heads"][0] and not _legal(case)
+    (_, u), (q_heads, kv_heads) = case["ranks"], case["heads"]
+    return u <= q_heads and not _divided(u, q_heads, kv_heads)
 
 
 GRID = {
