@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .tiles import Segments, Tile
-from .windows import joined
 
 # what a configuration can name; `runtime.kernels.register` adds to it
 KERNELS = ["auto", "cpu_flash", "cuda_flash", "cuda_efficient", "flash_attn", "chunked", "reference"]
@@ -45,6 +44,8 @@ def calls(tiles: Sequence[Tile], takes: Takes) -> tuple[Tile, ...]:
     if takes.tiles:
         return tuple(tiles)
     if takes.windows:
+        from .windows import joined  # which only kernels for GPUs need
+
         return _batched(iter(joined(tiles, takes.windows, takes.segments)))
     return _batched(call for tile in tiles for call in _cut(tile, takes))
 

@@ -28,8 +28,8 @@ class _Line(NamedTuple):
 
 
 class _Region(NamedTuple):
-    """Rows [q0, q1); the first sees columns [a0, b0), the last [a1, b1). Going down, a stands and then moves on by one a
-    row to end at a1, and b moves on by one a row up to b1 and then stands."""
+    """Rows [q0, q1); the first sees columns [a0, b0), the last [a1, b1). Going down, the left end first stands, then it
+    moves on by one a row to a1. The right end moves on by one a row up to b1, and then stands."""
 
     q0: int
     q1: int
@@ -167,7 +167,8 @@ class _Call:
         left, right = max(self.left, region.left), max(self.right, region.right)
         if min(self.left, region.left) not in (-1, left) or min(self.right, region.right) not in (-1, right):
             return False
-        free = tuple(map(max, self.free, _free(region)))
+        more = _free(region)
+        free = max(self.free[0], more[0]), max(self.free[1], more[1])
         # an edge must hide nothing of regions without one; no right edge beside a left one: see `allowed`
         hides = 0 <= left < free[0] or 0 <= right < free[1]
         if hides or (left >= 0 > right and any(one.rows > one.columns for one in (*self.regions, region))):

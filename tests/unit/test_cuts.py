@@ -58,7 +58,7 @@ def _taken(call, takes):
     if call.segments:
         left, right, several = call.segments.left, call.segments.right, len(call.segments.rows) > 1
         assert max(left, right) < max(call.segments.columns)  # or a kernel would take it for no limit
-        return takes.windows == 2 and takes.segments >= several or (right == 0 and not several)
+        return (takes.windows == 2 and takes.segments >= several) or (right == 0 and not several)
     if call.kind == "band":
         return call.width <= takes.band and rows <= (takes.rows or rows)
     return not takes.square or call.kind == "full" or rows == columns
