@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ds_seqpar.compiler.tiles import Segments
 from ds_seqpar.runtime.kernels import register, remove, select
 from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, FlashAttn
+from tests.kernel_suite import seen
 
 launches = Counter()  # of each operator, by the tests that look
 STAND_INS = Path(__file__).with_name("stand_ins")
@@ -78,12 +80,6 @@ def flash_attn():
 
 
 # ---- one block
-
-
-def seen(rows, columns, left, right):
-    """Which columns each row sees: -left <= j - i - (columns - rows) <= right."""
-    gap = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
-    return ((gap >= -left) | (left < 0)) & ((gap <= right) | (right < 0))
 
 
 def _scores(q, k, scale, softcap):
@@ -160,7 +156,7 @@ def _flash_seen(rows, columns, max_k, causal, left, right):
         left = max_k
     if right < 0 <= left:
         right = max_k
-    return seen(rows, columns, left, right)
+    return seen(Segments((rows,), (columns,), left, right))
 
 
 def _spans(q, k, cu_q, cu_k, max_q, max_k):
@@ -274,7 +270,7 @@ def _efficient_seen(query, key, kind, window):
     assert kind in (0, 2)
     assert kind == 0 or rows <= columns  # the kernel compares a difference of both without a sign
     assert window is None or (kind and window > 0)
-    return seen(rows, columns, window - 1 if window else -1, 0 if kind else -1)
+    return seen(Segments((rows,), (columns,), window - 1 if window else -1, 0 if kind else -1))
 
 
 def _check_efficient(query, tensors):

@@ -179,17 +179,27 @@ class _Call:
 
     def tile(self) -> Tile:
         first, last = self.regions[0], self.regions[-1]
-        place = first.q0, last.q1, first.a0, last.b1
-        if len(self.regions) == 1 and self.left < 0 and self.right < 0:
-            return Tile(*place, "full")
-        if len(self.regions) == 1 and self.left < 0 and self.right == 0 and first.rows == first.columns:
-            return Tile(*place, "causal")
+        pairs = [*itertools.pairwise(self.regions)]
+        steps = {(after.q0 - before.q0, after.a0 - before.a0) for before, after in pairs}
+        if len(steps) < 2 and len({(region.rows, region.columns) for region in self.regions}) == 1:
+            one = self.alone(Tile(first.q0, first.q1, first.a0, first.b1, "full"))
+            for step in steps:
+                one = one._replace(groups=len(self.regions), q_step=step[0], k_step=step[1])
+            return one
         rows, columns = [first.rows], [first.columns]
-        for before, region in itertools.pairwise(self.regions):
+        for before, region in pairs:
             gaps = region.q0 - before.q1, region.a0 - before.b1
             rows += [gaps[0]] * bool(gaps[0]) + [0] * bool(gaps[1]) + [region.rows]
             columns += [0] * bool(gaps[0]) + [gaps[1]] * bool(gaps[1]) + [region.columns]
-        return Tile(*place, "segments", segments=Segments(tuple(rows), tuple(columns), self.left, self.right))
+        segments = Segments(tuple(rows), tuple(columns), self.left, self.right)
+        return Tile(first.q0, last.q1, first.a0, last.b1, "segments", segments=segments)
+
+    def alone(self, one: Tile) -> Tile:
+        """A full tile with the window."""
+        rows, columns = one.q1 - one.q0, one.k1 - one.k0
+        if self.left < 0 and (self.right < 0 or (self.right == 0 and rows == columns)):
+            return one if self.right < 0 else one._replace(kind="causal")
+        return one._replace(kind="segments", segments=Segments((rows,), (columns,), self.left, self.right))
 
 
 def _free(region: _Region) -> tuple[int, int]:

@@ -125,6 +125,5 @@ def test_a_wrong_argument_is_seen(name, wrong, monkeypatch):
 
 
 def test_rows_without_a_key_have_a_log_sum_exp_that_must_be_turned(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "isposinf", torch.zeros_like)
-    with pytest.raises(AssertionError):
-        assert _error("cuda_flash_model", MASKS["documents"]) < 1e-10
+    monkeypatch.setattr(torch.Tensor, "isposinf", lambda x: torch.zeros_like(x, dtype=torch.bool))
+    assert _error("cuda_flash_model", MASKS["documents"]) > 1e-3

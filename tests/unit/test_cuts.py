@@ -12,6 +12,7 @@ from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.tiles import Segments, Tile, tiles
 from tests.grids import examples
+from tests.kernel_suite import seen
 
 TAKES = [
     PLAIN,
@@ -23,16 +24,6 @@ TAKES = [
     Takes(square=True, windows=2),
     Takes(square=True, windows=2, segments=True),
 ]
-
-
-def seen(segments):
-    """Which columns each row of a call with segments sees."""
-    blocks = []
-    for rows, columns in zip(segments.rows, segments.columns, strict=True):
-        gap = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
-        left, right = segments.left, segments.right
-        blocks.append(((gap >= -left) | (left < 0)) & ((gap <= right) | (right < 0)))
-    return torch.block_diag(*blocks).bool()
 
 
 def _covered(found, rows, columns):
@@ -93,7 +84,8 @@ def test_documents_of_one_length_are_one_call():
     runs = (Run(0, 1, 256),)
     for causal, kind in ((True, "causal"), (False, "full")):
         found = tiles(runs, runs, Mask(causal=causal, documents=tuple(range(0, 256, 16))))
-        assert calls(found, PLAIN) == (Tile(0, 16, 0, 16, kind, 0, 16, 16, 16),)
+        for takes in (PLAIN, Takes(square=True, windows=2, segments=True)):  # a batch needs no lengths
+            assert calls(found, takes) == (Tile(0, 16, 0, 16, kind, 0, 16, 16, 16),)
     longer = tiles(runs, runs, Mask(documents=(0, 10, 20, 56, 66, 76, 200)))  # 10 10 36 10 10 124 56
     assert [(call.q0, call.q1, call.groups) for call in calls(longer, PLAIN)] == [
         (0, 10, 2), (20, 56, 1), (56, 66, 2), (76, 200, 1), (200, 256, 1)

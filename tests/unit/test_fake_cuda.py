@@ -7,6 +7,7 @@ of its operands is what `tests/cuda_models.py` says.
 
 import contextlib
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -88,13 +89,18 @@ def _parts(x, index):
 
 
 class Watch(TorchDispatchMode):
-    """Nothing goes from one device to another, but for the lengths of documents, without a wait. Every kernel is asked
-    what its model takes."""
+    """Counts kernel calls, each of what its model takes; nothing goes from one device to another, but documents'
+    lengths, without a wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         model = OPERATORS.get(function.name().removeprefix("aten::"))
         if model:
+            self.calls[function] += 1
             found = model(*args, **kwargs)
             if function is aten._efficient_attention_backward.default:  # torch's own rule for shapes lacks arguments
                 return found
@@ -108,8 +114,8 @@ class Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_device():
-    with FakeTensorMode(), Watch(), Driverless():
-        yield
+    with FakeTensorMode(), Watch() as watch, Driverless():
+        yield watch
 
 
 def walk(kernel, mask=CAUSAL, shards=None, size=4, ulysses=1, seq=SEQ, batch=1, **settings):

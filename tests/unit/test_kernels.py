@@ -86,6 +86,7 @@ def test_the_reference_is_never_chosen_by_itself_on_a_gpu(fresh):
     with pytest.raises(KernelError) as caught:
         select("auto", wide)
     assert "reference" not in str(caught.value)
+    assert '"kernel": "chunked"' in str(caught.value)
     assert select("reference", wide).name == "reference"
 
 

@@ -45,7 +45,9 @@ def select(name: str, spec: BlockSpec) -> Kernel:
             kernel = KERNELS[candidate]
             return kernel.capped(spec.softcap) if spec.softcap and caps(kernel) else kernel
     words = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
-    raise KernelError(f"no attention kernel takes {spec}: {words}")
+    slow = "chunked" not in reasons and not _reasons(KERNELS["chunked"], spec)
+    advice = ', or name "kernel": "chunked", which takes it slowly' if name == "auto" and slow else ""
+    raise KernelError(f"no attention kernel takes {spec}: {words}{advice}")
 
 
 def _candidates(spec: BlockSpec) -> list[str]:
