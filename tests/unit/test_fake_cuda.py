@@ -5,15 +5,11 @@ The kernels are PyTorch's, called through their schemas, and a model of the flas
 of its operands is what `tests/cuda_models.py` says.
 """
 
-import contextlib
 import dataclasses
-from collections import Counter
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
@@ -22,9 +18,9 @@ from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.runtime.kernels import BlockSpec, select
 from ds_seqpar.testing import attention
-from tests.cuda_models import OPERATORS, flash_attn, launches
+from tests.cuda_models import flash_attn, launches
+from tests.fake_cuda import no_device
 
-aten = torch.ops.aten
 SEQ, DIM = 64, 64
 DTYPES = {"cuda_flash": torch.bfloat16, "flash_attn": torch.bfloat16, "cuda_efficient": torch.float32}
 CUDA_KERNELS = tuple(DTYPES)
@@ -38,93 +34,13 @@ def _flash_attn():
         yield
 
 
-class Driverless(TorchFunctionMode):
-    """Indexing, copy_ and contiguous ask a build without CUDA for its driver before they come to their operators, which
-    know fake tensors: here they come to the same operators straight away."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.__getitem__:
-            return _indexed(*args)
-        if function is torch.Tensor.__setitem__:
-            return _put(*args)
-        if function is torch.Tensor.copy_:
-            return aten.copy_.default(*args)
-        if function is torch.Tensor.contiguous:
-            return (
-                args[0] if args[0].is_contiguous() else aten.clone.default(*args, memory_format=torch.contiguous_format)
-            )
-        return function(*args, **(kwargs or {}))
-
-
-def _indexed(x, index):
-    dim = 0
-    for part in _parts(x, index):
-        if isinstance(part, int):
-            x = x.select(dim, part)
-            continue
-        if part is None:
-            x = x.unsqueeze(dim)
-        elif isinstance(part, slice):
-            x = aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
-        else:
-            x = aten.index.Tensor(x, [None] * dim + [part])
-        dim += 1
-    return x
-
-
-def _put(x, index, value):
-    *outer, last = _parts(x, index)
-    if isinstance(last, torch.Tensor):
-        aten.index_put_.default(_indexed(x, tuple(outer)), [None] * len(outer) + [last], value)
-    else:
-        aten.copy_.default(_indexed(x, index), value)
-
-
-def _parts(x, index):
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in parts:
-        at, given = parts.index(Ellipsis), sum(part is not None for part in parts) - 1
-        parts[at : at + 1] = [slice(None)] * (x.dim() - given)
-    return parts
-
-
-class Watch(TorchDispatchMode):
-    """Counts kernel calls, each of what its model takes; nothing goes from one device to another, but documents'
-    lengths, without a wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        model = OPERATORS.get(function.name().removeprefix("aten::"))
-        if model:
-            self.calls[function] += 1
-            found = model(*args, **kwargs)
-            if function is aten._efficient_attention_backward.default:  # torch's own rule for shapes lacks arguments
-                return found
-        if function is aten.copy_.default:
-            assert args[0].device == args[1].device
-        if function is aten._to_copy.default and kwargs.get("device") not in (None, args[0].device):
-            assert args[0].dtype == torch.int32
-            assert kwargs["non_blocking"]
-        return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def no_device():
-    with FakeTensorMode(), Watch() as watch, Driverless():
-        yield watch
-
-
-def walk(kernel, mask=CAUSAL, shards=None, size=4, ulysses=1, seq=SEQ, batch=1, **settings):
+def walk(kernel, mask=CAUSAL, shards=None, size=4, ulysses=1, seq=SEQ, batch=1, dim=DIM, **settings):
     """All ranks' forward and backward; how often a kernel was launched in each."""
     config = SequenceParallelConfig(size=size, ulysses=ulysses, kernel=kernel, **settings)
     launches.clear()
     with no_device():
         like = {"dtype": DTYPES[kernel], "device": "cuda"}
-        q, k, v, do = (torch.empty(batch, seq, heads, DIM, **like) for heads in (2, 1, 1, 2))
+        q, k, v, do = (torch.empty(batch, seq, heads, dim, **like) for heads in (2, 1, 1, 2))
         found = attention(config, q, k, v, do, mask=mask, shards=shards)
         for x, like in ((found.out, q), (found.dq, q), (found.dk, k), (found.dv, v)):
             assert (x.shape, x.dtype, x.device) == (like.shape, like.dtype, like.device)
@@ -164,6 +80,7 @@ OTHERS = {
     "window": {"mask": Mask(window=11)},
     "documents": {"mask": Mask(documents=(0, 5, 29), window=20), "schedule": "mesh", "mesh": (2, 2, 1)},
     "uneven": {"shards": UNEVEN, "schedule": "mesh", "mesh": (1, 2, 2)},
+    "odd heads": {"mask": FULL, "dim": 35, "batch": 2},
     "ulysses": {"size": 8, "ulysses": 2, "travel_dtype": "bf16"},
     "overlap": {"schedule": "mesh", "mesh": (2, 1, 2), "overlap": True, "layout": "contiguous"},
 }
