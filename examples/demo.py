@@ -47,7 +47,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 
     ranks: as the user asks for; default: those of one sequence, four at most. config: as the user asks for; default: a
     sequence on four ranks, or on two. GPUs are taken where there is one for each of 2 or more ranks, and the
-    configuration trains in bf16 or fp16: no CUDA kernel takes fp32.
+    configuration trains in bf16 or fp16, which fast kernels take.
     """
     if ranks is not None and ranks < 1:
         raise SystemExit(f"RANKS must be a whole number from 1; got {ranks}")

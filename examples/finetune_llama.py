@@ -26,7 +26,6 @@ import deepspeed
 import matplotlib
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
@@ -34,7 +33,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.engine import start
-from ds_seqpar.errors import ConfigError, SeqParError
+from ds_seqpar.errors import SeqParError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -53,19 +52,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     return parser.parse_args()
-
-
-def check_precision(settings: dict, device: str) -> None:
-    """Raises ConfigError for training in fp32 on GPUs, where no fast attention kernel takes it."""
-    parts = [settings.get(name) for name in ("bf16", "fp16")]
-    is_half = any(isinstance(part, dict) and part.get("enabled") is True for part in parts)
-    section = settings.get("sequence_parallel")
-    is_named = isinstance(section, dict) and section.get("kernel", "auto") != "auto"
-    if device == "cuda" and not is_half and not is_named:
-        raise ConfigError(
-            'training on GPUs needs "bf16": {"enabled": true}; got a configuration for fp32, '
-            "take one such as ds_configs/zero3_u2r2_bf16.json"
-        )
 
 
 def load_tokenizer(folder: Path | None) -> object:
@@ -186,7 +172,6 @@ def draw(losses: list[float], before: float, after: float, file: Path) -> None:
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
     args = arguments()
-    check_precision(read_deepspeed(args.deepspeed_config), get_accelerator().device_name())
     tokenizer = load_tokenizer(args.model)
     start()  # torch.distributed
     model = load_model(args, len(tokenizer))

@@ -7,12 +7,35 @@ tested without one.
 import pytest
 import torch
 
+from ds_seqpar.compiler.tiles import Segments
 from ds_seqpar.runtime.kernels import BlockSpec, Takes
 from ds_seqpar.runtime.kernels.accumulate import merge_
 from ds_seqpar.runtime.kernels.reference import Reference
 from tests.oracle import attention, dense, error
 
 SCALE = 0.3  # not head_dim ** -0.5: a kernel must take the one it is given
+
+
+SEGMENTS = [
+    Segments((40,), (40,), 6, 0),
+    Segments((40,), (70,), 50, 0),
+    Segments((40,), (50,), 9, 12),
+    Segments((40,), (60,), 12, -1),
+    Segments((1, 30, 2, 17), (1, 30, 2, 17), -1, 0),
+    Segments((1, 30, 2, 17), (1, 30, 2, 17), 5, 0),
+    Segments((5, 3, 20, 0), (9, 0, 31, 7), -1, -1),  # 3 rows without a key, 7 keys without a row
+    Segments((1, 0, 1), (1, 2, 1), -1, -1),
+]
+
+
+def seen(segments):
+    """Which columns each row sees."""
+    blocks = []
+    for rows, columns in zip(segments.rows, segments.columns, strict=True):
+        distance = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
+        left, right = segments.left, segments.right
+        blocks.append(((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0)))
+    return torch.block_diag(*blocks).bool()
 
 
 class LowerRight(Reference):
@@ -73,6 +96,11 @@ class KernelSuite:
             assert got.shape == want.shape, name
             assert error(got.cpu(), want) <= kernel.tolerance[dtype], name
 
+    def near(self, kernel, dtype, found, wanted):
+        """The same where a gradient may be 0: the dq of a row that sees one key."""
+        for got, want in zip(found, wanted, strict=True):
+            assert (got.cpu().double() - want).abs().max() <= kernel.tolerance[dtype] * max(1.0, want.abs().max())
+
     def check(self, kernel, dtype, q, k, v, do, causal):
         """One block that is the whole: its own out and lse are the global ones."""
         out, lse = kernel.forward(q, k, v, causal, SCALE)
@@ -98,7 +126,7 @@ class KernelSuite:
     def test_square_block(self, kernel, dtype, causal, heads):
         self.check(kernel, dtype, *self.inputs(kernel, dtype, 37, 37, heads), causal)
 
-    @pytest.mark.parametrize("head_dim", [64, 80, 128])
+    @pytest.mark.parametrize("head_dim", [20, 64, 80, 128])
     def test_head_dim(self, kernel, dtype, head_dim):
         self.check(kernel, dtype, *self.inputs(kernel, dtype, 40, 40, head_dim=head_dim), True)
 
@@ -155,8 +183,20 @@ class KernelSuite:
         out, lse = kernel.forward(q, k, v, False, SCALE, width)
         grads = kernel.backward(do, q, k, v, out, lse, False, SCALE, width)
         wanted = dense(*(x.cpu() for x in (q, k, v, do)), (i <= j) & (j < i + width), SCALE)
-        for got, want in zip((out, *grads), wanted, strict=True):  # a lone key's dq is 0
-            assert (got.cpu().double() - want).abs().max() <= kernel.tolerance[dtype] * max(1.0, want.abs().max())
+        self.near(kernel, dtype, (out, *grads), wanted)
+
+    @pytest.mark.parametrize("segments", SEGMENTS, ids=str)
+    def test_segments(self, kernel, dtype, segments):
+        """A window, and blocks of several sizes; rows without a key, and keys without a row."""
+        q, k, v, do = self.inputs(kernel, dtype, sum(segments.rows), sum(segments.columns))
+        several, wants = len(segments.rows) > 1, 1 if segments.right == 0 else 2
+        if several > kernel.takes.segments or wants > kernel.takes.windows:
+            pytest.skip(f"{kernel.name} takes no such segments")
+        out, lse = kernel.forward(q, k, v, False, SCALE, segments)
+        grads = kernel.backward(do, q, k, v, out, lse, False, SCALE, segments)
+        sees = seen(segments)
+        assert torch.equal(lse.isneginf().all(2).cpu(), ~sees.any(1).expand(2, -1))
+        self.near(kernel, dtype, (out, *grads), dense(*(x.cpu() for x in (q, k, v, do)), sees, SCALE))
 
     # OpenRLHF#564, ring-flash-attention#42: what comes out must not depend on which block a row was computed in
     def test_causal_and_full_blocks_merge_to_the_whole(self, kernel, dtype):

@@ -1,6 +1,7 @@
 """Tiles as calls that a kernel takes: what it does not take is cut, and equal calls become one batch.
 
-A call is a tile. Of kind "upper" it is causal with rows and columns in reverse order.
+A call is a tile. Of kind "upper" it is causal with rows and columns in reverse order. For a kernel with windows of its
+own tiles are joined again: see `windows.py`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .tiles import Tile
+from .tiles import Segments, Tile
 
 # what a configuration can name; `runtime.kernels.register` adds to it
-KERNELS = ["auto", "cpu_flash", "cuda_flash", "flash_attn", "chunked", "reference"]
+KERNELS = ["auto", "cpu_flash", "cuda_flash", "cuda_efficient", "flash_attn", "chunked", "reference"]
 FEWEST = 64  # rows of a block of a band, however narrow that is: smaller blocks cost more than what they leave out
 
 
@@ -23,12 +24,16 @@ class Takes(NamedTuple):
     band: the widest band that it takes, 0 for none. rows: of a band, at most in one block, for which it makes a mask of
     rows by columns; 0 for any number, without a mask.
     tiles: it takes all tiles of a product at once, of every kind, and adds to the running results itself.
+    windows: 0 none, 1 a window that ends with a causal edge, 2 a window with any two edges. Its calls have `Segments`.
+    segments: many blocks of different sizes are one call; else each is a call of its own.
     """
 
     square: bool = False
     band: int = 0
     rows: int = 0
     tiles: bool = False
+    windows: int = 0
+    segments: bool = False
 
 
 PLAIN = Takes()
@@ -38,7 +43,11 @@ def calls(tiles: Sequence[Tile], takes: Takes) -> tuple[Tile, ...]:
     """The calls that make the same pairs visible."""
     if takes.tiles:
         return tuple(tiles)
-    return _joined(call for tile in tiles for call in _cut(tile, takes))
+    if takes.windows:
+        from .windows import joined  # which only kernels for GPUs need
+
+        return _batched(iter(joined(tiles, takes.windows, takes.segments)))
+    return _batched(call for tile in tiles for call in _cut(tile, takes))
 
 
 def _cut(tile: Tile, takes: Takes) -> Iterator[Tile]:
@@ -100,12 +109,12 @@ def _repeated(tile: Tile, groups: int, step: int) -> Tile:
     return tile._replace(groups=groups, q_step=step, k_step=step) if groups > 1 else tile
 
 
-def _joined(cut: Iterator[Tile]) -> tuple[Tile, ...]:
+def _batched(cut: Iterator[Tile]) -> tuple[Tile, ...]:
     """Calls of one shape that follow one another at equal distances, as one."""
     found: list[Tile] = []
-    last: dict[tuple[int, int, str, int], int] = {}  # where the last call of a shape is
+    last: dict[tuple[int, int, str, int, Segments | None], int] = {}  # where the last call of a shape is
     for tile in cut:
-        shape = tile.q1 - tile.q0, tile.k1 - tile.k0, tile.kind, tile.width
+        shape = tile.q1 - tile.q0, tile.k1 - tile.k0, tile.kind, tile.width, tile.segments
         longer = _longer(found[last[shape]], tile) if shape in last else None
         if longer:
             found[last[shape]] = longer

@@ -18,11 +18,42 @@ from .masks import END, Mask, Triple, between
 PIECE = 1 << 18  # elements of results that are merged at a time, or a 16th of them where they are more
 
 
+class Segments(NamedTuple):
+    """Blocks of one call, one after the other: block b has rows[b] query rows and columns[b] key columns; either may be
+    none. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right: a distance is
+    counted from the diagonal that ends in the lower right corner. -1 is no limit."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    left: int = -1
+    right: int = -1
+
+    @property
+    def products(self) -> int:
+        """Visible (query, key) pairs."""
+        return sum(self._products(m, n) for m, n in zip(self.rows, self.columns, strict=True))
+
+    def _products(self, m: int, n: int) -> int:
+        end = m * n if self.right < 0 else _clamped(m, n, n - m + self.right + 1)
+        return end - (0 if self.left < 0 else _clamped(m, n, n - m - self.left))
+
+
+def _clamped(rows: int, most: int, first: int) -> int:
+    """The sum of first + i over the rows i, each between 0 and most."""
+    return sum(sign * (_below(rows + start) - _below(start)) for sign, start in ((1, first), (-1, first - most)))
+
+
+def _below(x: int) -> int:
+    """The sum of the numbers from 0 up to x - 1."""
+    return x * (x - 1) // 2 if x > 0 else 0
+
+
 class Tile(NamedTuple):
     """Query rows [q0, q1) against key columns [k0, k1). Row q0 + i sees column k0 + j
 
     where always (full); where j <= i, and all of them from i = k1 - k0 - 1 on (causal, aligned top-left);
-    where j >= i (upper, always square); where i <= j < i + width (band, with rows + width - 1 columns, or fewer).
+    where j >= i (upper, always square); where i <= j < i + width (band, with rows + width - 1 columns, or fewer);
+    where its `segments` say so (segments: see `cuts`).
 
     groups: how many there are of it, each q_step rows and k_step columns after the one before.
     """
@@ -31,16 +62,19 @@ class Tile(NamedTuple):
     q1: int
     k0: int
     k1: int
-    kind: Literal["full", "causal", "upper", "band"]
+    kind: Literal["full", "causal", "upper", "band", "segments"]
     width: int = 0
     groups: int = 1
     q_step: int = 0
     k_step: int = 0
+    segments: Segments | None = None
 
     @property
     def products(self) -> int:
         """Visible (query, key) pairs."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
+        if self.segments:
+            return self.groups * self.segments.products
         if self.kind == "band":
             lacking = rows + self.width - 1 - columns
             return self.groups * (rows * self.width - lacking * (lacking + 1) // 2)

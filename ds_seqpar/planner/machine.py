@@ -18,7 +18,8 @@ from ..files import Given, read_json
 
 DEFAULT = "modest"  # what a machine is that nobody named
 PRESETS = Path(__file__).with_name("machines.json")
-NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal"}  # kinds of tile that tables have
+# kinds of tile that tables have
+NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
 PER_PRODUCT = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
 Table = tuple[tuple[float, float], ...]  # (tokens, flops/s), ascending
 

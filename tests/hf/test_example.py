@@ -1,6 +1,5 @@
 """examples/finetune_llama.py: equal numbers for every shape, files, plain errors; by the deepspeed launcher too."""
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -8,8 +7,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.errors import ConfigError
-from examples import finetune_llama
 from tests import scripts
 from tests.words import missing
 
@@ -171,19 +168,3 @@ def test_bad_degree_ends_it_with_a_sentence(tmp_path):
     ran = run(2, config_with(tmp_path, size=2, ulysses=3), tmp_path)
     assert ran.failed
     assert "ulysses 3, size 2" in ran.stdout + ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("config", "changes", "device", "is_refused"),
-    [
-        ("zero3_u2r2_fp32", {}, "cuda", True),
-        ("zero3_u2r2_fp32", {}, "cpu", False),
-        ("zero3_u2r2_bf16", {}, "cuda", False),
-        ("zero3_u2r2_fp32", {"fp16": {"enabled": True}}, "cuda", False),
-        ("zero3_u2r2_fp32", {"sequence_parallel": {"kernel": "chunked"}}, "cuda", False),
-    ],
-)
-def test_fp32_on_gpus_is_refused_with_the_name_of_a_configuration_in_bf16(config, changes, device, is_refused):
-    settings = json.loads((ROOT / "ds_configs" / f"{config}.json").read_text()) | changes
-    with pytest.raises(ConfigError, match="zero3_u2r2_bf16") if is_refused else contextlib.nullcontext():
-        finetune_llama.check_precision(settings, device)

@@ -39,6 +39,7 @@ LATER = {
     "compiler.balance",
     "compiler.memory",
     "compiler.overlap",
+    "compiler.windows",
     "compiler.schedules.triangle.tiling",
     "runtime.causes",
     "runtime.offload",

@@ -86,17 +86,23 @@ def test_the_reference_is_never_chosen_by_itself_on_a_gpu(fresh):
     with pytest.raises(KernelError) as caught:
         select("auto", wide)
     assert "reference" not in str(caught.value)
+    assert '"kernel": "chunked"' in str(caught.value)
     assert select("reference", wide).name == "reference"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_who_trains_in_fp32_on_a_gpu_is_told_of_bf16(dtype):
-    with pytest.raises(KernelError, match='"bf16"'):
-        select("auto", BlockSpec("cuda", dtype, 8, 2, 64))
+@pytest.mark.parametrize(("dtype", "head_dim", "name"), [
+    (torch.bfloat16, 64, "cuda_flash"),
+    (torch.float16, 20, "cuda_flash"),
+    (torch.float32, 64, "cuda_efficient"),
+    (torch.bfloat16, 260, "cuda_efficient"),
+])  # fmt: skip
+def test_a_gpu_takes_what_is_fastest_for_dtype_and_head(fresh, dtype, head_dim, name):
+    assert select("auto", BlockSpec("cuda", dtype, 8, 2, head_dim)).name == name
 
 
-def test_a_gpu_without_flash_attention_is_refused(monkeypatch):
+def test_a_gpu_without_flash_attention_takes_another_kernel(fresh, monkeypatch):
     """Before Ampere: PyTorch's operator would raise in the middle of a step."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert [("8.0" in reason) for reason in KERNELS["cuda_flash"].reasons(CUDA)] == [True]
+    assert select("auto", BlockSpec("cuda", torch.float16, 8, 2, 64)).name == "cuda_efficient"

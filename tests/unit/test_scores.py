@@ -157,8 +157,8 @@ def test_which_kernel_caps():
     with pytest.raises(KernelError) as caught:
         select("cpu_flash", BlockSpec("cpu", torch.float32, 8, 2, 64, 50.0))
     assert missing(str(caught.value), "float32 on cpu", "softcap 50", "cpu_flash") == []
-    with pytest.raises(KernelError, match="float32 on cuda"):  # nothing slow in silence
-        select("auto", BlockSpec("cuda", torch.float32, 8, 2, 64))
+    with pytest.raises(KernelError, match="float64 on cuda"):  # nothing slow in silence
+        select("auto", BlockSpec("cuda", torch.float64, 8, 2, 64))
 
 
 @pytest.mark.parametrize("softcap", [0, -1.0, math.inf, math.nan, True, "50", torch.tensor(2.0)])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from ...compiler import cuts
 from ...compiler.cuts import Takes
 from ...errors import ConfigError, KernelError, choose
-from .flash import CpuFlash, CudaFlash, FlashAttn
+from .flash import CpuFlash, CudaEfficient, CudaFlash, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps
 
-KERNELS: dict[str, Kernel] = {k.name: k for k in (FlashAttn(), CudaFlash(), CpuFlash(), Chunked(), Reference())}
+# the rule of "auto": fast ones for GPUs, of which memory-efficient attention takes what flash does not; then the CPU's
+ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 
 
 def register(kernel: Kernel) -> None:
@@ -45,18 +45,14 @@ def select(name: str, spec: BlockSpec) -> Kernel:
             kernel = KERNELS[candidate]
             return kernel.capped(spec.softcap) if spec.softcap and caps(kernel) else kernel
     words = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
-    advice = ', train in bf16: "bf16": {"enabled": true} in the DeepSpeed JSON' if _is_wide(spec) else ""
+    slow = "chunked" not in reasons and not _reasons(KERNELS["chunked"], spec)
+    advice = ', or name "kernel": "chunked", which takes it slowly' if name == "auto" and slow else ""
     raise KernelError(f"no attention kernel takes {spec}: {words}{advice}")
 
 
-def _is_wide(spec: BlockSpec) -> bool:
-    return spec.device == "cuda" and spec.dtype in (torch.float32, torch.float64)
-
-
 def _candidates(spec: BlockSpec) -> list[str]:
-    """On a GPU "reference" is for who names it: its dense score matrix would end the memory that sequence parallelism
-    is there to save. "chunked" is there for what nothing else does, and not in silence where a fast kernel is missing.
-    """
+    """Without a GPU's slow ones, which are for who names them. The dense score matrix of "reference" would end the
+    memory that sequence parallelism is there to save. "chunked" is there for a softcap, which few kernels know."""
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 

@@ -10,16 +10,17 @@ value 0: it is merged into (out, lse) once, when all partial results are, and ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ...compiler.tiles import PIECE, Tile
-from .reference import Banding, Kernel
+from .reference import Kernel
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
+CAUSAL = ("causal", "upper")  # kinds of calls: upper is causal in reverse order
 
 
 class Rows(NamedTuple):
@@ -210,7 +211,7 @@ def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 
 def _sides(call: Tile) -> tuple[Rows, Rows]:
     """Its rows and columns."""
-    q0, q1, k0, k1, _, _, groups, q_step, k_step = call
+    q0, q1, k0, k1, _, _, groups, q_step, k_step, _ = call
     return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
 
 
@@ -249,8 +250,9 @@ def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
     return kernel.takes.tiles
 
 
-def _bands(kernel: Kernel) -> TypeGuard[Banding]:
-    return kernel.takes.band > 0
+def _more(call: Tile) -> dict[str, Any]:
+    """What only kernels are asked that take bands, or windows."""
+    return {"width": call.width} if call.kind == "band" else {"segments": call.segments} if call.segments else {}
 
 
 def forward(
@@ -269,11 +271,7 @@ def forward(
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Tile, scale: float) -> Tensors:
     (rows, columns), upper = _sides(call), call.kind == "upper"
     operands = (_take(q, rows, upper), _take(k, columns, upper), _take(v, columns, upper))
-    if call.kind == "band":
-        assert _bands(kernel)
-        found = kernel.forward(*operands, False, scale, call.width)
-    else:
-        found = kernel.forward(*operands, call.kind != "full", scale)
+    found = kernel.forward(*operands, call.kind in CAUSAL, scale, **_more(call))
     del operands  # copies, where they are in reverse order
     return tuple(_give(x, rows, upper) for x in found)
 
@@ -295,11 +293,7 @@ def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, 
     (rows, columns), upper = _sides(call), call.kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
     do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
-    if call.kind == "band":
-        assert _bands(kernel)
-        grads = [*kernel.backward(do, q, k, v, out, lse, False, scale, call.width)]
-    else:
-        grads = [*kernel.backward(do, q, k, v, out, lse, call.kind != "full", scale)]
+    grads = [*kernel.backward(do, q, k, v, out, lse, call.kind in CAUSAL, scale, **_more(call))]
     del do, q, k, v, out, lse
     for index, side in enumerate((rows, columns, columns)):
         grads[index] = _give(grads[index], side, upper)

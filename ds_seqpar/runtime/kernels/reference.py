@@ -50,9 +50,13 @@ class Scores(NamedTuple):
 class Kernel(Protocol):
     """Attention of one block, full or causal, and its gradient.
 
-    name: as in the configuration. takes: what else it can be called for; one that takes bands is `Banding`, one that
-    takes all tiles of a product `Accumulating`. tolerance: greatest max|a-b|/max|b| against fp64 that its conformance
-    tests allow, a dtype. ran_on: where the conformance suite has passed.
+    name: as in the configuration. tolerance: greatest max|a-b|/max|b| against fp64 that its conformance tests allow, a
+    dtype. ran_on: where the conformance suite has passed. takes: what else it can be called for:
+
+    - bands: both methods have one more argument, `width: int = 0`. Where it is not 0, row i sees those of the columns i
+      .. i + width - 1 that there are;
+    - windows: one more argument, `segments: Segments | None = None`;
+    - all tiles of a product: it is `Accumulating`.
     """
 
     name: str
@@ -76,19 +80,6 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of dq, dk, dv, given the *whole* row's out and lse (not only this block's)."""
         ...
-
-
-class Banding(Kernel, Protocol):
-    """A kernel that takes bands. width: where it is not 0, row i sees columns i .. i + width - 1 that there are."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, width: int = 0
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-        width: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 class Capping(Kernel, Protocol):

@@ -1,0 +1,286 @@
+"""Models of CUDA's attention operators, computed densely, on CPUs and in any dtype.
+
+Each has the signature, the alignment of masks, the layout and padding of the log-sum-exp, and the demands on its
+operands of the operator that it stands for, so that the wrappers of `ds_seqpar.runtime.kernels` run as they are. On
+fake tensors they check what can be seen there, and give results without values.
+"""
+
+import contextlib
+import itertools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ds_seqpar.compiler.tiles import Segments
+from ds_seqpar.runtime.kernels import register, remove, select
+from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, FlashAttn
+from tests.kernel_suite import seen
+
+launches = Counter()  # of each operator, by the tests that look
+STAND_INS = Path(__file__).with_name("stand_ins")
+WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+class OnCpu:
+    """A wrapper for CPUs, and for the dtypes in which a model shows whether it is exact."""
+
+    def reasons(self, spec):
+        return []
+
+
+class FlashModel(OnCpu, CudaFlash):
+    name = "cuda_flash_model"
+    tolerance = CudaFlash.tolerance | WIDE
+    multiples = dict.fromkeys(tolerance, 8)
+
+
+class EfficientModel(OnCpu, CudaEfficient):
+    name = "cuda_efficient_model"
+    tolerance = CudaEfficient.tolerance | WIDE
+    multiples = CudaEfficient.multiples | {torch.float64: 4}
+
+
+class FlashAttnModel(OnCpu, FlashAttn):
+    name = "flash_attn_model"
+    tolerance = FlashAttn.tolerance | WIDE
+    multiples = dict.fromkeys(tolerance, 8)
+
+
+MODELS = (FlashModel, EfficientModel, FlashAttnModel)
+
+
+@contextlib.contextmanager
+def models():
+    """While it is entered the models can be chosen by name, and the operators that they call are there on CPUs."""
+    library, kernels = torch.library.Library("aten", "IMPL"), [model() for model in MODELS]
+    for name, function in OPERATORS.items():
+        library.impl(name, function, "CPU")
+    with flash_attn():
+        for kernel in kernels:
+            register(kernel)
+        yield {kernel.name: kernel for kernel in kernels}
+        for kernel in kernels:
+            remove(kernel.name)
+    library._destroy()
+
+
+@contextlib.contextmanager
+def flash_attn():
+    """The model of the package is found as an installed one is."""
+    sys.path.insert(0, str(STAND_INS))
+    select.cache_clear()
+    yield
+    sys.path.remove(str(STAND_INS))
+    select.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+# ---- one block
+
+
+def _scores(q, k, scale, softcap):
+    """(H, m, n) in fp64, of q (m, H, D) and k (n, Hkv, D)."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("mhd,nhd->hmn", q.double(), k.double()) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _forward(q, k, v, sees, scale, softcap):
+    """out (m, H, D) and lse (H, m); of a row without a key 0 and inf."""
+    scores = _scores(q, k, scale, softcap).masked_fill(~sees, -torch.inf)
+    lse = scores.logsumexp(-1)
+    lse = torch.where(lse.isneginf(), torch.inf, lse)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).double()
+    return torch.einsum("hmn,nhd->mhd", torch.exp(scores - lse[..., None]), v), lse
+
+
+def _backward(do, q, k, v, out, lse, sees, scale, softcap):
+    group = q.shape[1] // k.shape[1]
+    do, out, wide = do.double(), out.double(), v.repeat_interleave(group, dim=1).double()
+    scores = _scores(q, k, scale, softcap)
+    p = torch.exp(scores - lse.double()[..., None]).masked_fill(~sees, 0.0)
+    delta = (do * out).sum(-1).T
+    ds = p * (torch.einsum("mhd,nhd->hmn", do, wide) - delta[..., None]) * scale
+    if softcap:
+        ds = ds * (1 - (scores / softcap).square())
+    dq = torch.einsum("hmn,nhd->mhd", ds, k.repeat_interleave(group, dim=1).double())
+    dk, dv = torch.einsum("hmn,mhd->nhd", ds, q.double()), torch.einsum("hmn,mhd->nhd", p, do)
+    return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+
+
+# ---- flash attention: PyTorch's and the package's
+
+
+def flash(q, k, v, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0):
+    """(out, lse); lse (B, H, m), or (H, T) of several blocks."""
+    launches["forward"] += 1
+    _check(q, (q, k, v), multiple=8)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = _lse(q, (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]))
+    for at, rows, columns in _spans(q, k, cu_q, cu_k, max_q, max_k):
+        i, j = (rows, columns) if at is None else (at, at)
+        sees = _flash_seen(rows.stop - rows.start, columns.stop - columns.start, max_k, causal, left, right)
+        found = _forward(q[i], k[j], v[j], sees, scale, softcap)
+        out[i].copy_(found[0])
+        (lse[:, rows] if at is None else lse[at]).copy_(found[1])
+    return out, lse
+
+
+def flash_gradients(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, left, right, scale, softcap=0.0):
+    launches["backward"] += 1
+    _check(q, (do, q, k, v, out), multiple=8)
+    assert do.shape == out.shape == q.shape
+    like = _lse(q, (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1]))
+    assert (lse.shape, lse.dtype, lse.device) == (like.shape, like.dtype, like.device)
+    assert lse.is_contiguous()
+    grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for at, rows, columns in _spans(q, k, cu_q, cu_k, max_q, max_k):
+        i, j = (rows, columns) if at is None else (at, at)
+        sees = _flash_seen(rows.stop - rows.start, columns.stop - columns.start, max_k, causal, left, right)
+        own = lse[:, rows] if at is None else lse[at]
+        found = _backward(do[i], q[i], k[j], v[j], out[i], own, sees, scale, softcap)
+        for x, side, part in zip(grads, (i, j, j), found, strict=True):
+            x[side].copy_(part)
+    return grads
+
+
+def _flash_seen(rows, columns, max_k, causal, left, right):
+    """As the kernel reads a window: one of all columns is none, and one edge without the other is as far away."""
+    right = 0 if causal else right
+    left, right = (-1 if side >= max_k else side for side in (left, right))
+    if left < 0 <= right:
+        left = max_k
+    if right < 0 <= left:
+        right = max_k
+    return seen(Segments((rows,), (columns,), left, right))
+
+
+def _spans(q, k, cu_q, cu_k, max_q, max_k):
+    """(number in the batch, rows, columns) of each block; of several in one tensor the number is None."""
+    if cu_q is None:
+        assert q.dim() == k.dim() == 4
+        assert q.shape[0] == k.shape[0]
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        return [(at, slice(0, max_q), slice(0, max_k)) for at in _sequences(q)]
+    assert q.dim() == k.dim() == 3
+    for cu in (cu_q, cu_k):
+        assert (cu.dtype, cu.device, cu.dim()) == (torch.int32, q.device, 1)
+        assert cu.is_contiguous()
+    assert cu_q.shape == cu_k.shape
+    if isinstance(q, FakeTensor):
+        return []
+    rows, columns = ([slice(*pair) for pair in itertools.pairwise(cu.tolist())] for cu in (cu_q, cu_k))
+    assert (rows[0].start, columns[0].start, rows[-1].stop, columns[-1].stop) == (0, 0, q.shape[0], k.shape[0])
+    for spans, most in ((rows, max_q), (columns, max_k)):
+        assert all(0 <= span.stop - span.start <= most for span in spans)
+    assert max_q > 1  # flash-attn#1537: blocks of one row, and of none
+    return [(None, *pair) for pair in zip(rows, columns, strict=True)]
+
+
+def _lse(q, shape):
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _check(q, tensors, multiple):
+    heads = q.shape[-2], tensors[-1].shape[-2]
+    assert heads[0] % heads[1] == 0
+    for x in tensors:
+        assert (x.dtype, x.device, x.shape[-1], x.stride(-1)) == (q.dtype, q.device, q.shape[-1], 1)
+        assert x.numel() > 0
+    assert q.shape[-1] % multiple == 0
+
+
+def _flash_operator(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    assert query.shape[-1] <= 256
+    assert (dropout_p, return_debug_mask) == (0.0, False)
+    window = is_causal, *(-1 if side is None else side for side in (window_size_left, window_size_right))
+    found = flash(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, *window, scale)
+    return *found, *(query.new_empty(0, dtype=torch.int64) for _ in range(2)), query.new_empty(0)
+
+
+def _flash_operator_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    assert dropout_p == 0.0
+    window = is_causal, *(-1 if side is None else side for side in (window_size_left, window_size_right))
+    lengths = cum_seq_q, cum_seq_k, max_q, max_k
+    return flash_gradients(grad_out, query, key, value, out, logsumexp, *lengths, *window, scale)
+
+
+# ---- memory-efficient attention
+
+
+def _efficient(
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,
+    compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
+):  # fmt: skip
+    launches["forward"] += 1
+    assert compute_log_sumexp
+    assert (bias, cu_seqlens_q, cu_seqlens_k, dropout_p) == (None, None, None, 0.0)
+    sees = _efficient_seen(query, key, custom_mask_type, window_size)
+    _check_efficient(query, (query, key, value))
+    rows = query.shape[1]
+    out, lse = torch.empty_like(query), _lse(query, (query.shape[0], query.shape[2], -(-rows // 32) * 32))
+    lse.fill_(torch.inf)
+    for at in _sequences(query):
+        found = _forward(query[at], key[at], value[at], sees, scale, 0.0)
+        out[at], lse[at, :, :rows] = found
+    random = (torch.empty((), dtype=torch.int64) for _ in range(2))
+    return out, lse, *random, rows, key.shape[1]
+
+
+def _efficient_backward(
+    grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, logsumexp,
+    dropout_p, philox_seed, philox_offset, custom_mask_type, bias_requires_grad, *, scale=None, num_splits_key=None,
+    window_size=None, shared_storage_dqdkdv=False,
+):  # fmt: skip
+    launches["backward"] += 1
+    assert (bias, cu_seqlens_q, cu_seqlens_k, dropout_p) == (None, None, None, 0.0)
+    assert (max_seqlen_q, max_seqlen_k) == (query.shape[1], key.shape[1])
+    sees = _efficient_seen(query, key, custom_mask_type, window_size)
+    _check_efficient(query, (grad_out_, query, key, value, out))
+    rows = query.shape[1]
+    assert logsumexp.shape == (query.shape[0], query.shape[2], -(-rows // 32) * 32)
+    assert logsumexp.is_contiguous()
+    grads = tuple(torch.empty_like(x) for x in (query, key, value))
+    for at in _sequences(query):
+        assert logsumexp[at, :, rows:].isposinf().all()
+        inputs = (x[at] for x in (grad_out_, query, key, value, out))
+        found = _backward(*inputs, logsumexp[at, :, :rows], sees, scale, 0.0)
+        for x, part in zip(grads, found, strict=True):
+            x[at] = part
+    return *grads, torch.empty(())
+
+
+def _sequences(x):
+    return range(0 if isinstance(x, FakeTensor) else x.shape[0])
+
+
+def _efficient_seen(query, key, kind, window):
+    """Types: 0 no mask, 1 causal from the upper left corner, 2 from the lower right one. A row sees `window` keys."""
+    rows, columns = query.shape[1], key.shape[1]
+    assert kind in (0, 2)
+    assert kind == 0 or rows <= columns  # the kernel compares a difference of both without a sign
+    assert window is None or (kind and window > 0)
+    return seen(Segments((rows,), (columns,), window - 1 if window else -1, 0 if kind else -1))
+
+
+def _check_efficient(query, tensors):
+    _check(query, tensors, multiple=4 if query.dtype in (torch.float32, torch.float64) else 8)
+    assert {x.shape[2] for x in tensors} == {query.shape[2]}
+
+
+OPERATORS = {
+    "_flash_attention_forward": _flash_operator,
+    "_flash_attention_backward": _flash_operator_backward,
+    "_efficient_attention_forward": _efficient,
+    "_efficient_attention_backward": _efficient_backward,
+}

@@ -1,0 +1,109 @@
+"""Tensors of a GPU that is not there: they have shapes, dtypes and a device, and no values.
+
+So an operation between devices raises, and so does a look at a value, for which the host would wait for the device.
+"""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.cuda_models import OPERATORS
+
+aten = torch.ops.aten
+NEEDS_CPU_BUILD = pytest.mark.skipif(torch.version.cuda is not None, reason="waits for a torch without CUDA")
+
+
+class Driverless(TorchFunctionMode):
+    """Indexing, copy_ and contiguous ask a build without CUDA for its driver before they come to their operators, which
+    know fake tensors: here they come to the same operators straight away."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return _indexed(*args)
+        if function is torch.Tensor.__setitem__:
+            return _put(*args)
+        if function is torch.Tensor.copy_:
+            return aten.copy_.default(*args, **(kwargs or {}))
+        if function is torch.Tensor.contiguous:
+            return (
+                args[0] if args[0].is_contiguous() else aten.clone.default(*args, memory_format=torch.contiguous_format)
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _indexed(x, index):
+    dim = 0
+    for part in _parts(x, index):
+        if isinstance(part, int):
+            x = x.select(dim, part)
+            continue
+        if part is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(part, slice):
+            x = aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
+        else:
+            x = aten.index.Tensor(x, [None] * dim + [part])
+        dim += 1
+    return x
+
+
+def _put(x, index, value):
+    *outer, last = _parts(x, index)
+    if isinstance(last, torch.Tensor):
+        aten.index_put_.default(_indexed(x, tuple(outer)), [None] * len(outer) + [last], value)
+    else:
+        aten.copy_.default(_indexed(x, index), value)
+
+
+def _parts(x, index):
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in parts:
+        at, given = parts.index(Ellipsis), sum(part is not None for part in parts) - 1
+        parts[at : at + 1] = [slice(None)] * (x.dim() - given)
+    return parts
+
+
+class Watch(TorchDispatchMode):
+    """Counts kernel calls, each of what its model takes; nothing goes from one device to another, but documents'
+    lengths, without a wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        model = OPERATORS.get(function.name().removeprefix("aten::"))
+        if model:
+            self.calls[function] += 1
+            found = model(*args, **kwargs)
+            if function is aten._efficient_attention_backward.default:  # torch's own rule for shapes lacks arguments
+                return found
+        if function is aten.copy_.default:
+            waits = not (args[2:] == (True,) or kwargs.get("non_blocking"))
+            assert args[0].device == args[1].device or not waits
+        if function is aten._to_copy.default and kwargs.get("device") not in (None, args[0].device):
+            assert args[0].dtype == torch.int32
+            assert kwargs["non_blocking"]
+        return function(*args, **kwargs)
+
+
+class OneDevice(Watch):
+    """And no operation has tensors of two devices: an index that comes from the host is copied too."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+        assert len({x.device for x in given}) <= 1 or function is aten.copy_.default, function
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def no_device():
+    with FakeTensorMode(), Watch() as watch, Driverless():
+        yield watch
