@@ -1,0 +1,92 @@
+"""Tensors of a GPU that is not there: they have shapes, dtypes and a device, and no values.
+
+So an operation between devices raises, and so does a look at a value, for which the host would wait for the device.
+"""
+
+import contextlib
+from collections import Counter
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class Driverless(TorchFunctionMode):
+    """Indexing, copy_ and contiguous ask a build without CUDA for its driver before they come to their operators, which
+    know fake tensors: here they come to the same operators straight away."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return _indexed(*args)
+        if function is torch.Tensor.__setitem__:
+            return _put(*args)
+        if function is torch.Tensor.copy_:
+            return aten.copy_.default(*args)
+        if function is torch.Tensor.contiguous:
+            return (
+                args[0] if args[0].is_contiguous() else aten.clone.default(*args, memory_format=torch.contiguous_format)
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _indexed(x, index):
+    dim = 0
+    for part in _parts(x, index):
+        if isinstance(part, int):
+            x = x.select(dim, part)
+            continue
+        if part is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(part, slice):
+            x = aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
+        else:
+            x = aten.index.Tensor(x, [None] * dim + [part])
+        dim += 1
+    return x
+
+
+def _put(x, index, value):
+    *outer, last = _parts(x, index)
+    if isinstance(last, torch.Tensor):
+        aten.index_put_.default(_indexed(x, tuple(outer)), [None] * len(outer) + [last], value)
+    else:
+        aten.copy_.default(_indexed(x, index), value)
+
+
+def _parts(x, index):
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in parts:
+        at, given = parts.index(Ellipsis), sum(part is not None for part in parts) - 1
+        parts[at : at + 1] = [slice(None)] * (x.dim() - given)
+    return parts
+
+
+class Watch(TorchDispatchMode):
+    """Counts kernel calls; nothing goes from one device to another, and no causal call of a kernel is anything but
+    square."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (aten._flash_attention_forward.default, aten._flash_attention_backward.default):
+            self.calls[function] += 1
+            first = 0 if function is aten._flash_attention_forward.default else 1
+            q, k, causal = *args[first : first + 2], args[8 if first == 0 else 11]
+            assert not causal or q.shape[1] == k.shape[1]
+            assert q.shape[1] * k.shape[1] > 0
+        if function is aten.copy_.default:
+            assert args[0].device == args[1].device
+        if function is aten._to_copy.default:
+            assert (kwargs or {}).get("device") in (None, args[0].device)
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_device():
+    with FakeTensorMode(), Watch() as watch, Driverless():
+        yield watch
