@@ -6,12 +6,15 @@ So an operation between devices raises, and so does a look at a value, for which
 import contextlib
 from collections import Counter
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+NEEDS_CPU_BUILD = pytest.mark.skipif(torch.version.cuda is not None, reason="waits for a torch without CUDA")
 
 
 class Driverless(TorchFunctionMode):
@@ -79,6 +82,8 @@ class Watch(TorchDispatchMode):
             q, k, causal = *args[first : first + 2], args[8 if first == 0 else 11]
             assert not causal or q.shape[1] == k.shape[1]
             assert q.shape[1] * k.shape[1] > 0
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+        assert len({x.device for x in given}) <= 1, function
         if function is aten.copy_.default:
             assert args[0].device == args[1].device
         if function is aten._to_copy.default:

@@ -1,0 +1,75 @@
+"""Whole training steps on a device that is not there: no layer moves a tensor off it, on it, or looks at a value."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from tests.fake_cuda import NEEDS_CPU_BUILD, Watch, aten
+from tests.stand_in import on_stand_in
+
+pytestmark = NEEDS_CPU_BUILD
+
+SEQ = 48
+TILES = {"mlp_tiles": 2, "loss_tiles": 2}
+# what a step may have beside attention: "sequence_parallel" section, then how the model keeps checkpoints
+STEPS = {
+    "plain": ({}, None),
+    "tiles": (TILES, None),
+    "stages of heads": ({"head_stages": 2}, None),
+    "checkpoints": ({}, {"use_reentrant": False}),
+    "reentrant checkpoints": ({}, {"use_reentrant": True}),
+    "checkpoints without attention": ({"keep_attention": False}, {"use_reentrant": False}),
+    "all": ({**TILES, "head_stages": 2}, {"use_reentrant": False}),
+}
+
+
+def batch_of(packed):
+    ids = torch.arange(SEQ)[None]
+    documents = {"position_ids": torch.arange(SEQ // 2).repeat(1, 2)} if packed else {}
+    return {"input_ids": ids, "labels": ids.clone(), **documents}
+
+
+def step(size, section, keeps, packed):
+    """Kernel calls of a forward and backward, and whether every gradient came to where its parameter is."""
+    from ds_seqpar.batches import _on_device
+    from hf_integration import patch_attention
+    from tests.hf.llama import small
+
+    sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=max(1, size // 2), **section), heads=(8, 2))
+    sharded = sp.shard_batch(batch_of(packed), training=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        with sp.device:
+            model = small().train()
+        torch.set_default_dtype(torch.float32)
+        if keeps:
+            model.gradient_checkpointing_enable(keeps)
+        patch_attention(model, sp)
+        model.base_model._sequence_parallel_patch.agreement.compared = True  # values, in the first forward alone
+        given = _on_device(sharded, sp.device)
+        with Watch() as watch:
+            model(**given).loss.backward()
+        assert {p.grad.device.type for p in model.parameters()} == {"cuda"}
+    sp.close()
+    return [watch.calls[op.default] for op in (aten._flash_attention_forward, aten._flash_attention_backward)]
+
+
+def steps():
+    """By name, of whole sequences; and of packed rows, whose documents end where this rank's parts do."""
+    found = {name: step(4, *given, packed=False) for name, given in STEPS.items()}
+    return found, [step(4, *STEPS[name], packed=True) for name in ("plain", "all")]
+
+
+def alone():
+    return [step(1, *STEPS["all"], packed=packed) for packed in (False, True)]
+
+
+def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
+    """A zigzag ring of two places around two members is two calls: a causal one, and one with the other's block."""
+    on_four, on_one = on_stand_in((4, 4, steps), (1, 1, alone))
+    for found, packed in on_four:
+        assert found.pop("stages of heads") == found.pop("all") == [4, 4]
+        assert found.pop("checkpoints without attention") == [4, 2]
+        assert list(found.values()) == [[2, 2]] * 4
+        assert packed == [[1, 1], [2, 2]]
+    assert on_one == [[[2, 2], [2, 2]]]
