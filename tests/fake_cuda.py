@@ -82,13 +82,20 @@ class Watch(TorchDispatchMode):
             q, k, causal = *args[first : first + 2], args[8 if first == 0 else 11]
             assert not causal or q.shape[1] == k.shape[1]
             assert q.shape[1] * k.shape[1] > 0
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-        assert len({x.device for x in given}) <= 1, function
         if function is aten.copy_.default:
             assert args[0].device == args[1].device
         if function is aten._to_copy.default:
             assert (kwargs or {}).get("device") in (None, args[0].device)
         return function(*args, **(kwargs or {}))
+
+
+class OneDevice(Watch):
+    """And no operation has tensors of two devices: an index that comes from the host is copied too."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+        assert len({x.device for x in given}) <= 1, function
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from tests.fake_cuda import NEEDS_CPU_BUILD, Watch, aten
+from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
 from tests.stand_in import on_stand_in
 
 pytestmark = NEEDS_CPU_BUILD
@@ -47,7 +47,7 @@ def step(size, section, keeps, packed):
         patch_attention(model, sp)
         model.base_model._sequence_parallel_patch.agreement.compared = True  # values, in the first forward alone
         given = _on_device(sharded, sp.device)
-        with Watch() as watch:
+        with OneDevice() as watch:
             model(**given).loss.backward()
         assert {p.grad.device.type for p in model.parameters()} == {"cuda"}
     sp.close()
