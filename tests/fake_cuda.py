@@ -27,7 +27,7 @@ class Driverless(TorchFunctionMode):
         if function is torch.Tensor.__setitem__:
             return _put(*args)
         if function is torch.Tensor.copy_:
-            return aten.copy_.default(*args)
+            return aten.copy_.default(*args, **(kwargs or {}))
         if function is torch.Tensor.contiguous:
             return (
                 args[0] if args[0].is_contiguous() else aten.clone.default(*args, memory_format=torch.contiguous_format)
@@ -83,7 +83,8 @@ class Watch(TorchDispatchMode):
             assert not causal or q.shape[1] == k.shape[1]
             assert q.shape[1] * k.shape[1] > 0
         if function is aten.copy_.default:
-            assert args[0].device == args[1].device
+            waits = not (args[2:] == (True,) or (kwargs or {}).get("non_blocking"))
+            assert args[0].device == args[1].device or not waits
         if function is aten._to_copy.default:
             assert (kwargs or {}).get("device") in (None, args[0].device)
         return function(*args, **(kwargs or {}))
