@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -101,19 +102,15 @@ class Streams(TorchDispatchMode):
             used = memory.writes | memory.reads
             _check(memory.home, Counter({s: n for s, n in used.items() if s not in memory.kept_for}), "given to others")
 
-    # what stands in place of torch's own
-
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream
         yield
         self.current = before
 
-    def in_place_of_torch(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, by: self.of(x, by).kept_for.add(by))
+    @contextlib.contextmanager
+    def in_place_of_torch(self):
+        """A context in which this follows, and stands where the code under test finds torch's own."""
         of_torch = comm.Works.wait
 
         def wait(works):
@@ -121,7 +118,13 @@ class Streams(TorchDispatchMode):
                 self.current.wait_stream(self.groups[works.group.group_name])
             of_torch(works)
 
-        monkeypatch.setattr(comm.Works, "wait", wait)
+        with self, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "Stream", Stream)
+            patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+            patch.setattr(torch.cuda, "stream", self.stream)
+            patch.setattr(torch.Tensor, "record_stream", lambda x, by: self.of(x, by).kept_for.add(by))
+            patch.setattr(comm.Works, "wait", wait)
+            yield self
 
 
 def _tensors(tree):

@@ -32,8 +32,7 @@ SHAPES = {
 @pytest.fixture
 def streams(monkeypatch):
     monkeypatch.setattr(comm, "accelerated", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
-    with no_device(), Streams() as streams:
-        streams.in_place_of_torch(monkeypatch)
+    with no_device(), Streams().in_place_of_torch() as streams:
         yield streams
     if dist.is_initialized():
         dist.destroy_process_group()
