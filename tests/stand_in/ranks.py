@@ -59,19 +59,20 @@ def main(device: ctypes.CDLL, folder: str):
         importlib.import_module(name)
     for number, (count, world, *function) in enumerate(pickle.loads(Path(folder, "calls").read_bytes())):
         use(device, count)  # forked with it
-        children = [_forked(number, rank, world, function, folder) for rank in range(world)]
+        children = [_forked(number, count, rank, world, function, folder) for rank in range(world)]
         assert not any([os.waitpid(child, 0)[1] for child in children])
         use(device, 0)
 
 
-def _forked(number, rank, world, function, folder):
+def _forked(number, count, rank, world, function, folder):
     if child := os.fork():
         return child
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         torch.set_num_threads(1)
         store, patience = f"file://{folder}/store{number}", timedelta(seconds=60)
-        dist.init_process_group("cpu:gloo,cuda:fake", store, patience, world_size=world, rank=rank)
+        backend = "cpu:gloo,cuda:fake" if count else "gloo"
+        dist.init_process_group(backend, store, patience, world_size=world, rank=rank)
         use_groups()
         module, name = function
         found = getattr(importlib.import_module(module), name)()

@@ -1,9 +1,14 @@
 """Whole training steps on a device that is not there: no layer moves a tensor off it, on it, or looks at a value."""
 
+import contextlib
+import io
+import os
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
+from ds_seqpar.errors import SeqParError
 from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
 from tests.stand_in import on_stand_in
 
@@ -67,6 +72,29 @@ def alone():
     return [step(1, *STEPS["all"], packed=packed) for packed in (False, True)]
 
 
+def chosen():
+    """What a rank takes: its device, kernel and groups' devices, what `make demo` runs here; or why it cannot."""
+    from ds_seqpar.runtime.kernels import BlockSpec, select
+    from examples import demo
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(demo.COUNT, {})
+    runs = demo.choose(int(said.getvalue()))
+    try:
+        sp = SequenceParallel(SequenceParallelConfig(ulysses=1), heads=(8, 2))
+    except SeqParError as error:
+        return str(error)
+    kernel = select("auto", BlockSpec(sp.device.type, torch.bfloat16, 8, 2, 64))
+    current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    bound = {str(group.bound_device_id) for group in sp.groups.made}
+    return str(sp.device), current, bound, kernel.name.startswith("cpu"), runs.ranks, runs.on_gpus
+
+
+def chosen_where_each_sees_its_own():
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    return chosen()
+
+
 def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
     """A zigzag ring of two places around two members is two calls: a causal one, and one with the other's block."""
     on_four, on_one = on_stand_in((4, 4, steps), (1, 1, alone))
@@ -76,3 +104,16 @@ def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
         assert list(found.values()) == [[2, 2]] * 5
         assert packed == [[1, 1], [2, 2]]
     assert on_one == [[[2, 2], [2, 2]]]
+
+
+def test_every_rank_takes_its_own_device():
+    none, one, two, eight, own, few = on_stand_in(
+        (0, 2, chosen), (1, 1, chosen), (2, 2, chosen), (8, 8, chosen),
+        (1, 2, chosen_where_each_sees_its_own), (2, 3, chosen),
+    )  # fmt: skip
+    assert none == [("cpu", None, {"None"}, True, 4, False)] * 2
+    assert one == [("cuda:0", 0, set(), False, 4, False)]  # a rank alone needs no group
+    assert own == [("cuda:0", 0, {"cuda:0"}, False, 4, False)] * 2  # which is its number 0, whatever the machine's
+    assert two == [(f"cuda:{rank}", rank, {f"cuda:{rank}"}, False, 2, True) for rank in range(2)]
+    assert eight == [(f"cuda:{rank}", rank, {f"cuda:{rank}"}, False, 4, True) for rank in range(8)]
+    assert all("LOCAL_RANK 2 and 2 devices" in said for said in few)
