@@ -65,19 +65,21 @@ class Streams(TorchDispatchMode):
         if function.is_view or not any(x.device.type == "cuda" for x in (*given, *made)):
             return result
         if function.namespace == "c10d":
-            self.send(function.overloadpacket.__name__, args)
+            self.send(function, args)
             return result
         names = zip(args, function._schema.arguments, strict=False)
         written = _tensors([x for x, its in names if its.alias_info and its.alias_info.is_write])
         self.do(self.current, given, [*written, *made])
         return result
 
-    def send(self, name, args):
-        """An operation of a group. It writes its first argument, unless it is a send, and reads the second."""
-        group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
-        stream = self.groups.setdefault(group.group_name, Stream())
+    def send(self, function, args):
+        """An operation of a group. It writes its first argument, unless it is a send, and reads the second. One that is
+        not asynchronous runs on the current stream."""
+        named = {its.name: x for x, its in zip(args, function._schema.arguments, strict=False)}
+        group = dist.ProcessGroup.unbox(named["process_group"]).group_name
+        stream = self.current if named.get("async_op") is False else self.groups.setdefault(group, Stream())
         stream.wait_stream(self.current)
-        written, *read = ((), *args) if name == "send" else args
+        written, *read = ((), *args) if function is torch.ops.c10d.send.default else args
         self.do(stream, _tensors(read), _tensors(written))
 
     def do(self, stream, read, written):

@@ -35,11 +35,11 @@ def batch_of(packed):
     return {"input_ids": ids, "labels": ids.clone(), **documents}
 
 
-def step(size, section, keeps, packed):
+def step(size, section, keeps, packed, family="llama"):
     """Kernel calls of a forward and backward, and whether every gradient came to where its parameter is."""
     from ds_seqpar.batches import _on_device
     from hf_integration import patch_attention
-    from tests.hf.llama import small
+    from tests.hf.families import model_of
     from tests.stand_in.streams import Streams
 
     sp = SequenceParallel(SequenceParallelConfig(size=size, ulysses=max(1, size // 2), **section), heads=(8, 2))
@@ -47,7 +47,7 @@ def step(size, section, keeps, packed):
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(torch.bfloat16)
         with sp.device:
-            model = small().train()
+            model = model_of(family, window=SEQ, num_hidden_layers=1).train()
         torch.set_default_dtype(torch.float32)
         if keeps:
             model.gradient_checkpointing_enable(keeps)
@@ -65,6 +65,7 @@ def step(size, section, keeps, packed):
 def steps():
     """By name, of whole sequences; and of packed rows, whose documents end where this rank's parts do."""
     found = {name: step(4, *given, packed=False) for name, given in STEPS.items()}
+    found["experts"] = step(4, *STEPS["checkpoints"], packed=False, family="qwen3_moe")
     return found, [step(4, *STEPS[name], packed=True) for name in ("plain", "all")]
 
 
@@ -101,7 +102,7 @@ def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
     for found, packed in on_four:
         assert found.pop("stages of heads") == found.pop("all") == [4, 4]
         assert found.pop("checkpoints without attention") == [4, 2]
-        assert list(found.values()) == [[2, 2]] * 5
+        assert list(found.values()) == [[2, 2]] * 6
         assert packed == [[1, 1], [2, 2]]
     assert on_one == [[[2, 2], [2, 2]]]
 
