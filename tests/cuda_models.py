@@ -20,7 +20,7 @@ from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, FlashAttn
 from tests.kernel_suite import seen
 
 launches = Counter()  # of each operator, by the tests that look
-STAND_INS = Path(__file__).with_name("stand_ins")
+STAND_INS = Path(__file__).with_name("stand_in") / "packages"
 WIDE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 

@@ -7,18 +7,25 @@ import ds_seqpar
 from ds_seqpar.engine import start
 from tests.gpu import both
 from tests.hf import trainers
+from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, SEQ, llama, norm, one_process, settings, small, update
 from tests.launch import on_ranks
 from tests.oracle import dense, errors, tensors
 
 pytestmark = pytest.mark.usefixtures("compiled")
-# what a step may have beside attention: "sequence_parallel" section, then whether the model keeps checkpoints
+TILES = {"mlp_tiles": 2, "loss_tiles": 2}
+# what a step may have beside attention: "sequence_parallel" section, then how the model keeps checkpoints
 KINDS = {
-    "plain": ({}, False),
-    "tiles": ({"mlp_tiles": 2, "loss_tiles": 2, "head_stages": 2}, False),
-    "checkpoints": ({}, True),
-    "checkpoints in host memory": ({"offload_checkpoints": True}, True),
+    "plain": ({}, None),
+    "tiles": (TILES, None),
+    "stages of heads": ({"head_stages": 2}, None),
+    "checkpoints": ({}, {"use_reentrant": False}),
+    "reentrant checkpoints": ({}, {"use_reentrant": True}),
+    "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
+    "experts": ({}, {"use_reentrant": False}),
+    "all": ({**TILES, "head_stages": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
 }
+ON_CPU = ("plain", "experts", "all")  # other tests have the rest there
 
 
 def window():
@@ -32,13 +39,18 @@ def window():
     return batches
 
 
-def steps(stage):
+def model_for(name):
+    return model_of("qwen3_moe", output_router_logits=False, window=SEQ) if name == "experts" else llama()
+
+
+def steps(stage, names):
     """Of each kind of step: (loss, norm of the gradients, where the engine's parameters are)."""
     found = {}
-    for name, (section, keeps) in KINDS.items():
-        model = llama()
+    for name in names:
+        section, keeps = KINDS[name]
+        model = model_for(name)
         if keeps:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable(keeps)
         config = settings({"size": 1, **section}, stage, 2, 2, bf16={"enabled": True})
         engine, *_ = ds_seqpar.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         batches = engine.sequence_parallel.shard_batches(window(), device=engine.device)
@@ -50,9 +62,11 @@ def steps(stage):
 @both()
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_step_of_initialize(stage, device):
-    gradients, loss = one_process(llama(), window())
-    (found,) = on_ranks(1, steps, stage, patience=None)
+    names = ON_CPU if device == "cpu" else tuple(KINDS)
+    (found,) = on_ranks(1, steps, stage, names, patience=None, timeout=300)
+    wanted = {kind: one_process(model_for(kind), window()) for kind in ("plain", "experts")}
     for name, (ours, length, kind) in found.items():
+        gradients, loss = wanted.get(name, wanted["plain"])
         assert kind == device, name
         assert ours == pytest.approx(loss, rel=1e-2), name
         assert length == pytest.approx(norm(gradients), rel=3e-2), name

@@ -1,0 +1,83 @@
+"""The ranks of `on_stand_in`, forked once everything is imported: many imports ask for CUDA too."""
+
+import ctypes
+import importlib
+import os
+import pickle
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from ds_seqpar.runtime import agreement, devices, groups, ops
+
+IMPORTED = ("torch._inductor", "transformers.models.llama.modeling_llama", "hf_integration")
+
+
+def use(device: ctypes.CDLL, count: int):
+    """From now on this process has so many devices."""
+    device.set_devices(count)
+    torch._C._cuda_getDeviceCount = lambda: count
+    torch._C._cuda_getDevice = torch._C._accelerator_getDeviceIndex
+    torch.cuda._exchange_device = torch._C._accelerator_exchangeDevice
+    torch.cuda._maybe_exchange_device = torch._C._accelerator_maybeExchangeDevice
+    torch.cuda._initialized = True
+    torch.cuda.default_generators = tuple(torch.Generator() for _ in range(count))
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    FakeTensorMode.avoid_device_init = True  # there is nothing to initialise
+
+
+def use_groups():
+    """Has torch's fake backend stand for NCCL, and ranks agree inside of a fake mode too."""
+    devices.ON_HOST = tuple(name for name in devices.ON_HOST if name != "fake")
+    agreement.greatest = really(agreement.greatest)
+    warm_up = groups._warm_up
+
+    def warm_up_fakes(*args):
+        with FakeTensorMode():
+            warm_up(*args)
+
+    groups._warm_up = warm_up_fakes
+    ops._is_watched = lambda: False  # a fake mode watches, which a real device has not
+
+
+def really(function):
+    """The function, on real tensors inside of a fake mode too."""
+
+    def run(*args):
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return run
+
+
+def main(device: ctypes.CDLL, folder: str):
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for number, (count, world, *function) in enumerate(pickle.loads(Path(folder, "calls").read_bytes())):
+        use(device, count)  # forked with it
+        children = [_forked(number, count, rank, world, function, folder) for rank in range(world)]
+        assert not any([os.waitpid(child, 0)[1] for child in children])
+        use(device, 0)
+
+
+def _forked(number, count, rank, world, function, folder):
+    if child := os.fork():
+        return child
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        torch.set_num_threads(1)
+        store, patience = f"file://{folder}/store{number}", timedelta(seconds=60)
+        backend = "cpu:gloo,cuda:fake" if count else "gloo"
+        dist.init_process_group(backend, store, patience, world_size=world, rank=rank)
+        use_groups()
+        module, name = function
+        found = getattr(importlib.import_module(module), name)()
+        Path(folder, f"{number}-{rank}").write_bytes(pickle.dumps(found))
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)

@@ -1,0 +1,124 @@
+"""No buffer is used before its event: what attention sends, and checkpoints that go to host memory and come back."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.runtime import comm, groups, ops
+from ds_seqpar.runtime.kernels import Scores
+from ds_seqpar.runtime.offload import store_of
+from ds_seqpar.runtime.runtime import Runtime
+from tests.fake_cuda import no_device
+from tests.stand_in.streams import Stream, Streams, TooEarly
+
+SHAPES = {
+    "ring": {"ulysses": 2},
+    "double_ring": {"window": 2},
+    "distflash": {},
+    "attention2d": {"rows": 2},
+    "wallfacer": {"team": 2},
+    "mesh": {"mesh": (2, 1, 2), "overlap": True},
+    "triangle": {"size": 3},
+}
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    monkeypatch.setattr(comm, "accelerated", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
+    with no_device(), Streams().in_place_of_torch() as streams:
+        yield streams
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def made_for(config, rank):
+    """A rank's groups in a world whose messages go nowhere."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.size)
+    return groups.create(config.topology(config.size), rank, groups.control_world())
+
+
+def walk(rank, size=4, ulysses=1, **settings):
+    """One rank's forward and backward."""
+    stages = 1 + (ulysses > 1)
+    config = SequenceParallelConfig(size=size, ulysses=ulysses, head_stages=stages, **settings).resolve(size, (8, 4))
+    made = made_for(config, rank)
+    member = config.topology(size).index(rank, "ulysses")
+    runtime = Runtime(config, config.topology(size), made.inner_rank, comm.TorchComm(made), member)
+    tokens = 2 * multiple(config.layout, size, ulysses) // size
+    q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
+    for keep in range(3 if ulysses > 1 else 1):
+        given = ops._Given(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
+        out, *rest = ops._forward(given, q, k, v, None)
+        saved = [*rest, *([] if keep > 1 else [out]), *([] if keep else [q, k, v])]
+        ops._backward(given, do, None, saved, 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_attention_sends(name, streams):
+    for rank in range(SHAPES[name].get("size", 4)):
+        walk(rank, schedule=name, **SHAPES[name])
+    assert sum(count for stream, count in streams.done.items() if stream is not streams.current) > 4
+
+
+def posted():
+    made = made_for(SequenceParallelConfig(size=2, ulysses=1), 0)
+    buffers = [torch.empty(8, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    sent, received = (comm.Message(1, "kv", 4, buffer, 0) for buffer in buffers)
+    return *buffers, comm.TorchComm(made).post([sent], [received])
+
+
+EARLY = {
+    "read": lambda sent, received, works: received + 1,
+    "written": lambda sent, received, works: sent.zero_(),
+    "given to others": lambda sent, received, works: works.tensors.clear(),
+}
+
+
+@pytest.mark.parametrize("what", EARLY)
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_was_posted_is_waited_for(what, waits, streams):
+    """So that the test above can fail."""
+    sent, received, works = posted()
+    if waits:
+        works.wait()
+    with contextlib.nullcontext() if waits else pytest.raises(TooEarly, match=what):
+        EARLY[what](sent, received, works)
+        del sent, received
+        torch.zeros(1, device="cuda")
+
+
+def offloaded(tensors=6, steps=2):
+    """What checkpoints do: tensors leave one after the other, and come back from the last one on."""
+    store = store_of(torch.device("cuda", 0))
+    for _ in range(steps):
+        packed = []
+        for _ in range(tensors):
+            x = torch.zeros(4, 8, device="cuda")
+            packed.append(store.pack(x.t()))
+            del x
+            torch.zeros(4, 8, device="cuda")
+        while packed:
+            store.unpack(packed.pop()).sum()
+
+
+def test_checkpoints_in_host_memory(streams):
+    offloaded()
+    assert len(streams.done) == 3  # what computes, what leaves, what comes back
+
+
+@pytest.mark.parametrize("left_out", ["record_stream", "wait_stream", "wait_event"])
+def test_checkpoints_need_every_wait(left_out, streams, monkeypatch):
+    """So that the test above can fail."""
+    of = torch.Tensor if left_out == "record_stream" else Stream
+    monkeypatch.setattr(of, left_out, lambda *_: None)
+    with pytest.raises(TooEarly):
+        offloaded()
