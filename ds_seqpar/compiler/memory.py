@@ -181,8 +181,10 @@ class _Follower:
         if not self.forward:
             return 0
         shape = self.shape
-        elements = shape.batch * tokens * shape.q_heads * shape.head_dim
-        piece = min(elements, max(PIECE, elements // 16))
+        piece = shape.batch * tokens * shape.q_heads * shape.head_dim
+        limit = max(PIECE, piece // 16)
+        while piece > limit:
+            piece -= piece // 2
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
     def product(self, one: Product) -> None:
@@ -205,6 +207,10 @@ class _Follower:
             (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
             for unit, _ in one.results
         ]
+        for (unit, slot), (first, *_) in zip(one.results, sides, strict=True):
+            result = self.results.get(unit)
+            if result and first < result.end:  # becomes wide before there is more
+                self.settle(result, slot)
         found = [self.rows(unit[0], call.groups * side[1]) for (unit, _), side in zip(one.results, sides, strict=True)]
         self.see(sum(found) + self.copied(one, call, found))
         for index, ((unit, slot), (first, size, step)) in enumerate(zip(one.results, sides, strict=True)):
