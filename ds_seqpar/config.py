@@ -41,7 +41,7 @@ class SequenceParallelConfig:
         member with the most heads sets the pace. "auto": the largest that divides `size`, shares the model's heads
         equally and fits what is said of the schedule's shape, 1 where heads are not known. The floor on received bytes
         falls as 1/sqrt(U P), so larger is better until heads or slow links end it.
-    schedule: what the inner A ranks do, by name: those in ds_seqpar/planning/schedules, and what you `register` there.
+    schedule: what the inner A ranks do, by name: those in `compiler.schedules`, and what you `register` there.
         Each may have settings of its own, which are given and read as those here are; "auto" is chosen.
         `python -m ds_seqpar show --help` lists all.
     forward, backward: what goes round, "kv" or "q" (with its results; "q" in backward is BurstAttention's); "auto" is
@@ -60,16 +60,16 @@ class SequenceParallelConfig:
         part (Untied Ulysses). At most the key/value heads. With `overlap` Ulysses' exchanges run while other stages
         compute. "auto" with a `seq_len` or a `machine`: the planner chooses stages and overlap, by the time that it
         simulates and the memory that there is. Else "auto" is the fewest with which buffers take no more than q, k, v
-        and out do, or as near to that as stages that send no more bytes can come.
+        and out do. Where no number of stages that sends no more bytes gives that, it is the one that comes nearest.
     keep_attention: where activations are checkpointed, what attention's backward needs is kept, so that its forward and
         all that it sends run once a step (DistFlashAttn, section 3.3). False runs them again, and keeps nothing.
     keep_exchanged: whether backward finds the q, k and v that Ulysses' exchange brought to forward. false: the exchange
         is repeated, which is slower and takes less memory. "auto": they are kept, unless `head_stages` saves memory:
         more than one, without overlap, and with no checkpoint that keeps attention.
     offload_checkpoints: what checkpoints save, and what they keep, goes to host memory until backward needs it.
-    mlp_tiles, loss_tiles: of a patched transformers model, in how many tiles of a rank's tokens MLPs and norms, and the
-        logits with the loss, are computed, so that what they make never stands whole in memory (ALST, section 3.1). 1:
-        as the model does. "auto" is chosen in each forward, by each rank for its own tokens (docs/memory.md).
+    mlp_tiles, loss_tiles: how many tiles of a rank's tokens a patched transformers model computes one after the other:
+        mlp_tiles in MLPs and norms, loss_tiles in logits and loss. Only one tile's activations are then in memory
+        (ALST, section 3.1). 1: as the model does. "auto": each rank chooses in each forward (docs/memory.md).
     seq_len: tokens of the whole sequence that a size, ulysses, schedule or head_stages of "auto" is planned for
         (docs/planner.md).
         "auto": with a machine, the longest that a Trainer's data set says it has.

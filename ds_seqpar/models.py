@@ -1,5 +1,5 @@
-"""Libraries of models that ds_seqpar knows how to patch. The package that does it registers itself when it is imported;
-`initialize` imports the one that a model needs, so that users need not, and knows no more of it than a Library says."""
+"""Libraries of models that ds_seqpar knows how to patch. The package that does it registers itself when it is imported.
+`initialize` imports the package that a model needs, and knows no more of it than a Library says."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class Compute:
 class Move:
     """An operand is copied from `src` to `dst`, or an accumulator leaves `src` and is merged into `dst`'s.
 
-    Posted in step s, an operand can be used from step s + within on, and a result is merged after the products of step
-    s + within (or at the end of the plan).
+    Posted in step s, an operand can be used from step s + within on. A result is merged after the products of step s +
+    within, or at the end of the plan.
     """
 
     src: int

@@ -262,8 +262,8 @@ class Ask(NamedTuple):
 
 def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> list[Instruction]:
     """The code, in which what is received is asked for at the start of an earlier step: `early` steps before it leaves,
-    or as many more as take no slot more than that, though slots of two sizes may then be in use at once that were not.
-    Nothing else moves."""
+    or as many more as take no slot more than that. Slots of two sizes may then be in use at once that were not. Nothing
+    else moves."""
     code, asks = _apart(code)
     at = [max(0, ask.step - early) for ask in asks]
     return _with(code, asks, _sooner(_with(code, asks, at), buffers, asks, at))
@@ -302,8 +302,8 @@ def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instr
 
 
 def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[Ask], at: list[int]) -> list[int]:
-    """The first steps in which the asks may stand, each in its turn, so that no pool ever has more living buffers than
-    it has at its most in this code, in which they stand at `at`. Messages of one tag keep their order."""
+    """The first steps in which the asks may stand, found one ask after the other. In this code they stand at `at`; no
+    pool gets more living buffers than it has at its most here. Messages of one tag keep their order."""
     first: dict[int, int] = {}
     for place, one in enumerate(code):
         for buffer in slots_of(one):

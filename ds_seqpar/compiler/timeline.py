@@ -129,7 +129,7 @@ def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
 
 def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
     """{"traceEvents": [...], "displayTimeUnit": "ms"}. A rank of a time line is a process ("pid", named by an event
-    "M") with the tracks "compute", "receive" and "send", more of the last two where messages overlap ("receive 2"). An
+    "M") with the tracks "compute", "receive" and "send"; where messages overlap there is a "receive 2" too. An
     Event is a complete event ("X": "ts", "dur", in microseconds from the time line's start on; "cat", its kind; "args",
     what else is known of it)."""
     found: list[dict[str, object]] = []

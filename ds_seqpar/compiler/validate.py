@@ -12,9 +12,9 @@ from .plan import Plan
 
 
 def validate(plan: Plan, needed: Iterable[tuple[int, int]]) -> None:
-    """Raises PlanError unless every needed (q block, kv block) product is computed exactly once, every operand is there
-    when it is used, every send is received in the same step, members of a collective agree on order, and every
-    accumulator ends merged on its owner and nowhere else."""
+    """Raises PlanError for a plan that is wrong. In a right one every needed (q block, kv block) product is computed
+    once, and every operand is there when it is used. Every send is received in the same step, and members of a
+    collective agree on order. Every accumulator ends merged on its owner and nowhere else."""
     _Validator(plan, needed).run()
 
 

@@ -19,7 +19,7 @@ from .ring import Round, rotation
 
 
 def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
-    """Rank p = x + a (y + b z): q is gathered along x, k/v along y, one of them rotates along z, and (out, lse) or the
+    """Rank p = x + a (y + b z): q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the
     gradients are reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1)
     meet once, on rank (x1, y0, z0) where k/v travels.
 

@@ -34,8 +34,8 @@ class Tiling:
 
     What tiles leave over in a block costs a row or column nothing, where they are the same strip's early chunks, or
     late queries; the rest is the staircase: early queries of a strip with k/v of the strips before it in its block. Of
-    those k/v chunks a rank of the row takes some (`fetched`), as many as cost about what a query costs, and the others
-    are left to ranks of the block's column, which take the query instead (`lent`).
+    those k/v chunks a rank of the row takes as many as cost about what a query costs (`fetched`). The others are left
+    to ranks of the block's column, which take the query instead (`lent`).
     """
 
     def __init__(self, ranks: int, strips: int) -> None:
