@@ -31,9 +31,9 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     Ranks differ by one token at most. A causal product is a (query, key) pair that a causal mask of these documents
     leaves; of those ranks have the same but for parts in a thousand, unless tokens are so few that one more shows. At
     most 2 * (ranks - 1) documents are cut, and all others are whole on one rank. All ranks together have at most
-    len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels only where it has a part of a document that is cut; never further than
-    the ranks - 1 others, as in a ring over one document. One document alone is dealt as zigzag deals it: 2 * ranks
-    chunks, an early and a late one for each rank, whose lengths differ by one token at most.
+    len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels only where it has a part of a document that is cut;
+    never further than the ranks - 1 others, as in a ring over one document. One document alone is dealt as zigzag deals
+    it: 2 * ranks chunks, an early and a late one for each rank, whose lengths differ by one token at most.
 
     Raises InputError for a length or a number of ranks below 1.
     """
