@@ -23,7 +23,8 @@ from .placement import Placement, starts_of
 from .runtime import causes, trusted
 from .runtime.agreement import Alike, agree, in_words, sums
 from .runtime.groups import Groups
-from .tokens import IGNORE, Vocabulary, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
+from .sharding import Vocabulary
+from .tokens import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 
 
 class Sharing(Protocol):

@@ -211,7 +211,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     cpu_op.make_ready()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         set_device()  # the DeepSpeed launcher pins none, and communicators stay on the device that they are made on
-    if not dist.is_initialized() and dist_init_required is not False and not _launched():
+    if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.is_initialized() and dist.get_world_size() == 1:
@@ -220,10 +220,6 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
         port = {} if distributed_port is None else {"distributed_port": distributed_port}
         deepspeed.init_distributed(**port)
         wait_at_exit()
-
-
-def _launched() -> bool:
-    return any(name in os.environ for name in LAUNCHED)
 
 
 def prepare_model(

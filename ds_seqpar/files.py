@@ -26,6 +26,15 @@ LONGEST = 200  # characters of what a library says
 Made = TypeVar("Made")
 
 
+def write_text(path: str | os.PathLike[str], text: str, kind: str) -> None:
+    """Raises ConfigError for a file that cannot be written. kind: what it is for, as "a trace"."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{kind} needs a file that can be written; got {path}: {error}") from None
+
+
 def read_text(path: str | os.PathLike[str], kind: str, form: str = "file") -> str:
     """The text of a file. kind: what it is for, as "the DeepSpeed configuration". Raises ConfigError for a file that
     cannot be read, is larger than `LARGEST_FILE`, or is not UTF-8."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -16,19 +19,19 @@ from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
 from .runtime import devices, groups, inputs, keeping, ops, runtime
-from .runtime.agreement import agree
+from .runtime.agreement import agree, gathered
 from .runtime.comm import TorchComm, failing
 from .runtime.telling import told_once
-from .sharding import Sharding, mean_of
+from .sharding import Sharding, Vocabulary, mean_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, DistributedSampler
 
     from .loaders import Loader
     from .planner.auto import Job
+    from .planner.machine import Machine
     from .recording import Record
     from .runtime.offload import Store
-    from .tokens import Vocabulary
 
 
 class SequenceParallel(Sharding):
@@ -293,11 +296,43 @@ def _agreed(
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel")
-    if not config.asks_for_plan:
-        return resolved
-    from .resolve import planned_by_all  # most runs need none of the planner
+    return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved
 
-    return planned_by_all(world, config, heads, job)
+
+def _planned_by_all(
+    world: dist.ProcessGroup, config: SequenceParallelConfig, heads: tuple[int, int] | None, job: Job | None
+) -> SequenceParallelConfig:
+    """As the planner chooses it, on every rank for the same hosts."""
+    from .planner.auto import line_of, planned
+
+    hosts: list[devices.Host] = [host for _, host in gathered(world, ("SequenceParallel", devices.own_host()))]
+    error, found, choice = None, {}, None
+    try:
+        resolved, choice = planned(config, job, heads, len(hosts), functools.partial(seen, hosts=hosts))
+        found = {f"planned {name}": value for name, value in resolved.settings().items()}
+        if choice:  # by what each rank has read
+            found |= {"tokens": choice.request.seq}
+    except Exception as reason:
+        error = as_error(UNREADABLE, reason)
+    agree(world, CONFIGURATION, found, error=error, call="SequenceParallel")
+    if choice and dist.get_rank() == 0:
+        print(line_of(choice), file=sys.stderr, flush=True)
+    return resolved
+
+
+def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
+    """The machine that is supposed for the planner where nobody says which, the same on all ranks: by the name of rank
+    0's accelerator, with the memory that is there; without accelerators by the smallest host's cores and memory."""
+    from .planner.machine import Machine
+    from .planner.processors import processors
+
+    per_node, device = devices.shared_by(hosts), hosts[0].device
+    if device:
+        machine = Machine.supposed(device, dtype)
+        memory = min(host.device_memory for host in hosts) or machine.memory
+        return dataclasses.replace(machine, per_node=per_node, memory=memory, host_memory=min(h.memory for h in hosts))
+    cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}
+    return processors(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
 
 
 def _config(given: object) -> SequenceParallelConfig:

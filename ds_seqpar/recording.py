@@ -35,13 +35,12 @@ class Record:
             raise ConfigError("a record needs a SequenceParallel that none is made of; got a second, end the first one")
         if self._watch and self._device.type != "cpu":
             raise ConfigError(f"record(watch=True) is for ranks on CPUs; got one on {self._device}, leave out watch")
-        self._runtime.recorder = Recorder(self._rank, self._device, self._watch)
+        self._runtime.recorder = self._recorder = Recorder(self._rank, self._device, self._watch)
         return self
 
     def __exit__(self, *_: object) -> None:
-        recorder, self._runtime.recorder = self._runtime.recorder, None
-        assert recorder is not None
-        self._events = recorder.events()
+        self._runtime.recorder = None
+        self._events = self._recorder.events()
 
     @property
     def events(self) -> tuple[Event, ...]:

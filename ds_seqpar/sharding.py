@@ -21,6 +21,8 @@ from .runtime.agreement import agree, sums
 from .runtime.comm import failing
 from .runtime.groups import Groups
 
+Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
+
 
 class Sharding:
     """What SequenceParallel, which makes its attributes, can do with tensors of whole sequences."""

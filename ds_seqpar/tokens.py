@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .sharding import Vocabulary
 
 IGNORE = -100  # the label of a token that does not count in the loss
-Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:

@@ -78,9 +78,9 @@ def step_of(model: Any, options: dict[str, Any], seq: int, ranks: int) -> Any:
     from benchmarks.memory import ranks as peers
     from ds_seqpar.config import SequenceParallelConfig
     from ds_seqpar.deepspeed_json import Zero
+    from ds_seqpar.parallel import seen
     from ds_seqpar.planner.auto import Job, planned
     from ds_seqpar.planner.request import Model, Step
-    from ds_seqpar.resolve import seen
     from ds_seqpar.runtime.devices import own_host
 
     own = peers.own_of(options)

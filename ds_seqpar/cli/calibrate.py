@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError, as_error
+from ..files import write_text
 from ..parallel import SequenceParallel
 from ..planner.machine import machine_of
 from ..runtime import groups
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         )
         found = calibrate()
         if first:
-            _write(found, args.output)
+            write_text(args.output, json.dumps(found, indent=1) + "\n", "--output")
             print(f"{table(found)}\n\nwrote {args.output}: python -m ds_seqpar plan --machine {args.output}")
     finally:
         dist.destroy_process_group()
@@ -64,13 +65,6 @@ def _file_error(file: str) -> ConfigError | None:
     if Path(file).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
     return None
-
-
-def _write(found: dict[str, Any], file: str) -> None:
-    try:
-        Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output must be a file that can be written; got {file!r}: {error.strerror}") from None
 
 
 def calibrate() -> dict[str, Any]:

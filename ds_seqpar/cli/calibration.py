@@ -55,11 +55,15 @@ class Calibration:
 
     def agreed_per_node(self) -> int:
         own = ranks_a_node(self.world)
+        if len(every := set(self.gathered(own))) > 1 or self.world % own:
+            raise ConfigError(f"the planner knows nodes of equally many ranks; got nodes of {sorted(every)}")
+        return own
+
+    def gathered(self, own: object) -> list[Any]:
+        """What every rank gave."""
         every: list[Any] = [None] * self.world
         dist.all_gather_object(every, own, group=self.group)
-        if len(set(every)) > 1 or self.world % own:
-            raise ConfigError(f"the planner knows nodes of equally many ranks; got nodes of {sorted(set(every))}")
-        return own
+        return every
 
     def what(self) -> str:
         if self.kind == "cpu":
@@ -75,8 +79,7 @@ class Calibration:
         self.settle()
         dist.barrier(self.group)
         means = [self.window(function, count and max(1, count // WINDOWS)) for _ in range(WINDOWS)]
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, statistics.median(means) if counts else None, group=self.group)
+        every = self.gathered(statistics.median(means) if counts else None)
         self.bar.update()
         return statistics.mean(median for median in every if median is not None)
 
@@ -216,15 +219,22 @@ class Calibration:
         together = self.link(peer)["rate"]
         return alone, self.per_node * together if together < SHARED * alone["rate"] else None
 
-    def trade(self, peer: int | None, size: int, both: bool = True) -> Callable[[], None]:
-        """A function that sends so many bytes to the peer and receives as many; not both: the lower rank sends."""
+    def trade(
+        self, peer: int | None, size: int, both: bool = True, meanwhile: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
+        """A function that sends so many bytes to the peer and receives as many; not both: the lower rank sends.
+        meanwhile: what it does while they travel."""
         sent, received = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
 
         def once() -> None:
-            if peer is not None:
-                sends, receives = ([Message(peer, "calibration", size, x, 0)] for x in (sent, received))
-                lower = self.rank < peer
-                self.comm.post(sends if both or lower else [], receives if both or not lower else []).wait()
+            if peer is None:
+                meanwhile()
+                return
+            sends, receives = ([Message(peer, "calibration", size, x, 0)] for x in (sent, received))
+            lower = self.rank < peer
+            work = self.comm.post(sends if both or lower else [], receives if both or not lower else [])
+            meanwhile()
+            work.wait()
 
         return once
 
@@ -233,20 +243,12 @@ class Calibration:
         once, size = self.product(512), LONG[self.kind]
         peer = self.neighbour(1 if self.per_node > 1 else self.per_node)
         count = max(1, round(2 * size / link["rate"] / self.seconds(once)))
-        sent, received = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-
-        def beside() -> None:
-            work = None
-            if peer is not None:
-                messages = ([Message(peer, "calibration", size, x, 0)] for x in (sent, received))
-                work = self.comm.post(*messages)
-            products()
-            if work is not None:
-                work.wait()
 
         def products() -> None:
             for _ in range(count):
                 once()
+
+        beside = self.trade(peer, size, meanwhile=products)
 
         alone, together = (self.seconds(function, 5, peer is not None) for function in (products, beside))
         return max(0.0, together - alone) / (2 * size)

@@ -1,8 +1,10 @@
-"""`python -m ds_seqpar show` prints what each rank does in each step, or draws it over time.
-`python -m ds_seqpar memory` predicts what a training step of a model needs on each rank. `python -m ds_seqpar plan`
-finds the fastest configuration that fits, before anything is launched. `deepspeed --module ds_seqpar calibrate`
-measures a machine for it, on the ranks that are to train. `python -m ds_seqpar prepare` compiles what DeepSpeed needs
-on this machine, before ranks start."""
+"""The command line.
+
+`python -m ds_seqpar show` prints what each rank does in each step, or draws it over time.
+`python -m ds_seqpar memory` predicts what a training step of a model needs on each rank.
+`python -m ds_seqpar plan` finds the fastest configuration that fits, before anything is launched.
+`deepspeed --module ds_seqpar calibrate` measures a machine for it, on the ranks that are to train.
+`python -m ds_seqpar prepare` compiles what DeepSpeed needs on this machine, before ranks start."""
 
 from __future__ import annotations
 

@@ -62,9 +62,7 @@ def _hooks(its: Calibration) -> tuple[float, float]:
         for way, began, ended in zip(took, marks, marks[1:], strict=False):
             took[way].append((ended - began) / MODULES)
     engine.destroy()
-    every: list[Any] = [None] * its.world
-    mine = [statistics.median(times[2:]) for times in took.values()]
-    dist.all_gather_object(every, mine, group=its.group)
+    every = its.gathered([statistics.median(times[2:]) for times in took.values()])
     its.bar.update()
     forward, backward = (statistics.mean(ways) for ways in zip(*every, strict=True))
     return forward, backward

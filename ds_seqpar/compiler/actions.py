@@ -139,3 +139,8 @@ def owner(block: int, parts: int) -> int:
 
 def name_of(key: Key) -> str:
     return "(" + ",".join(map(str, key)) + ")"
+
+
+def unit_name(unit: Unit) -> str:
+    """Kind and blocks: kv(3), out(0,1)."""
+    return f"{unit[0]}{name_of(unit[1])}"

@@ -20,7 +20,7 @@ from .layout import LAYOUTS, Topology
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
-from .program import Product, Program, Slot, Trade
+from .program import Program, Slot, Trade
 from .schedules import Schedule
 from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards, members_tokens
@@ -134,10 +134,6 @@ class Bound:
         if found is None:
             found = self._calls[q, kv] = calls(self.tiles(q, kv), self.takes)
         return found
-
-    def all_calls(self) -> int:
-        """How many kernel calls the whole program has."""
-        return sum(len(self.calls(one.q, one.kv)) for one in self.program.code if isinstance(one, Product))
 
     def _made(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         if self._growing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import memory
-from .actions import Unit, name_of
+from .actions import Unit, name_of, unit_name
 from .compile import Bound
 from .plan import columns
 from .program import (
@@ -43,7 +43,9 @@ def listing(bound: Bound) -> str:
         code.append([str(instruction.step), _words(instruction), " ".join(map(_slot, freed))])
     slots = [["slot", "holds", "bytes"]]
     for number, (kind, role, keys, _, trade) in enumerate(program.slots):
-        units = ", ".join(dict.fromkeys(_unit((kind, key)) for key in keys)) if not trade else f"{role} {trade.words}"
+        units = (
+            ", ".join(dict.fromkeys(unit_name((kind, key)) for key in keys)) if not trade else f"{role} {trade.words}"
+        )
         slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
                       str(bound.slot_bytes(number))])  # fmt: skip
     head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
@@ -55,16 +57,16 @@ def _words(one: Instruction) -> str:
     """The text of any instruction."""
     match one:
         case Pack(unit=unit, into=into):
-            return f"pack {_unit(unit)} into {_slot(into)}"
+            return f"pack {unit_name(unit)} into {_slot(into)}"
         case Post():
             return f"post #{one.ticket}: {', '.join([*_sent(one.sends), *_received(one.receives)])}"
         case Wait(ticket=ticket):
             return f"wait #{ticket}"
         case GatherStart(collective=gather):
-            whole = _unit((gather.kind, gather.whole))
+            whole = unit_name((gather.kind, gather.whole))
             return f"gather #{one.ticket}: {whole}, {_slot(one.sent)} -> {_slot(one.received)}"
         case Assemble(collective=gather):
-            return f"assemble {_unit((gather.kind, gather.whole))}, {_slot(one.received)} -> {_slot(one.into)}"
+            return f"assemble {unit_name((gather.kind, gather.whole))}, {_slot(one.received)} -> {_slot(one.into)}"
         case PackHeads() | ExchangeStart() | UnpackHeads() | Enter() | Leave():
             return _of_heads(one)
         case _:
@@ -97,34 +99,29 @@ def _of_results(one: Instruction) -> str:
             return f"product {operands} -> {_results(one.results)}"
         case Merge():
             running = "none" if one.own == OWN else _slot(one.own)
-            return f"merge {_unit(one.unit)} {_slot(one.arrived)} and {running} -> {_slot(one.into)}"
+            return f"merge {unit_name(one.unit)} {_slot(one.arrived)} and {running} -> {_slot(one.into)}"
         case Export():
-            return f"export {_unit(one.unit)} {_slot(one.own)} -> {_slot(one.into)}"
+            return f"export {unit_name(one.unit)} {_slot(one.own)} -> {_slot(one.into)}"
         case ScatterStart(collective=reduce):
             parts = f"own part -> {_slot(one.kept)}, others {_slot(one.sent)} -> {_slot(one.received)}"
-            return f"scatter #{one.ticket}: {_unit((reduce.kind, reduce.whole))} {_slot(one.own)}, {parts}"
+            return f"scatter #{one.ticket}: {unit_name((reduce.kind, reduce.whole))} {_slot(one.own)}, {parts}"
         case Fold():
-            return f"fold {one.parts} of {_unit(one.unit)} {_slot(one.received)} -> {_slot(one.own)}"
+            return f"fold {one.parts} of {unit_name(one.unit)} {_slot(one.received)} -> {_slot(one.own)}"
         case Finish():
             return f"finish {_results(one.results)}"
     raise AssertionError(f"an instruction without words: {one}")
 
 
 def _results(results: Sequence[tuple[Unit, int]]) -> str:
-    return ", ".join(f"{_unit(unit)} {_slot(slot)}" for unit, slot in results)
+    return ", ".join(f"{unit_name(unit)} {_slot(slot)}" for unit, slot in results)
 
 
 def _sent(transfers: Sequence[Transfer]) -> list[str]:
-    return [f"{_slot(t.slot)} {_unit(t.unit)} to rank {t.peer}" for t in transfers]
+    return [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in transfers]
 
 
 def _received(transfers: Sequence[Transfer]) -> list[str]:
-    return [f"{_slot(t.slot)} {_unit(t.unit)} from rank {t.peer}" for t in transfers]
-
-
-def _unit(unit: Unit) -> str:
-    """Kind and blocks: kv(3), out(0,1)."""
-    return f"{unit[0]}{name_of(unit[1])}"
+    return [f"{_slot(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in transfers]
 
 
 def _slot(slot: int) -> str:

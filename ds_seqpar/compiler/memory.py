@@ -30,7 +30,6 @@ from .program import (
     PackHeads,
     Post,
     Product,
-    Program,
     ScatterStart,
     UnpackHeads,
     Wait,
@@ -109,7 +108,8 @@ class _Follower:
     def __init__(self, bound: Bound, kept: Kept = NOTHING) -> None:
         self.bound, self.kept, self.shape, self.program = bound, kept, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
-        self.delta = any(isinstance(one, Enter) and _has_delta(one) for one in bound.program.code)
+        self.enters = {one.stage: one.arrived for one in bound.program.code if isinstance(one, Enter)}
+        self.delta = any("delta" in trade.fields for arrived in self.enters.values() for trade, _ in arrived)
         self.slots: dict[int, int] = {}
         self.outs: dict[int, int] = {}  # outputs made again for visiting queries
         self.results: dict[Unit, _Result] = {}
@@ -181,8 +181,10 @@ class _Follower:
         if not self.forward:
             return 0
         shape = self.shape
-        elements = shape.batch * tokens * shape.q_heads * shape.head_dim
-        piece = min(elements, max(PIECE, elements // 16))
+        piece = shape.batch * tokens * shape.q_heads * shape.head_dim
+        limit = max(PIECE, piece // 16)
+        while piece > limit:
+            piece -= piece // 2
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
     def product(self, one: Product) -> None:
@@ -205,6 +207,10 @@ class _Follower:
             (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
             for unit, _ in one.results
         ]
+        for (unit, slot), (first, *_) in zip(one.results, sides, strict=True):
+            result = self.results.get(unit)
+            if result and first < result.end:  # becomes wide before there is more
+                self.settle(result, slot)
         found = [self.rows(unit[0], call.groups * side[1]) for (unit, _), side in zip(one.results, sides, strict=True)]
         self.see(sum(found) + self.copied(one, call, found))
         for index, ((unit, slot), (first, size, step)) in enumerate(zip(one.results, sides, strict=True)):
@@ -328,7 +334,7 @@ class _Follower:
                 rows = self.shape.batch * tokens[SIDE.get(field.name, "q")]
                 self.left[field.name] = rows * field.elements * field.itemsize
         if self.forward:
-            arrived = sum(self.slots[slot] for _, slot in _enter(self.program, one.stage).arrived)
+            arrived = sum(self.slots[slot] for _, slot in self.enters[one.stage])
             self.saved += self.kept.operands * arrived
             for name in ("lse", "out") if self.kept.out else ("lse",):  # what is kept is not there twice
                 self.saved, self.left[name] = self.saved + self.left[name], 0
@@ -349,14 +355,6 @@ class _Follower:
             every = range(len(heads.stages))
             self.whole[field] = sum(self.own(each, field) for each in every) if len(every) > 1 else size
         self.see(size if len(heads.stages) > 1 else 0)
-
-
-def _has_delta(one: Enter) -> bool:
-    return any("delta" in trade.fields for trade, _ in one.arrived)
-
-
-def _enter(program: Program, stage: int) -> Enter:
-    return next(one for one in program.code if isinstance(one, Enter) and one.stage == stage)
 
 
 FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {

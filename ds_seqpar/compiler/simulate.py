@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from . import exchange
-from .actions import Collective, Key, Unit, name_of
+from .actions import Collective, Key, Unit, name_of, unit_name
 from .exchange import ALONE, Around
 from .lower import lower
 from .plan import Plan
@@ -291,7 +291,7 @@ def _does(instruction: Instruction) -> str:
 
 
 def _label(unit: Unit, src: int, dst: int) -> str:
-    return f"{unit[0]}{name_of(unit[1])}:{src}>{dst}"
+    return f"{unit_name(unit)}:{src}>{dst}"
 
 
 def blocks(start: GatherStart | ScatterStart, rank: int) -> int:

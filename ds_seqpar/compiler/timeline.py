@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..files import write_text
 from .actions import Key
 
 # kind -> the track of a rank that it is on
@@ -121,10 +121,7 @@ def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
 def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
     """Writes time lines, by title, into one JSON file in Chrome's trace event format, for ui.perfetto.dev. Raises
     ConfigError where the file cannot be written."""
-    try:
-        Path(file).write_text(json.dumps(trace_of(timelines)) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"a trace needs a file that can be written; got {file}: {error}") from None
+    write_text(file, json.dumps(trace_of(timelines)) + "\n", "a trace")
 
 
 def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:

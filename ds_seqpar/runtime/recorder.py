@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..compiler.actions import Collective, Key, Unit, name_of
+from ..compiler.actions import Collective, Key, name_of, unit_name
 from ..compiler.compile import Bound
 from ..compiler.program import (
     Assemble,
@@ -245,7 +245,7 @@ class _WalkEvents:
     def route(self, kind: str, transfer: Transfer) -> str:
         """The label of a message as the simulator writes it: unit:source>destination."""
         src, dst = (transfer.peer, self.program.rank)[:: 1 if kind == "move" else -1]
-        return f"{_name(transfer.unit)}:{src}>{dst}"
+        return f"{unit_name(transfer.unit)}:{src}>{dst}"
 
 
 def _arriving(bound: Bound, one: GatherStart | ScatterStart) -> int:
@@ -262,11 +262,11 @@ def _words(one: Instruction) -> tuple[str, str, str, tuple[Key, ...]]:
         case Product(q=q, kv=kv):
             return "product", f"q{name_of(q)}*kv{name_of(kv)}", "", (q, kv)
         case Merge(unit=unit) | Fold(unit=unit):
-            return "merge", f"{type(one).__name__.lower()} {_name(unit)}", unit[0], (unit[1],)
+            return "merge", f"{type(one).__name__.lower()} {unit_name(unit)}", unit[0], (unit[1],)
         case Pack(unit=unit) | Export(unit=unit):
-            return "copy", f"{type(one).__name__.lower()} {_name(unit)}", unit[0], (unit[1],)
+            return "copy", f"{type(one).__name__.lower()} {unit_name(unit)}", unit[0], (unit[1],)
         case Assemble(collective=its):
-            return "copy", f"assemble {_name((its.kind, its.whole))}", its.kind, (its.whole,)
+            return "copy", f"assemble {unit_name((its.kind, its.whole))}", its.kind, (its.whole,)
         case PackHeads(trade=trade) | UnpackHeads(trade=trade):
             return (
                 "copy",
@@ -277,9 +277,5 @@ def _words(one: Instruction) -> tuple[str, str, str, tuple[Key, ...]]:
         case Enter(stage=stage) | Leave(stage=stage):
             return "copy", f"{type(one).__name__.lower()} stage {stage}", "", ()
         case Finish(results=results):
-            return "copy", " ".join(["finish", *(_name(unit) for unit, _ in results)]), "", ()
+            return "copy", " ".join(["finish", *(unit_name(unit) for unit, _ in results)]), "", ()
     raise AssertionError(f"an instruction without words: {one}")
-
-
-def _name(unit: Unit) -> str:
-    return f"{unit[0]}{name_of(unit[1])}"

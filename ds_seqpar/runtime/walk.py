@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -43,6 +44,10 @@ from .work import ALL, Work
 class Recorder(Protocol):
     def advancing(self, walk: Walk) -> Callable[[], None]:
         """What to call in place of the walk's `advance`."""
+        ...
+
+    def span(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+        """What happens inside is one event."""
         ...
 
 

@@ -76,6 +76,12 @@ class Running:
         """The tensors as they are now; None while empty."""
         return self._held
 
+    def expect(self, rows: Rows) -> None:
+        """Called before a kernel computes what `add` will be given for those rows. What they are added to becomes wide
+        first, so that it is never there narrow and wide beside the kernel's result."""
+        if self._held is not None and rows.start < self._end:
+            self._widen()
+
     def add(self, new: Tensors, rows: Rows, of: int) -> None:
         """A kernel's tensors for those rows of `of`, (B, size, ...); or for several groups, which may share rows, (B,
         groups, size, ...). Kept as they are where they are the first; they may be changed."""
@@ -265,6 +271,7 @@ def forward(
         kernel.forward_tiles(q, k, v, calls, scale, into)
         return
     for call in calls:
+        into.expect(_sides(call)[0])
         into.add(_attend(kernel, q, k, v, call, scale), _sides(call)[0], q.shape[1])
 
 
@@ -292,6 +299,8 @@ def backward(
 def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, dq: Running, dkv: Running) -> None:
     (rows, columns), upper = _sides(call), call.kind == "upper"
     sides = (rows, rows, columns, columns, rows, rows)
+    dq.expect(rows)
+    dkv.expect(columns)
     do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
     grads = [*kernel.backward(do, q, k, v, out, lse, call.kind in CAUSAL, scale, **_more(call))]
     del do, q, k, v, out, lse
