@@ -25,7 +25,9 @@ def logs(folder, size, stage, tiles):
     if stage == 3:
         bits["bnb_4bit_quant_storage"] = torch.float32
     config = BitsAndBytesConfig(**bits)
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/../model", quantization_config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        Path(folder).with_name("model"), quantization_config=config, dtype=torch.float32
+    )
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=bool(tiles))
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
