@@ -1,7 +1,7 @@
 # make demo   train a small LLaMA, one sequence split over all ranks: on up to 4 GPUs, or on 4 CPU ranks
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
 # make test-gpu   the tests for GPUs alone
-# make test-all   the tests, with every case grid whole, the Trainer's with the oldest transformers too, and Liger's
+# make test-all   the tests, with every case grid whole, the Trainer's with the oldest transformers too, Liger's and QLoRA's
 # make docs   the site, in build/site; a dead link fails
 # Each makes .venv first, where there is none or the requirements changed.
 
@@ -13,8 +13,8 @@ OUT ?= runs/demo
 VENV := .venv
 # what setup.cfg allows; constraints.txt has the newest
 OLDEST := transformers==5.18.0
-# what Liger's kernels need, here in Triton's interpreter
-LIGER := liger-kernel==0.8.5 triton==3.9.0
+# Liger's kernels, here in Triton's interpreter; weights of four bits
+LIGER := liger-kernel==0.8.5 triton==3.9.0 bitsandbytes==0.50.2
 # as many as cores here: each imports everything, and starts a server that ranks are forked from
 WORKERS ?= 2
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
@@ -50,7 +50,7 @@ test-all: $(VENV)/oldest/.ready $(VENV)/liger/.ready
 	$(PYTEST) -m "not gpu" tests
 	if $(HAS_GPU); then $(ON_GPU); fi
 	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) -m "not whole and not gpu" tests/hf/test_trainer_*.py
-	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/liger python -m pytest tests/hf/test_liger.py tests/hf/test_quantised.py
 
 lint: $(VENV)/.ready
 	ruff check . && ruff format --check . && mypy

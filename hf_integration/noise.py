@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -125,10 +126,19 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(hook, functools.partial) and hook.func is _neftune
 
 
-def seed_of(model: nn.Module, shared: bool) -> int:
-    """A new seed for a forward, and all that draws in it made to draw by token; 0 where nothing does. shared: several
+def in_words(found: list[Any]) -> str:
+    """What draws, and how much: the same on all ranks of a sequence."""
+    kinds = Counter("NEFTune" if not isinstance(m, _DropoutNd) else f"{_kind(m)} p {m.p}" for m in found)
+    return ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+
+
+def _kind(module: nn.Module) -> str:
+    return (nn.Dropout if type(module) is ByToken else type(module)).__name__
+
+
+def seed_of(found: list[Any], shared: bool) -> int:
+    """A new seed for a forward, and these `sources` made to draw by token; 0 where there are none. shared: several
     ranks share a sequence. Raises ConfigError for dropout of another kind."""
-    found = sources(model)
     for number, module in enumerate(found):
         if type(module) is nn.Dropout and "forward" not in vars(module):
             module.__class__ = ByToken

@@ -276,12 +276,12 @@ def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
     return cached and given.get("shift_labels") is None and not (module.training and torch.is_grad_enabled())
 
 
-def _seed(patch: _Patch, module: nn.Module) -> int:
-    """Of the noise that a forward draws by token; 0: it draws none. In a graph it draws torch's, or raises."""
+def _sources(patch: _Patch, module: nn.Module) -> list[Any]:
+    """What draws by token in a forward. In a graph it draws torch's, or raises."""
     if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
-        return 0
+        return []
     model = patch.agreement.model()
-    return noise.seed_of(module if model is None else model, patch.sp.size > 1)
+    return noise.sources(module if model is None else model)
 
 
 def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
@@ -325,17 +325,17 @@ def _before_base(
     unshifted = given.pop("unshifted_labels", False)
     patch.local = _is_local(patch, module, given)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
-    seed = _seed(patch, module)
+    sources = _sources(patch, module)
     if patch.local:
         rope.tell(patch.ropes, None)
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
-        _begin(patch, seed, given)
+        _begin(patch, noise.seed_of(sources, shared=False), given)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
         given = whole_calls.enter(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
-    positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, seed)
+    positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, sources)
     _begin(patch, seed, given)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     placement = given.pop("placement", None)

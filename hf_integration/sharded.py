@@ -66,24 +66,31 @@ class Agreement:
         wrong: str,
         back: bool,
         placement: Placement | None = None,
-        seed: int | None = None,
+        sources: list[Any] | None = None,
     ) -> int:
         """Raises InputError, ConfigError or DisagreementError on all ranks that share the sequence, before any of them
-        sends. seed: of the forward's noise (0: none); None: in one graph. Returns that of the sequence's first rank."""
+        sends. sources: what draws by token in the forward; None: in one graph. Returns the seed of its noise (0: there
+        is none), which is that of the sequence's first rank."""
         later, model = self.later if self.compared else None, self.model()
         if self.layers is None:  # not sooner: a model that is being copied has none yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
         error: SeqParError | None = InputError(wrong) if wrong else self.later.error()
-        if error is None and seed is None and back and model is not None and noise.sources(model):
-            error = ConfigError(COMPILED)
+        seed = 0
+        try:
+            if sources is None and back and model is not None and noise.sources(model):
+                raise ConfigError(COMPILED)
+            seed = noise.seed_of(sources or [], shared=True)
+        except ConfigError as reason:
+            error = error or reason
         if error is None and tokens is not None:
             error = shard_error(self.sp, tokens, positions, mask, later, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
+        value["dropout"] = noise.in_words(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
-        number = seed if seed and self.sp.rank == 0 else 0
+        number = seed if self.sp.rank == 0 else 0
         found = agree(
             self.sp.groups.control, "model inputs", value, error=error, number=number, advice=causes.of_models
         )
@@ -92,7 +99,7 @@ class Agreement:
 
 
 def agree_on_shard(
-    agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool, seed: int
+    agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool, sources: list[Any]
 ) -> tuple[Tensor | None, int]:
     """(the position_ids, the seed of noise) to go on with. given: a base model's arguments, by name."""
     positions, mask, placement = given.get("position_ids"), given.get("attention_mask"), given.get("placement")
@@ -105,7 +112,7 @@ def agree_on_shard(
     if torch.compiler.is_compiling():
         torch.compiler.disable(agreement.ask)(tokens, positions, mask, wrong, backward, placement)
         return positions, 0
-    return positions, agreement.ask(tokens, positions, mask, wrong, backward, placement, seed)
+    return positions, agreement.ask(tokens, positions, mask, wrong, backward, placement, sources)
 
 
 def tokens_of(given: Mapping[str, Any]) -> Any:

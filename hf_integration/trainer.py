@@ -246,11 +246,12 @@ class SequenceParallelMixin(Behind):
         folder = resuming.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
         return super().train(folder, *args, **kwargs)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+    def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
+        agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
         if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
             patch_attention(unpatch_attention(self.model), self.sp)
             self._look_at_loss(unwrapped(self.model))
-        return super()._prepare_for_training(*args, **kwargs)
+        return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         return super().training_step(model, whole_calls.brought(inputs, self.args.device), *args, **kwargs)
@@ -277,7 +278,8 @@ class SequenceParallelMixin(Behind):
     # ---- evaluation, in which every sequence counts once
 
     def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
-        agree(self.sp.control_world, "evaluation data", len(dataloader) if has_length(dataloader) else None)
+        length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
+        agree(self.sp.control_world, "evaluation data", length, error=error)
         self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         if stream is not None:  # the Trainer counts those of one group

@@ -21,6 +21,7 @@ from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.loaders import Loader
 
 from .families import check_adapters
 
@@ -161,6 +162,16 @@ def model_error(model: nn.Module) -> ConfigError | None:
     except ConfigError as error:
         return error
     return None  # patch_attention says what it needs of models
+
+
+def loader_error(loader: Any) -> ConfigError | None:
+    """Why the Trainer cannot take what a get_train_dataloader or get_eval_dataloader of the user's gives."""
+    if not isinstance(loader, Loader):
+        return None
+    return ConfigError(
+        "the Trainer deals batches to groups by itself, and must know where an epoch ends; got a loader of sp.loader, "
+        "return self.accelerator.prepare(DataLoader(...)) of the whole data set"
+    )
 
 
 def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:

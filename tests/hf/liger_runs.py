@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from datasets import Dataset
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
@@ -19,12 +20,13 @@ from tests.dist.ranks import refusal
 from tests.hf import trainers
 from tests.hf.llama import averaged, gap, small
 from tests.hf.test_families import batch_of, gradients
+from tests.hf.test_trainer_trl import figures, sft
 
 STEPS, LENGTH = 2, 12  # a token takes the interpreter some hundredths of a second
-# by ranks: (size, ZeRO's stage, tiles); size None: the plain Trainer
+# by ranks: (whether with Liger, size, ZeRO's stage, tiles); size None: the plain Trainer
 CASES = {
-    1: [(None, 2, {}), (1, 2, {})],
-    2: [(2, 2, {}), (2, 3, {"mlp_tiles": 3, "loss_tiles": "auto"})],
+    1: [(False, None, 2, {}), (True, None, 2, {}), (True, 1, 2, {})],
+    2: [(True, 2, 2, {}), (True, 2, 3, {"mlp_tiles": 3, "loss_tiles": "auto"})],
 }
 
 
@@ -43,17 +45,33 @@ def converted(given, own=interpreter._implicit_cvt):
 libdevice.rsqrt, interpreter._implicit_cvt = rsqrt, converted
 
 
-def logs(folder, size, stage, tiles):
-    """What a Trainer with Liger logs."""
+def logs(folder, liger, size, stage, tiles):
+    """What a Trainer logs; its weights, in FOLDER.pt. By SGD without a norm's bound, so weights show gradients."""
     given = {"max_steps": STEPS, "eval_strategy": "steps", "eval_steps": STEPS, "gradient_accumulation_steps": 1}
+    given |= {"use_liger_kernel": liger, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0}
+    given |= {"lr_scheduler_type": "constant"}
     examples = [{name: x[:LENGTH] for name, x in example.items()} for example in trainers.documents(8)]
     parts = {"train_dataset": examples, "eval_dataset": examples[:2]}
     section, model = size and {"size": size, **tiles}, small(pad_token_id=0)
-    trainer = trainers.make(folder, 2, section, stage, model, parts, use_liger_kernel=True, **given)
+    trainer = trainers.make(folder, 2, section, stage, model, parts, **given)
     run = trainers.trained(trainer)
     for kernel in (model.forward, model.model.norm.forward, model.model.layers[0].mlp.forward):
-        assert kernel.__module__.startswith("liger_kernel.")
+        assert kernel.__module__.startswith("liger_kernel.") is liger
+    weights = trainer.accelerator.get_state_dict(trainer.deepspeed)  # of all ranks under ZeRO-3
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{folder}.pt")
     return run.logs
+
+
+def trls(folder, size):
+    """What trl's SFTTrainer with Liger's kernels logs."""
+    examples = [{name: x[:LENGTH].tolist() for name, x in example.items()} for example in trainers.documents(8)]
+    parts = {"train_dataset": Dataset.from_list(examples), "eval_dataset": Dataset.from_list(examples[:4])}
+    changes = {"use_liger_kernel": True, "max_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = sft(folder, size, parts, **changes)
+    found = figures(trainer)
+    assert trainer.model.model.norm.forward.__module__.startswith("liger_kernel.")
+    return found
 
 
 def with_liger(**changes):
@@ -65,7 +83,8 @@ def with_liger(**changes):
 
 
 def whole_calls():
-    """Gaps of a patched model's loss and gradients, given a whole batch, from the plain one's; and what is refused."""
+    """Gaps of a patched model's loss and gradients, given a whole batch, from those of the plain one with Liger, and
+    of the one without; and what is refused."""
     sp, batch = (
         SequenceParallel(SequenceParallelConfig(size=2)),
         {name: x[:1, :19] for name, x in batch_of("odd").items()},
@@ -81,7 +100,10 @@ def whole_calls():
         refusal(patch_attention, with_liger(), tiles),
         refusal(lambda: shared(**batch, return_token_accuracy=True)),
     ]
-    return {"loss": abs(other - loss) / loss, "gradients": gap(averaged(shared), gradients(plain)), "refused": refused}
+    without = small().train()
+    without(**batch).loss.backward()
+    gaps = [gap(averaged(shared), gradients(model)) for model in (plain, without)]
+    return {"loss": abs(other - loss) / loss, "gradients": gaps, "refused": refused}
 
 
 def main(folder):
@@ -89,6 +111,7 @@ def main(folder):
     torch.set_num_threads(1)
     ranks, found = dist.get_world_size(), {}
     found["runs"] = [logs(f"{folder}/{ranks}{i}", *case) for i, case in enumerate(CASES[ranks])]
+    found["trl"] = trls(f"{folder}/trl{ranks}", None if ranks == 1 else 2)
     if ranks == 2:
         found["whole"] = whole_calls()
     if dist.get_rank() == 0:

@@ -5,6 +5,7 @@ import copy
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -233,6 +234,15 @@ def of_another_kind(model):
     model(**batch("plain"))
 
 
+def of_another_kind_on_one_rank(model):
+    of_another_kind(model) if dist.get_rank() == 1 else model(**batch("plain"))
+
+
+def of_another_p_on_one_rank(model):
+    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"].p = 0.1 + 0.2 * dist.get_rank()
+    model(**batch("plain"))
+
+
 def by_some_tokens(model):
     model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"](torch.ones(2, 3, 64))
 
@@ -246,6 +256,8 @@ REFUSED = {
     by_own_checkpoint: ["needs the checkpoints of transformers", "gradient_checkpointing_enable"],
     by_own_checkpoint_of_tiles: ["needs the checkpoints of transformers"],
     of_another_kind: ["type nn.Dropout", "got a FeatureAlphaDropout with p 0.1"],
+    of_another_kind_on_one_rank: ["got a FeatureAlphaDropout with p 0.1"],
+    of_another_p_on_one_rank: ["the same", "rank 0: dropout '1 of Dropout p 0.3, 1 of Dropout p 0.1'; rank 1"],
     by_some_tokens: ["all of a rank's tokens, (2, 25)", "got (2, 3, 64)"],
     compiled: ["a model that is not compiled", "got a compiled one"],
 }
@@ -272,7 +284,7 @@ def test_what_cannot_draw_by_token_says_so():
     for found, losses in on_warm_ranks(2, refused, timeout=200):
         for call, words in REFUSED.items():
             kind, sentence = found[call.__name__]
-            assert kind in ("ConfigError", "InputError"), call
+            assert kind in ("ConfigError", "InputError", "DisagreementError"), call
             assert is_one_sentence(sentence)
             assert missing(sentence, *words) == [], sentence
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # compiled layers draw alike

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
@@ -106,6 +107,22 @@ def lists():
     return [{"input_ids": example["input_ids"].tolist()} for example in documents(8)]
 
 
+def loaders(prepare):
+    """A Trainer whose loaders a user makes."""
+
+    def own(trainer, dataset):
+        return prepare(trainer)(DataLoader(dataset, batch_size=2, collate_fn=trainer.data_collator))
+
+    class OwnLoaders(SequenceParallelTrainer):
+        def get_train_dataloader(self):
+            return own(self, self.train_dataset)
+
+        def get_eval_dataloader(self, eval_dataset=None):
+            return own(self, self.eval_dataset)
+
+    return OwnLoaders
+
+
 # what is wrong -> (what `make` is given, words of the sentence)
 WRONG = {
     "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
@@ -168,6 +185,10 @@ WRONG = {
     "what DeepSpeed refuses": (
         lambda: {"deepspeed_changes": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1.5}}},
         ["zero_optimization.reduce_bucket_size", "1.5"],
+    ),
+    "a loader of sp.loader": (
+        lambda: {"kind": loaders(lambda trainer: trainer.sp.loader)},
+        ["a loader of sp.loader", "return self.accelerator.prepare(DataLoader(...))"],
     ),
     "several GPUs' JSON": (lambda: {"deepspeed_changes": {"sequence_parallel_size": 2}}, ["sequence_parallel_size"]),
 }  # fmt: skip
@@ -257,6 +278,27 @@ def test_a_models_own_loss_is_looked_at_before_the_first_step(tmp_path):
         assert "num_items_in_batch" in sentence
         assert "check_loss=False" in sentence
         assert half == pytest.approx([0.5 * norm for norm in whole * 2], rel=1e-5)
+
+
+def own_loaders(folder):
+    """(training losses, evaluation losses) with loaders of a user's that the Trainer's accelerator prepares, with its
+    own, and what it says of those of sp.loader in evaluation."""
+    given, said = {"max_steps": 2, "eval_strategy": "epoch", "train_sampling_strategy": "sequential"}, ""
+    given["parts"] = {"train_dataset": documents(8)}
+    own = make(f"{folder}/own", 2, SECTION, kind=loaders(lambda trainer: trainer.accelerator.prepare), **given)
+    runs = [trained(trainer).logs for trainer in (own, make(f"{folder}/usual", 2, SECTION, **given))]
+    try:
+        make(f"{folder}/wrong", 2, SECTION, kind=loaders(lambda trainer: trainer.sp.loader)).evaluate()
+    except ValueError as error:
+        said = str(error)
+    return *[(logs["loss"], logs["eval_loss"]) for logs in runs], said
+
+
+def test_loaders_of_ones_own_are_prepared_by_the_accelerator(tmp_path):
+    for own, usual, sentence in on_ranks(4, own_loaders, tmp_path):
+        assert own == usual
+        assert is_one_sentence(sentence)
+        assert "a loader of sp.loader" in sentence
 
 
 def unequal(folder):
