@@ -68,7 +68,12 @@ class Comm(Protocol):
 
 class Works:
     """Owns works and tensors until they are done: a dropped isend loses its message. works: of each message, those that
-    arrive first, or one of all; they are waited for in this order."""
+    arrive first, or one of all; they are waited for in this order.
+
+    NCCL works on a stream of its own, which begins after all that the current stream was given before the post. In
+    `wait` the current stream waits for it, and the host does not. So between the two nobody may touch the tensors, and
+    their memory may go to nobody else, which holding them here sees to.
+    """
 
     def __init__(self, what: str, group: Group, works: list, tensors: list[Tensor]) -> None:
         self.what, self.group, self.works, self.tensors = what, group, works, tensors

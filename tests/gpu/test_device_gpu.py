@@ -13,6 +13,7 @@ from tests.gpu import NEEDS_TWO, both
 from tests.hf.llama import SEQ, small
 from tests.launch import on_ranks
 
+pytestmark = pytest.mark.usefixtures("compiled")
 EVERYTHING = {"mlp_tiles": 2, "loss_tiles": 2, "head_stages": 2, "offload_checkpoints": True}
 
 
