@@ -244,26 +244,43 @@ def longest(args: argparse.Namespace) -> None:
 
 
 def bisect(bench: Bench, name: str, contender: dict[str, Any]) -> tuple[int, int, str]:
-    """(the longest sequence under the budget, what it took, why no longer one could be tried, if so). The line through
-    what was measured says where to look next."""
-    args, known = bench.args, {0: 0}
-    low, high = 0, 0  # the longest that fits, the shortest that does not
-    seq = 4 * args.resolution
-    while not high or high - low > args.resolution:
+    """(the longest sequence under the budget, what it took, why no longer one could be tried, if so)."""
+    args, reasons = bench.args, list[str]()
+
+    def taken(seq: int) -> int | None:
         ranks = bench.run(name, contender, seq, timed=int(args.by == "rss"), follow=args.by == "tensors")
         if isinstance(ranks, str) and not ranks.startswith(OVER):
-            return low, known[low], f"{low}, then {ranks}"
-        known[seq] = args.limit if isinstance(ranks, str) else MEASURES[args.by](ranks)
-        print(f"{name}: {seq} tokens, {known[seq] / MIB:.0f} MiB", file=sys.stderr)
-        if known[seq] <= args.budget:
-            low = seq
-            if low >= args.most:
-                return low, known[low], f"{low} or more"
-        else:
-            high = seq
-        guess = int(estimate(known, args.budget, args.limit) // args.resolution) * args.resolution
-        seq = min(max(guess, low + args.resolution), high - args.resolution if high else 4 * low, args.most)
-    return low, known[low], ""
+            reasons.append(f", then {ranks}")
+            return None
+        size = args.limit if isinstance(ranks, str) else MEASURES[args.by](ranks)
+        print(f"{name}: {seq} tokens, {size / MIB:.0f} MiB", file=sys.stderr)
+        return size
+
+    known = search(taken, args.budget, args.resolution, lambda: args.most, args.limit)
+    low = max(seq for seq in known if known[seq] <= args.budget)
+    if low >= args.most:
+        reasons.append(" or more")
+    return low, known[low], f"{low}{reasons[0]}" if reasons else ""
+
+
+def search(
+    taken: Callable[[int], int | None], budget: int, resolution: int, most: Callable[[], int], limit: int
+) -> dict[int, int]:
+    """Lengths, and the bytes that they take, until the longest under the budget is known to `resolution`.
+
+    The line through what was measured says where to look next. taken: bytes of a length, None where it cannot be tried,
+    `limit` and more where memory ended. most: tokens that are tried at most, asked before every one but the first.
+    """
+    known, low, high, seq = {0: 0}, 0, 0, 4 * resolution
+    while (not high or high - low > resolution) and seq > low:
+        size = taken(seq)
+        if size is None:
+            break
+        known[seq] = size
+        low, high = (seq, high) if size <= budget else (low, seq)
+        guess = int(estimate(known, budget, limit) // resolution) * resolution
+        seq = min(max(guess, low + resolution), high - resolution if high else 4 * low, most())
+    return known
 
 
 def estimate(known: dict[int, int], budget: int, limit: int) -> float:

@@ -158,7 +158,7 @@ def plain(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) 
     """Every rank the whole sequence, the same one: ranks share states only."""
     llama = checkpointed(model.make(), own, reentrant=True)
     engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0])
-    ids = model.tokens(seq)
+    ids = model.tokens(seq).to(engine.device)
 
     def step(mark: Mark) -> float:
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
@@ -220,8 +220,9 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     ids = model.tokens(seq)
     here = slice(rank * seq // world, (rank + 1) * seq // world)
     shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
-    batch = {"input_ids": ids[:, here].contiguous(), "position_ids": torch.arange(seq)[None, here]}
-    labels = shifted[:, here].contiguous()
+    whole = {"input_ids": ids, "position_ids": torch.arange(seq)[None], "labels": shifted}
+    batch = {name: x[:, here].contiguous().to(engine.device) for name, x in whole.items()}
+    labels = batch.pop("labels")
 
     def step(mark: Mark) -> float:
         part = engine(**batch)
