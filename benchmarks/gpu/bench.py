@@ -55,8 +55,8 @@ GPU = Sizes(
 )  # fmt: skip
 STAND_IN = Sizes(
     dtype=torch.float32, heads=(4, 2), head_dim=32, matrix=256, tokens=(128, 512), window=64, document=64,
-    shares=(960,), checkpoints=(256, 512), intermediate=256, layers=2, vocab=512, room=2**23, resolution=32, most=2**11,
-    host=32,
+    shares=(960,), checkpoints=(256, 512), intermediate=256, layers=2, vocab=2048, room=2**23, resolution=32,
+    most=2**11, host=32,
 )  # fmt: skip
 
 

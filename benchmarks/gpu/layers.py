@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ def features(kv_heads: int) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def shape_of(bench: Bench, vocab: int) -> Model:
+def shape_of(bench: Bench, vocab: int, zero: Sequence[tuple[str, Any]] = ()) -> Model:
     sizes = bench.sizes
     heads, kv_heads = sizes.heads
     return Model(
         vocab=vocab, hidden=heads * sizes.head_dim, intermediate=sizes.intermediate, layers=sizes.layers, heads=heads,
-        kv_heads=kv_heads, bf16=sizes.dtype == torch.bfloat16,
+        kv_heads=kv_heads, bf16=sizes.dtype == torch.bfloat16, zero=zero,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def _longest(bench: Bench, name: str, settings: dict[str, Any] | None, seconds: 
     took = dict[int, float]()
 
     def taken(tokens: int) -> int:
-        size, spent = peak_of(bench, functools.partial(layers.step, tokens))
+        size, spent = peak_of(bench, layers, tokens)
         if spent is not None:
             took[tokens] = spent
         return size
@@ -186,12 +186,14 @@ def _longest(bench: Bench, name: str, settings: dict[str, Any] | None, seconds: 
     )  # fmt: skip
 
 
-def peak_of(bench: Bench, step: Callable[[], Any]) -> tuple[int, float | None]:
-    """The most bytes beside what there is between steps, and seconds; OVER and None where memory ends."""
+def peak_of(bench: Bench, layers: Layers, tokens: int) -> tuple[int, float | None]:
+    """The most bytes of a step beside what there is between steps, and seconds; OVER and None where memory ends."""
+    step = functools.partial(layers.step, tokens)
     if bench.device == "cpu":
         from tests.live import Live
 
-        with Live() as live:
+        held = [*layers.model.parameters(), *layers.model.buffers(), layers.ids]
+        with Live(*held, *(x.grad for x in held if x.grad is not None)) as live:
             seconds = wall(step)
         return live.peak, seconds
     module = torch.get_device_module(bench.device)
