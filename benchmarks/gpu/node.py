@@ -212,7 +212,7 @@ def launched(args: argparse.Namespace, part: str) -> dict[str, Any] | str:
 
 def together_found(args: argparse.Namespace) -> dict[str, Any]:
     """Of all launches."""
-    found: dict[str, Any] = {"about": about(args.stand_in, args.ranks), "records": [], "left_out": []}
+    found: dict[str, Any] = {"records": [], "left_out": []}
     names, steps = [name.format(n=args.ranks) for name in TRAINING], dict[str, list[dict[str, Any]]]()
     turns = [names[index] for turn in range(2) for index in order(len(names), turn)]
     for part in ("links", *turns):
@@ -232,7 +232,7 @@ def together_found(args: argparse.Namespace) -> dict[str, Any]:
             found["left_out"].append(f"step, {row['contender']}: {wrong}")
         else:
             found["records"].append(row)
-    return found
+    return {"about": about(args.stand_in, args.ranks), **found}  # last: it takes memory of a GPU
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:

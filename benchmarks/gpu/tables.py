@@ -206,9 +206,10 @@ def chart(found: Found, file: Path) -> None:
     drawn = [(name, rows) for name in PANELS if (rows := [x for x in found["records"] if x["section"] == name])]
     if not drawn:
         return
-    figure = new_figure(5.2 * len(drawn), 4.2)
+    height = (len(drawn) + 1) // 2
+    figure = new_figure(11, 4 * height)
     for number_, (name, rows) in enumerate(drawn, 1):
-        PANELS[name](figure.add_subplot(1, len(drawn), number_), rows)
+        PANELS[name](figure.add_subplot(height, 2, number_), rows)
     about = found["about"]
     words = ": a stand-in, no figure is a GPU's" if about["stand_in"] else ""
     figure.suptitle(f"{about['device']}, {about['date']}{words}", y=1.02)
@@ -224,7 +225,9 @@ def _kernels_panel(axes: Any, rows: Records) -> None:
             best = [(tokens, one) for (tokens,), its in some.items() if (one := fastest(its)[way])]
             heights = [one["flops"] / one["ceiling"] for _, one in best]
             axes.plot([n for n, _ in best], heights, line, marker="o", color=shades[own], label=f"{label}, {way}")
+    lengths = sorted({one["tokens"] for one in rows})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
     _finish(axes, "Causal attention", "tokens", "share of the ceiling")
     axes.legend(fontsize=8)
 
@@ -250,7 +253,7 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:
 PANELS: dict[str, Callable[[Any, Records], None]] = {
     "kernels": _kernels_panel,
     "ranks": lambda axes, rows: _bars(axes, (
-        (f"{one['contender']}, {one['tokens'] // 1024}K, {one['way']}", one["efficiency"]) for one in rows),
+        (f"{one['contender']}, {one['tokens']:,}, {one['way']}", one["efficiency"]) for one in rows),
         "A rank's part", "1 / ranks of a dense call over it"),
     "checkpoints": lambda axes, rows: _bars(axes, ((f"{one['tokens']:,} tokens", one["speedup"]) for one in rows),
                                             "Checkpoints", "plain's time over ours"),

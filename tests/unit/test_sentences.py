@@ -31,6 +31,7 @@ CLEAN = (
     "docs/settings.md",
     "docs/whole.md",
     "docs/trainer.md",
+    "docs/gpu_benchmarks.md",
 )
 
 
