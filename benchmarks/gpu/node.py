@@ -41,7 +41,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.comm import ALL_GATHER
-from ds_seqpar.runtime.inputs import Asked
+from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
 
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_stages=2+overlap", "u{n}+head_stages=4+overlap", "ring", "u2/ring",
               "attention2d=2+overlap")  # fmt: skip
@@ -155,9 +155,14 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     from benchmarks.gpu.shares import Alone
 
     runtime, own = sp.runtime, sp.runtime.comm
-    runtime.comm = Alone(runtime.rank, Alone(runtime.members.member))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        agree_on_inputs(runtime, q, k, v, Asked(CAUSAL, None, None, True, False))  # as every call does
+        runtime.comm = Alone(runtime.rank, Alone(runtime.members.member))
+        return sp.attention_agreed(q, k, v, Asked(CAUSAL, None, None))
+
     try:
-        step(lambda q, k, v: sp.attention_agreed(q, k, v, Asked(CAUSAL, None, None)), *local)
+        step(attend, *local)
     finally:
         runtime.comm = own
 

@@ -86,8 +86,7 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Of one rank. rest, rss: bytes resident before the first step, and the most during a step. allocated: of what a
-    followed step made, the most bytes alive at once, by phase; entries: what that was; moments: the most by part of the
-    model. losses, norms: of the steps, the same on all ranks."""
+    followed step made, the most bytes alive at once, by phase. losses, norms: of the steps, the same on all ranks."""
 
     rest: int
     rss: int
@@ -95,8 +94,6 @@ class Figures:
     losses: list[float]
     norms: list[float]
     allocated: dict[str, int]
-    entries: list[Entry]
-    moments: dict[str, int]
 
 
 def measure(
@@ -117,19 +114,20 @@ def measure(
             seconds.append(time.perf_counter() - began)
         norms.append(NORM[0]())
         highest = max(highest, memory("VmHWM"))
-    allocated: dict[str, int] = {}
-    entries: list[Entry] = []
-    moments: dict[str, int] = {}
-    if follow:
-        with Sites() as live:
+    return Figures(rest, highest, seconds, losses, norms, followed(step)[0] if follow else {})
 
-            def mark(phase: str) -> None:
-                allocated[phase] = live.peak
-                live.restart()
 
-            step(mark)
-        entries, moments = live.at_peak, dict(live.moments.most_common(64))
-    return Figures(rest, highest, seconds, losses, norms, allocated, entries, moments)
+def followed(step: Step) -> tuple[dict[str, int], list[Entry]]:
+    """Of what one step made: by phase the most bytes alive at once, and what was alive when there were the most."""
+    phases: dict[str, int] = {}
+    with Sites() as live:
+
+        def mark(phase: str) -> None:
+            phases[phase] = live.peak
+            live.restart()
+
+        step(mark)
+    return phases, live.at_peak
 
 
 def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
