@@ -94,12 +94,11 @@ def by_backend(backend: SDPBackend, case: Case, q: Tensor, k: Tensor, v: Tensor)
         ]
 
 
-def by_lengths(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def by_lengths(case: Case, ends: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """ends: int32, where documents begin, and the last one's end."""
     from torch.nn.attention.varlen import varlen_attn
 
-    starts = case.mask.documents or (0,)
-    longest = max(b - a for a, b in zip(starts, (*starts[1:], case.tokens), strict=True))
-    ends = torch.tensor([*starts, case.tokens], dtype=torch.int32, device=q.device)
+    longest = case.tokens // (len(ends) - 1)
     window = (case.mask.window or 0) - 1, 0
     return [varlen_attn(q[0], k[0], v[0], ends, ends, longest, longest, window_size=window, enable_gqa=True)]
 
@@ -112,7 +111,9 @@ def contenders(bench: Bench, case: Case, given: Sequence[Tensor]) -> dict[str, C
         if backend == SDPBackend.FLASH_ATTENTION if on_cpu else not case.mask.window:
             found[name] = lambda b=backend: Bare(functools.partial(by_backend, b, case), given)
     if not on_cpu and case.mask.causal and case.ranks == 1:
-        found["torch varlen"] = lambda: Bare(functools.partial(by_lengths, case), given)
+        places = [*(case.mask.documents or (0,)), case.tokens]
+        ends = torch.tensor(places, dtype=torch.int32, device=bench.device)
+        found["torch varlen"] = lambda: Bare(functools.partial(by_lengths, case, ends), given)
     for name in takers(bench):
         section = {"kernel": name, "schedule": "ring", "layout": "striped" if case.ranks > 1 else "auto"}
         found[name] = lambda s=section: Share(s, case.ranks, 0, case.tokens, case.mask, given)
