@@ -8,10 +8,10 @@ bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from benchmarks import tables
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
@@ -41,13 +41,13 @@ def row(name: str, place: str, seq: int) -> list[str]:
 
 
 def table() -> str:
-    rows = [HEAD, ["---"] * len(HEAD)]
-    rows += [row(name, place, seq) for name in SHAPES for place in MACHINES for seq in LENGTHS]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return (
+        tables.table(HEAD, [row(name, place, seq) for name in SHAPES for place in MACHINES for seq in LENGTHS]) + "\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--print", action="store_true", help="print the table, and leave the page as it is")
     args = parser.parse_args()
     found = table()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+
+Step = Callable[[], object]
+Clock = Callable[[Step], float]  # makes a step, and returns its seconds
 
 
 def order(count: int, turn: int) -> list[int]:
@@ -22,17 +26,75 @@ def slowest(seconds: float, device: str = "cpu") -> float:
     return found.item()
 
 
-def in_turns(steps: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of the slowest rank in each round, after one round to warm up. All ranks call it with the same steps."""
+def wall(step: Step) -> float:
+    """Seconds until the step returns: on a GPU, those of the host alone."""
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def settle(device: str) -> None:
+    """Waits for all that the device has to do."""
+    torch.get_device_module(device).synchronize()
+
+
+def together(device: str = "cpu") -> Clock:
+    """All ranks begin together, and the slowest one's seconds count. All ranks make the same steps."""
+
+    def clock(step: Step) -> float:
+        dist.barrier()
+        settle(device)
+        began = time.perf_counter()
+        step()
+        settle(device)
+        return slowest(time.perf_counter() - began, device)
+
+    return clock
+
+
+def of_device(device: str, cover: int = 2**30) -> Clock:
+    """Seconds of the device, by events. While it clears `cover` bytes the host runs ahead and launches the step, whose
+    time is then that of its kernels; the caches are cold. Of a CPU: `wall`."""
+    if device == "cpu":
+        return wall
+    module, cleared = torch.get_device_module(device), torch.empty(cover, dtype=torch.uint8, device=device)
+
+    def clock(step: Step) -> float:
+        marks = [module.Event(enable_timing=True) for _ in range(2)]
+        cleared.zero_()
+        marks[0].record()
+        step()
+        marks[1].record()
+        marks[1].synchronize()
+        return marks[0].elapsed_time(marks[1]) / 1e3
+
+    return clock
+
+
+def of_host(device: str) -> Clock:
+    """Seconds that the host works to launch a step, on a device that has nothing else to do."""
+
+    def clock(step: Step) -> float:
+        settle(device)
+        seconds = wall(step)
+        settle(device)
+        return seconds
+
+    return clock
+
+
+def in_turns(
+    steps: Mapping[str, Step], rounds: int, clock: Clock = wall, warm: int = 1, seconds: float = math.inf
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round, after `warm` rounds that do not count. seconds: after which no round begins
+    any more, but for the first two."""
     names, found = list(steps), {name: [] for name in steps}
-    for turn in range(-1, rounds):
-        for index in order(len(names), turn + 1):
-            dist.barrier()
-            began = time.perf_counter()
-            steps[names[index]]()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            took = slowest(time.perf_counter() - began, device)
+    until = time.perf_counter() + seconds
+    for turn in range(-warm, rounds):
+        if turn > 1 and time.perf_counter() > until:
+            break
+        for index in order(len(names), turn + warm):
+            took = clock(steps[names[index]])
             if turn >= 0:
                 found[names[index]].append(took)
     return found

@@ -16,6 +16,8 @@ from examples.demo import HIDDEN
 
 if not (ON_GPU := bool(os.environ.get("GPU_TESTS"))):
     os.environ.update(HIDDEN)
+# torch's other way to look for GPUs begins to use them, and ranks that are forked afterwards cannot
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 

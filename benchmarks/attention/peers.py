@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import contenders, tables
 from benchmarks.contenders import Spec
-from benchmarks.turns import in_turns
+from benchmarks.turns import in_turns, together
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace) -> list[list[str]]:
         steps[spec.name] = lambda attend=found.attend, local=local: step(attend, *local)
         if found.sp:
             ours[spec.name] = found.sp
-    seconds = in_turns(steps, args.rounds, device)
+    seconds = in_turns(steps, args.rounds, together(device))
     first, rows = statistics.median(seconds[args.contenders[0].name]), []
     for name, took in seconds.items():
         mib = f"{ours[name].comm.received_bytes / (args.rounds + 1) / 2**20:.2f}" if name in ours else "-"

@@ -79,17 +79,17 @@ def problem_of(args: argparse.Namespace) -> plan.Problem:
 def measure(args: argparse.Namespace, problem: plan.Problem) -> list[dict[str, Any]]:
     """A row for each contender, in the order given, with every figure of the table; only `name` and `cannot` where
     it cannot run. Raises RankFailure where a rank failed."""
-    with set_up(args, problem) as (ranks, task):
-        rows = prepare(ranks, args, task, problem)
+    with set_up(args, problem) as (ranks, file):
+        rows = prepare(ranks, args, file, problem)
         take_turns(ranks, [row for row in rows if "cannot" not in row], args.rounds)
     return rows
 
 
-def prepare(ranks: Ranks, args: argparse.Namespace, task: on_rank.Task, problem: plan.Problem) -> list[dict[str, Any]]:
+def prepare(ranks: Ranks, args: argparse.Namespace, file: str, problem: plan.Problem) -> list[dict[str, Any]]:
     """Makes every contender that can run, and compares it with dense attention."""
     rows: list[dict[str, Any]] = []
     for spec in args.contenders:
-        row = prepared(ranks, spec, task, problem, sum("cannot" not in row for row in rows), args.ranks_per_node)
+        row = prepared(ranks, spec, file, problem, sum("cannot" not in row for row in rows), args.ranks_per_node)
         rows.append(row)
         say(f"{spec.name}: {row.get('cannot', 'as dense attention')}")
     return rows
@@ -106,37 +106,31 @@ def take_turns(ranks: Ranks, rows: list[dict[str, Any]], rounds: int) -> None:
 
 
 @contextlib.contextmanager
-def set_up(args: argparse.Namespace, problem: plan.Problem) -> Iterator[tuple[Ranks, on_rank.Task]]:
-    """Ranks, each in its node, and the tensors that they work on; all of it is taken down at the end."""
+def set_up(args: argparse.Namespace, problem: plan.Problem) -> Iterator[tuple[Ranks, str]]:
+    """Ranks, each in its node, and the file of the tensors that they work on; all of it is taken down at the end."""
     with (
         net.Network(args.nodes, args.link) as network,
         Ranks(problem.world, None, PRELOAD) as ranks,
     ):
         file = str(Path(ranks.folder.name, "tensors"))
-        task = on_rank.Task(
-            seq=problem.seq, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim,
-            dtype=problem.dtype, causal=problem.causal, file=file,
-        )  # fmt: skip
-        torch.save(tensors(task), file)
+        torch.save(tensors(problem), file)
         call(ranks, on_rank.enter, network.names, args.ranks_per_node, ranks.folder.name, args.patience)
-        yield ranks, task
+        yield ranks, file
 
 
-def prepared(
-    ranks: Ranks, spec: Spec, task: on_rank.Task, problem: plan.Problem, index: int, per_node: int
-) -> dict[str, Any]:
+def prepared(ranks: Ranks, spec: Spec, file: str, problem: plan.Problem, index: int, per_node: int) -> dict[str, Any]:
     """Makes a configuration on all ranks, compares it with dense attention, and counts the bytes of one call."""
     try:
         planned = plan.figures(spec, problem)
     except (SeqParError, ValueError) as reason:
         return {"name": spec.name, "cannot": str(reason)}
-    if reason := call(ranks, on_rank.build, spec, task)[0]:
+    if reason := call(ranks, on_rank.build, spec, problem, file)[0]:
         return {"name": spec.name, "cannot": reason}
-    errors = [max(found) for found in zip(*call(ranks, on_rank.errors, index, task), strict=True)]
+    errors = [max(found) for found in zip(*call(ranks, on_rank.errors, index, file), strict=True)]
     wrong = [f"{name} by {error:.1e}" for name, error in zip(("out", "dq", "dk", "dv"), errors, strict=True)
-             if not error <= TOLERANCE[task.dtype]]  # fmt: skip
+             if not error <= TOLERANCE[problem.dtype]]  # fmt: skip
     if wrong:
-        reason = f"must equal dense attention to {TOLERANCE[task.dtype]:g}; differs in {', '.join(wrong)}"
+        reason = f"must equal dense attention to {TOLERANCE[problem.dtype]:g}; differs in {', '.join(wrong)}"
         if not spec.peer:
             raise ArithmeticError(f"{spec.name} {reason}")
         call(ranks, on_rank.drop)
@@ -155,24 +149,24 @@ def timed(ranks: Ranks, index: int) -> tuple[float, float]:
     return max(seconds), sum(worked)
 
 
-def tensors(task: on_rank.Task) -> dict[str, Tensor]:
+def tensors(problem: plan.Problem) -> dict[str, Tensor]:
     """The inputs in their dtype, and dense attention's out and gradients of them in fp64, head by head."""
     generator = torch.Generator().manual_seed(0)
-    heads = {"q": task.heads, "k": task.kv_heads, "v": task.kv_heads, "do": task.heads}
-    dtype = on_rank.DTYPES[task.dtype]
+    heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "do": problem.heads}
+    dtype = on_rank.DTYPES[problem.dtype]
     whole = {
-        name: torch.randn(1, task.seq, count, task.head_dim, generator=generator).to(dtype)
+        name: torch.randn(1, problem.seq, count, problem.head_dim, generator=generator).to(dtype)
         for name, count in heads.items()
     }
     parts: dict[str, list[Tensor]] = {"out": [], "dq": [], "dk": [], "dv": []}
-    group, hidden = task.heads // task.kv_heads, torch.ones(task.seq, task.seq, dtype=torch.bool).triu(1)
-    for head in range(task.kv_heads):
+    group, hidden = problem.heads // problem.kv_heads, torch.ones(problem.seq, problem.seq, dtype=torch.bool).triu(1)
+    for head in range(problem.kv_heads):
         mine = slice(head * group, (head + 1) * group)
         cut = {"q": mine, "k": slice(head, head + 1), "v": slice(head, head + 1), "do": mine}
         q, k, v, do = (whole[name][0, :, span].double().transpose(0, 1) for name, span in cut.items())
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        scores = leaves[0] @ leaves[1].mT * task.head_dim**-0.5
-        scores = scores.masked_fill(hidden, float("-inf")) if task.causal else scores
+        scores = leaves[0] @ leaves[1].mT * problem.head_dim**-0.5
+        scores = scores.masked_fill(hidden, float("-inf")) if problem.causal else scores
         out = scores.softmax(-1) @ leaves[2]
         for name, x in zip(parts, (out.detach(), *torch.autograd.grad(out, leaves, do)), strict=True):
             parts[name].append(x.transpose(0, 1))

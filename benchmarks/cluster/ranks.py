@@ -20,25 +20,13 @@ from torch import Tensor
 
 from benchmarks.attention.peers import Attend, made, step
 from benchmarks.cluster import net
+from benchmarks.cluster.plan import Problem
 from benchmarks.contenders import Spec
 from ds_seqpar.cli import calibrate
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """One call of attention on one sequence; file: where its tensors are, q, k, v and the gradient of out."""
-
-    seq: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    causal: bool
-    file: str
 
 
 @dataclasses.dataclass
@@ -71,14 +59,15 @@ def enter(names: list[str], per_node: int, folder: str, patience: float) -> None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
 
 
-def build(spec: Spec, task: Task) -> str | None:
-    """Makes the next row, on all ranks; None, or why it cannot run here, which is said before anything is sent."""
-    whole = torch.load(task.file, mmap=True)
+def build(spec: Spec, problem: Problem, file: str) -> str | None:
+    """Makes the next row, on all ranks; None, or why it cannot run here, which is said before anything is sent. file:
+    where q, k, v, the gradient of out, and what is right are."""
+    whole = torch.load(file, mmap=True)
     try:
-        found = made(spec, task.seq, (task.heads, task.kv_heads), task.causal)
+        found = made(spec, problem.seq, (problem.heads, problem.kv_heads), problem.causal)
     except (ValueError, ImportError) as reason:
         return str(reason).splitlines()[0]
-    inputs = [whole[name][:, found.positions].to(DTYPES[task.dtype]).contiguous() for name in ("q", "k", "v", "do")]
+    inputs = [whole[name][:, found.positions].to(DTYPES[problem.dtype]).contiguous() for name in ("q", "k", "v", "do")]
     ROWS.append(Contender(found.attend, inputs, found.positions))
     return None
 
@@ -97,9 +86,9 @@ def calibrated() -> dict[str, Any]:
     return calibrate.calibrate()
 
 
-def errors(index: int, task: Task) -> list[float]:
+def errors(index: int, file: str) -> list[float]:
     """max|a - b| / max|b| of out, dq, dk and dv against dense attention, on this rank's tokens."""
-    whole, row = torch.load(task.file, mmap=True), ROWS[index]
+    whole, row = torch.load(file, mmap=True), ROWS[index]
     found = []
     for value, name in zip(step(row.attend, *row.inputs), ("out", "dq", "dk", "dv"), strict=True):
         dense = whole[name]

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import tables
+from benchmarks.turns import Clock, Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.program import Product
@@ -37,7 +38,6 @@ from tests.launch import on_ranks
 
 HEADS, HEAD_DIM = 8, 64
 TORCHS = "torch's scaled_dot_product_attention"
-Step = Callable[[], object]
 
 
 def main() -> None:
@@ -92,9 +92,9 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> dict[str, list[
 
         return run
 
-    found = in_turns({name: both(attend) for name, attend in rows.items()}, calls, time.process_time)
-    clock = Beside(KERNELS["cpu_flash"])
-    return found | in_turns({"attention, but for its kernel": both(sp.attention)}, calls, clock)
+    found = many_turns({name: both(attend) for name, attend in rows.items()}, calls, clock_of(time.process_time))
+    clock = clock_of(Beside(KERNELS["cpu_flash"]))
+    return found | many_turns({"attention, but for its kernel": both(sp.attention)}, calls, clock)
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def agreeing(tokens: int, calls: int) -> dict[str, list[float]]:
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
         "agreement": lambda: agree_on_inputs(sp.runtime, q, k, v, Asked(CAUSAL, None, None, True, False)),
     }
-    return in_turns(rows, calls)
+    return many_turns(rows, calls)
 
 
 def program(args: argparse.Namespace) -> Rows:
@@ -180,12 +180,7 @@ def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
 
 def timed(calls: list[Step]) -> Row:
     """Of the calls, of which each is of two programs: of one."""
-    found = []
-    for run in calls:
-        began = time.perf_counter()
-        run()
-        found.append((time.perf_counter() - began) / 2)
-    return Row(found, [])
+    return Row([wall(run) / 2 for run in calls], [])
 
 
 @contextlib.contextmanager
@@ -206,19 +201,18 @@ def blocks(tokens: int, heads: int = HEADS) -> list[Tensor]:
     return [torch.randn(1, tokens, heads, HEAD_DIM) for _ in range(4)]
 
 
-def in_turns(
-    rows: Mapping[str, Step], calls: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Seconds of each call; rows take turns, every other turn in reverse order, after a tenth of the calls (1 at least)
-    as warm-up."""
-    found: dict[str, list[float]] = {name: [] for name in rows}
-    for turn in range(-max(1, calls // 10), calls):
-        for name, step in list(rows.items())[:: 1 if turn % 2 else -1]:
-            began = clock()
-            step()
-            if turn >= 0:
-                found[name].append(clock() - began)
-    return found
+def many_turns(rows: Mapping[str, Step], calls: int, clock: Clock = wall) -> dict[str, list[float]]:
+    """Seconds of each call, after a tenth of the calls (1 at least) as warm-up."""
+    return in_turns(rows, calls, clock, warm=max(1, calls // 10))
+
+
+def clock_of(read: Callable[[], float]) -> Clock:
+    def clock(step: Step) -> float:
+        began = read()
+        step()
+        return read() - began
+
+    return clock
 
 
 if __name__ == "__main__":

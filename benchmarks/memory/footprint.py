@@ -33,21 +33,13 @@ class Measured:
 def measured(model: Any, options: dict[str, Any], seq: int) -> Measured:
     """On a rank: the second step of two, followed."""
     from benchmarks.memory import ranks as peers
-    from benchmarks.memory.live import Sites
 
     step = peers.made(model, "ours", options, seq)
     for _ in range(2):
         step(lambda _: None)
     gc.collect()
-    resting, rss, phases = tensors(), peers.memory("VmRSS"), {}
-    with Sites() as live:
-
-        def mark(phase: str) -> None:
-            phases[phase] = live.peak
-            live.restart()
-
-        step(mark)
-    return Measured(resting, rss, phases, live.at_peak)
+    resting, rss = tensors(), peers.memory("VmRSS")
+    return Measured(resting, rss, *peers.followed(step))
 
 
 def tensors() -> int:

@@ -32,8 +32,7 @@ class Entry:
 
 
 class Sites(Live):
-    """`Live` that also remembers who made each storage; `at_peak`: what was alive at the greatest peak of all;
-    `moments`: by part of the model, the most that was alive when an operation of it had returned."""
+    """`Live` that also remembers who made each storage; `at_peak`: what was alive at the greatest peak of all."""
 
     inside = ("ds_seqpar", "deepspeed")
 
@@ -42,7 +41,6 @@ class Sites(Live):
         self.made: dict[int, tuple[str, str, str]] = {}  # storage -> shape, operation, place
         self.fresh: set[int] = set()
         self.highest = 0
-        self.moments: Counter[str] = Counter()
         self.seen: list[tuple[int, tuple[str, str, str] | None]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -57,7 +55,6 @@ class Sites(Live):
                 if isinstance(x, Tensor) and x.untyped_storage()._cdata in self.fresh:
                     self.made[x.untyped_storage()._cdata] = f"{tuple(x.shape)} {str(x.dtype)[6:]}", *told
             self.fresh.clear()
-        self.moments[part()] = max(self.moments[part()], self.bytes())
         if self.peak > self.highest:
             self.highest = self.peak
             self.seen = [(size, self.made.get(key)) for key, (_, size) in self.storages.items()]
@@ -104,15 +101,6 @@ def place(depth: int = 2) -> str:
             break
     node = torch._C._current_autograd_node()
     return " < ".join(([node.name()] if node is not None else []) + found)
-
-
-def part() -> str:
-    """The innermost method of the model that runs, or else autograd's node."""
-    node = torch._C._current_autograd_node()
-    for frame in frames():
-        if "/transformers/models/" in frame.f_code.co_filename:
-            return f"{'forward' if node is None else 'once more'}: {frame.f_code.co_qualname}"
-    return "outside the model" if node is None else f"backward: {node.name()}"
 
 
 def frames() -> Iterator[FrameType]:

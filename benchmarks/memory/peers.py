@@ -3,11 +3,10 @@
     python -m benchmarks.memory.peers steps --lengths 8192,16384 --contenders deepspeed u4 u2/ring
     python -m benchmarks.memory.peers longest --budget 2.5GiB --contenders deepspeed u4
     python -m benchmarks.memory.peers speed --lengths 8192 --contenders deepspeed u4
-    python -m benchmarks.memory.peers peak --lengths 8192 --vocab 1024 --contenders u4
 
 `steps` prints a table and, of two lengths and more, the bytes that a token of a rank takes; `longest` finds the longest
-sequence by bisection; `speed` times steps alone; `peak` lists which tensors are alive when there are the most, and who
-made them. Needs no launcher: ranks are gloo processes of this machine, fresh ones for every measurement.
+sequence by bisection; `speed` times steps alone. Needs no launcher: ranks are gloo processes of this machine, fresh
+ones for every measurement.
 
 Contenders (`benchmarks.contenders`) train the same LLaMA (from a config, fp32 or `--bf16`) on the same tokens, with
 ZeRO-3, AdamW, clipping and gradient checkpointing (`u4+checkpointing=false`). `--set KEY=VALUE` is for all of ours. Of
@@ -49,12 +48,12 @@ OVER = "more than"  # of a run that ended because of --limit
 def main() -> None:
     args = arguments()
     os.environ.update({} if args.mode == "speed" else MALLOC, PYTHONWARNINGS="ignore")
-    {"steps": steps, "speed": speed, "longest": longest, "peak": peak}[args.mode](args)
+    {"steps": steps, "speed": speed, "longest": longest}[args.mode](args)
 
 
 def arguments() -> argparse.Namespace:
     parser = tables.parser(__doc__)
-    parser.add_argument("mode", choices=("steps", "speed", "longest", "peak"))
+    parser.add_argument("mode", choices=("steps", "speed", "longest"))
     contender_options(parser, "deepspeed", "u4", "u2/ring")
     parser.add_argument("--lengths", default="8192,16384", help="tokens of the whole sequence")
     parser.add_argument("--ranks", type=int, default=4)
@@ -66,7 +65,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resolution", type=int, default=2048, help="tokens, for `longest`")
     parser.add_argument("--limit", type=size, default=size("5GiB"), help="RSS at which a rank ends")
     parser.add_argument("--timeout", type=int, default=900, help="seconds of a measurement")
-    parser.add_argument("--rows", type=int, default=20, help="of `peak`")
     model_options(parser, vocab=131072, hidden=256, intermediate=1024, layers=2, heads=8, kv_heads=4)
     return parser.parse_args()
 
@@ -244,26 +242,43 @@ def longest(args: argparse.Namespace) -> None:
 
 
 def bisect(bench: Bench, name: str, contender: dict[str, Any]) -> tuple[int, int, str]:
-    """(the longest sequence under the budget, what it took, why no longer one could be tried, if so). The line through
-    what was measured says where to look next."""
-    args, known = bench.args, {0: 0}
-    low, high = 0, 0  # the longest that fits, the shortest that does not
-    seq = 4 * args.resolution
-    while not high or high - low > args.resolution:
+    """(the longest sequence under the budget, what it took, why no longer one could be tried, if so)."""
+    args, reasons = bench.args, list[str]()
+
+    def taken(seq: int) -> int | None:
         ranks = bench.run(name, contender, seq, timed=int(args.by == "rss"), follow=args.by == "tensors")
         if isinstance(ranks, str) and not ranks.startswith(OVER):
-            return low, known[low], f"{low}, then {ranks}"
-        known[seq] = args.limit if isinstance(ranks, str) else MEASURES[args.by](ranks)
-        print(f"{name}: {seq} tokens, {known[seq] / MIB:.0f} MiB", file=sys.stderr)
-        if known[seq] <= args.budget:
-            low = seq
-            if low >= args.most:
-                return low, known[low], f"{low} or more"
-        else:
-            high = seq
-        guess = int(estimate(known, args.budget, args.limit) // args.resolution) * args.resolution
-        seq = min(max(guess, low + args.resolution), high - args.resolution if high else 4 * low, args.most)
-    return low, known[low], ""
+            reasons.append(f", then {ranks}")
+            return None
+        size = args.limit if isinstance(ranks, str) else MEASURES[args.by](ranks)
+        print(f"{name}: {seq} tokens, {size / MIB:.0f} MiB", file=sys.stderr)
+        return size
+
+    known = search(taken, args.budget, args.resolution, lambda: args.most, args.limit)
+    low = max(seq for seq in known if known[seq] <= args.budget)
+    if low >= args.most:
+        reasons.append(" or more")
+    return low, known[low], f"{low}{reasons[0]}" if reasons else ""
+
+
+def search(
+    taken: Callable[[int], int | None], budget: int, resolution: int, most: Callable[[], int], limit: int
+) -> dict[int, int]:
+    """Lengths, and the bytes that they take, until the longest under the budget is known to `resolution`.
+
+    The line through what was measured says where to look next. taken: bytes of a length, None where it cannot be tried,
+    `limit` and more where memory ended. most: tokens that are tried at most, asked before every one but the first.
+    """
+    known, low, high, seq = {0: 0}, 0, 0, 4 * resolution
+    while (not high or high - low > resolution) and seq > low:
+        size = taken(seq)
+        if size is None:
+            break
+        known[seq] = size
+        low, high = (seq, high) if size <= budget else (low, seq)
+        guess = int(estimate(known, budget, limit) // resolution) * resolution
+        seq = min(max(guess, low + resolution), high - resolution if high else 4 * low, most())
+    return known
 
 
 def estimate(known: dict[int, int], budget: int, limit: int) -> float:
@@ -271,28 +286,6 @@ def estimate(known: dict[int, int], budget: int, limit: int) -> float:
     nearest = sorted((seq for seq in known if known[seq] < limit), key=lambda seq: abs(known[seq] - budget))[:2]
     a, b = sorted(nearest)
     return a + (budget - known[a]) * (b - a) / max(1, known[b] - known[a])
-
-
-def peak(args: argparse.Namespace) -> None:
-    """Sizes are in hidden states of a rank: its tokens times the hidden size, in the model's dtype."""
-    bench = Bench(args)
-    for seq in [int(n) for n in args.lengths.split(",")]:
-        unit = seq // args.ranks * args.hidden * (2 if args.bf16 else 4)
-        for name, contender in contenders(args).items():
-            ranks = bench.run(name, contender, seq, timed=0, follow=True)
-            if isinstance(ranks, str):
-                print(f"{name}, {seq} tokens: {ranks}")
-                continue
-            most = max(ranks, key=lambda one: sum(entry.bytes for entry in one.entries))
-            phases = ", ".join(f"{phase} {taken / unit:.2f}" for phase, taken in most.allocated.items())
-            total = sum(entry.bytes for entry in most.entries) / unit
-            print(f"\n{name}, {seq} tokens, rank {ranks.index(most)}: {total:.2f} at once ({phases})\n")
-            print(tables.head("hidden states", "tensors", "shape", "operation", "place"))
-            for one in most.entries[: args.rows]:
-                tables.row(f"{one.bytes / unit:.2f}", one.count, one.shape, one.operation, one.place)
-            print(f"\n{tables.head('most alive', 'during')}")
-            for place, taken in list(most.moments.items())[: args.rows]:
-                tables.row(f"{taken / unit:.2f}", place)
 
 
 if __name__ == "__main__":

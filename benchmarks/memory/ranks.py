@@ -86,8 +86,7 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Of one rank. rest, rss: bytes resident before the first step, and the most during a step. allocated: of what a
-    followed step made, the most bytes alive at once, by phase; entries: what that was; moments: the most by part of the
-    model. losses, norms: of the steps, the same on all ranks."""
+    followed step made, the most bytes alive at once, by phase. losses, norms: of the steps, the same on all ranks."""
 
     rest: int
     rss: int
@@ -95,8 +94,6 @@ class Figures:
     losses: list[float]
     norms: list[float]
     allocated: dict[str, int]
-    entries: list[Entry]
-    moments: dict[str, int]
 
 
 def measure(
@@ -117,19 +114,20 @@ def measure(
             seconds.append(time.perf_counter() - began)
         norms.append(NORM[0]())
         highest = max(highest, memory("VmHWM"))
-    allocated: dict[str, int] = {}
-    entries: list[Entry] = []
-    moments: dict[str, int] = {}
-    if follow:
-        with Sites() as live:
+    return Figures(rest, highest, seconds, losses, norms, followed(step)[0] if follow else {})
 
-            def mark(phase: str) -> None:
-                allocated[phase] = live.peak
-                live.restart()
 
-            step(mark)
-        entries, moments = live.at_peak, dict(live.moments.most_common(64))
-    return Figures(rest, highest, seconds, losses, norms, allocated, entries, moments)
+def followed(step: Step) -> tuple[dict[str, int], list[Entry]]:
+    """Of what one step made: by phase the most bytes alive at once, and what was alive when there were the most."""
+    phases: dict[str, int] = {}
+    with Sites() as live:
+
+        def mark(phase: str) -> None:
+            phases[phase] = live.peak
+            live.restart()
+
+        step(mark)
+    return phases, live.at_peak
 
 
 def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
@@ -158,7 +156,7 @@ def plain(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) 
     """Every rank the whole sequence, the same one: ranks share states only."""
     llama = checkpointed(model.make(), own, reentrant=True)
     engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0])
-    ids = model.tokens(seq)
+    ids = model.tokens(seq).to(engine.device)
 
     def step(mark: Mark) -> float:
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
@@ -220,8 +218,9 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     ids = model.tokens(seq)
     here = slice(rank * seq // world, (rank + 1) * seq // world)
     shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
-    batch = {"input_ids": ids[:, here].contiguous(), "position_ids": torch.arange(seq)[None, here]}
-    labels = shifted[:, here].contiguous()
+    whole = {"input_ids": ids, "position_ids": torch.arange(seq)[None], "labels": shifted}
+    batch = {name: x[:, here].contiguous().to(engine.device) for name, x in whole.items()}
+    labels = batch.pop("labels")
 
     def step(mark: Mark) -> float:
         part = engine(**batch)

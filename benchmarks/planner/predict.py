@@ -56,9 +56,9 @@ def calls(given: list[str]) -> tuple[str, list[Row]]:
     args = attention.arguments(tables.parser(__doc__), CALLS, given)
     harness.ready()
     problem = attention.problem_of(args)
-    with attention.set_up(args, problem) as (ranks, task):
+    with attention.set_up(args, problem) as (ranks, file):
         machine = calibrated(ranks)
-        rows = attention.prepare(ranks, args, task, problem)
+        rows = attention.prepare(ranks, args, file, problem)
         predicted = {spec.name: of_call(spec, problem, machine) for spec in args.contenders if not spec.peer}
         able = [row for row in rows if "cannot" not in row and row["name"] in predicted]
         attention.take_turns(ranks, able, args.rounds)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_integration
 from benchmarks import tables
-from benchmarks.turns import in_turns
+from benchmarks.turns import in_turns, together
 from ds_seqpar import SequenceParallel
 from tests.launch import on_ranks
 
@@ -90,7 +90,7 @@ def compare(seq: int, rounds: int) -> dict[str, list[float]]:
     sp = hf_integration.share_sequences(model, size=dist.get_world_size())
     ids = torch.randint(0, VOCABULARY, (2, seq))
     steps = {name: lambda loss=loss: loss(model, sp, ids).backward() for name, loss in STEPS.items()}
-    return in_turns(steps, rounds)
+    return in_turns(steps, rounds, together())
 
 
 if __name__ == "__main__":

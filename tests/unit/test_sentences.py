@@ -34,6 +34,7 @@ CLEAN = (
     "docs/performance.md",
     "docs/measurements.md",
     "docs/triangle.md",
+    "docs/gpu_benchmarks.md",
 )
 
 

@@ -1,0 +1,72 @@
+"""What one GPU does: kernels, a rank's part of a sequence, checkpoints, the longest sequence, and the host's work.
+
+    python -m benchmarks.gpu                  # about 8 minutes
+    python -m benchmarks.gpu --stand-in       # small sizes on the CPU: shows that the script runs, and no more
+
+Prints tables, and writes them with a chart and all figures into --out: NAME.json, NAME.md, NAME.png. The JSON can be
+sent in: see docs/gpu_benchmarks.md. Without a GPU it is a stand-in by itself. Every section has a share of --seconds;
+what did not fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import tables
+from benchmarks.gpu import tables as gpu_tables
+from benchmarks.gpu.bench import GPU, STAND_IN, Bench
+from benchmarks.gpu.kernels import kernels
+from benchmarks.gpu.layers import checkpoints, host, longest
+from benchmarks.gpu.machine import about
+from benchmarks.gpu.shares import ranks
+from ds_seqpar.engine import start
+
+# section -> function, share of the seconds
+SECTIONS = {
+    "kernels": (kernels, 0.42), "ranks": (ranks, 0.12), "checkpoints": (checkpoints, 0.12), "host": (host, 0.06),
+    "longest": (longest, 0.28),
+}  # fmt: skip
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = tables.parser(__doc__)
+    parser.add_argument("--stand-in", action="store_true", help="small sizes on the CPU, even where there is a GPU")
+    parser.add_argument("--seconds", type=float, default=None, help="for all sections; default: 480, of a stand-in 60")
+    parser.add_argument("--sections", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
+    args = parser.parse_args(given)
+    args.stand_in = args.stand_in or not torch.cuda.is_available()
+    args.seconds = args.seconds if args.seconds is not None else 60.0 if args.stand_in else 480.0
+    if not 0 < args.seconds < 86400:
+        parser.error(f"--seconds must be above 0 and below a day; got {args.seconds:g}")
+    return args
+
+
+def measure(args: argparse.Namespace) -> Path:
+    """Measures all sections; returns the JSON's path."""
+    start()
+    bench = Bench("cpu" if args.stand_in else "cuda", STAND_IN if args.stand_in else GPU)
+    found: dict[str, Any] = {"about": about(args.stand_in), "records": bench.records, "left_out": bench.left_out}
+    began, share = time.perf_counter(), args.seconds / sum(SECTIONS[name][1] for name in args.sections)
+    for name in args.sections:
+        function, weight = SECTIONS[name]
+        bench.enter(name, weight * share)
+        bench.tried("all of it", lambda function=function: function(bench))
+        bench.free()
+        found["about"]["seconds"] = round(time.perf_counter() - began, 1)
+        file = gpu_tables.write(found, args.out)  # after every section: what ends the process takes no figure away
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+    return file
+
+
+def main() -> None:
+    measure(arguments())
+
+
+if __name__ == "__main__":
+    main()

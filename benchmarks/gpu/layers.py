@@ -1,0 +1,207 @@
+"""Sections of LLaMA layers on one device, forward and backward: "checkpoints", "host" and "longest".
+
+No optimiser is in them. Ours is the same model, patched, as a world of one rank. Losses are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.memory.peers import search
+from benchmarks.memory.ranks import LONGEST, Model
+from benchmarks.turns import Step, in_turns, of_host, settle, wall
+from hf_integration import share_sequences
+
+OVER = 2**62  # bytes
+CHECKPOINTED = "checkpoints"  # a feature that is transformers' own; the others are ours
+
+
+def features(kv_heads: int) -> dict[str, dict[str, Any] | None]:
+    """What `longest` switches on, each with all before it; None: the plain model."""
+    return {
+        "nothing": None,
+        CHECKPOINTED: None,
+        "ours": {},
+        "loss_tiles": {"loss_tiles": "auto"},
+        "mlp_tiles": {"mlp_tiles": "auto"},
+        "keep_attention false": {"keep_attention": False},
+        f"head_stages {kv_heads}": {"head_stages": kv_heads},
+        "offload_checkpoints": {"offload_checkpoints": True},
+    }
+
+
+def shape_of(bench: Bench, vocab: int, zero: Sequence[tuple[str, Any]] = ()) -> Model:
+    sizes = bench.sizes
+    heads, kv_heads = sizes.heads
+    return Model(
+        vocab=vocab, hidden=heads * sizes.head_dim, intermediate=sizes.intermediate, layers=sizes.layers, heads=heads,
+        kv_heads=kv_heads, bf16=sizes.dtype == torch.bfloat16, zero=zero,
+    )  # fmt: skip
+
+
+class Layers:
+    """A model. settings: of ours; None: plain. checkpoints: whether its layers are checkpointed."""
+
+    def __init__(self, bench: Bench, shape: Model, settings: dict[str, Any] | None, checkpoints: bool = True) -> None:
+        self.device, self.ids = bench.device, shape.tokens(LONGEST)
+        with torch.device(bench.device):
+            self.model = shape.make().to(bench.sizes.dtype)
+        if checkpoints:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.train()
+        self.sp = None if settings is None else share_sequences(self.model, size=1, **settings)
+        if self.sp is None:
+            self.ids = self.ids.to(self.device)
+
+    def step(self, tokens: int) -> Tensor:
+        """Forward and backward of one sequence; gradients add up. Returns the loss."""
+        ids = self.ids[:, :tokens]
+        if self.sp is None:
+            batch = {"input_ids": ids, "labels": ids}
+        else:
+            batch = self.sp.shard_batch({"input_ids": ids, "labels": ids}, device=self.device)
+        loss = self.model(**batch, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def close(self) -> None:
+        if self.sp is not None:
+            self.model.unpatch_attention()
+            self.sp.close()
+        del self.model
+
+
+def checkpoints(bench: Bench) -> None:
+    """Plain checkpoints beside ours, which attend once."""
+    pair = _pair(bench, CHECKPOINTED, "ours")
+    for tokens in bench.sizes.checkpoints:
+        if not bench.has_time(f"{tokens} tokens", 0.0):
+            continue
+        steps = {name: functools.partial(layers.step, tokens) for name, layers in pair.items()}
+        found = bench.tried(f"{tokens} tokens", lambda steps=steps: _alike(bench, steps))
+        if found is not None:
+            share = bench.seconds / len(bench.sizes.checkpoints) / 2
+            seconds = in_turns(steps, 10, synchronous(bench), warm=0, seconds=share)
+            plain, ours = seconds[CHECKPOINTED], seconds["ours"]
+            bench.note(
+                tokens=tokens, plain=statistics.median(plain), ours=statistics.median(ours), rounds=len(ours),
+                speedup=statistics.median(a / b for a, b in zip(plain, ours, strict=True)),
+            )  # fmt: skip
+        bench.free()
+    _close(pair)
+
+
+def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
+    """The first losses, which must be the same."""
+    losses = [step().item() for step in steps.values()]
+    if max(losses) - min(losses) > bench.sizes.tolerance * max(map(abs, losses)):
+        raise ArithmeticError(f"losses differ: {', '.join(f'{n} {x:.6f}' for n, x in zip(steps, losses, strict=True))}")
+    return losses
+
+
+def host(bench: Bench) -> None:
+    """What the host works for a layer, whose tokens are so few that the device waits for it."""
+    models = _pair(bench, "nothing", CHECKPOINTED, "ours")
+    tokens = bench.sizes.host
+    steps: dict[str, Step] = {name: functools.partial(layers.step, tokens) for name, layers in models.items()}
+    if bench.has_time(f"{tokens} tokens", 0.0) and bench.tried("a step", lambda: _alike(bench, steps)) is not None:
+        found = in_turns(steps, 30, of_host(bench.device), warm=2, seconds=bench.seconds / 2)
+        for name, seconds in found.items():
+            bench.note(what=name, tokens=tokens, seconds=statistics.median(seconds) / bench.sizes.layers)
+    _close(models)
+
+
+def _pair(bench: Bench, *names: str) -> dict[str, Layers]:
+    """Models without their vocabulary, which would hide the layers."""
+    shape = shape_of(bench, 1024 if bench.sizes.vocab > 1024 else 64)
+    return {name: Layers(bench, shape, {} if name == "ours" else None, name != "nothing") for name in names}
+
+
+def _close(models: dict[str, Layers]) -> None:
+    while models:
+        models.popitem()[1].close()
+
+
+def synchronous(bench: Bench) -> Callable[[Step], float]:
+    """Seconds until the device is done."""
+
+    def clock(step: Step) -> float:
+        settle(bench.device)
+        return wall(lambda: (step(), settle(bench.device)))
+
+    return clock
+
+
+def longest(bench: Bench) -> None:
+    """The longest sequence whose step takes `room` bytes beside parameters and gradients, feature after feature."""
+    settings, all_ = dict[str, Any](), features(bench.sizes.heads[1])
+    for number, (name, more) in enumerate(all_.items()):
+        settings |= more or {}
+        if bench.has_time(name, 0.0):
+            share = bench.left / (len(all_) - number)
+            given = None if more is None else dict(settings)
+            bench.tried(name, lambda n=name, g=given, s=share: _longest(bench, n, g, s))
+            bench.free()
+
+
+def _longest(bench: Bench, name: str, settings: dict[str, Any] | None, seconds: float) -> None:
+    sizes = bench.sizes
+    layers = Layers(bench, shape_of(bench, sizes.vocab), settings, name != "nothing")
+    took = dict[int, float]()
+
+    def taken(tokens: int) -> int:
+        size, spent = peak_of(bench, layers, tokens)
+        if spent is not None:
+            took[tokens] = spent
+        return size
+
+    def most() -> int:
+        """Tokens of a step that there is time for, if its time grows with their square."""
+        last, spare = max(took, default=0), seconds - sum(took.values())
+        reach = last * math.sqrt(max(0.0, spare) / took[last]) if last else sizes.most
+        return min(sizes.most, int(reach // sizes.resolution) * sizes.resolution)
+
+    try:
+        layers.step(sizes.resolution)  # now there are gradients
+        known = search(taken, sizes.room, sizes.resolution, most, OVER)
+    finally:
+        layers.close()
+    fits = max(tokens for tokens, size in known.items() if size <= sizes.room)
+    measured = sorted(tokens for tokens, size in known.items() if tokens and size < OVER)
+    if not measured:
+        raise MemoryError(f"no sequence fits, not even one of {min(filter(None, known))} tokens")
+    first, last = measured[0], measured[-1]
+    slope = (known[last] - known[first]) / (last - first) if last > first else known[last] / last
+    bench.note(
+        feature=name, tokens=fits, at_least=max(known) == fits, room=sizes.room, bytes_a_token=slope,
+        layers=sizes.layers, vocab=sizes.vocab, seconds=took.get(fits),
+    )  # fmt: skip
+
+
+def peak_of(bench: Bench, layers: Layers, tokens: int) -> tuple[int, float | None]:
+    """The most bytes of a step beside what there is between steps, and seconds; OVER and None where memory ends."""
+    step = functools.partial(layers.step, tokens)
+    if bench.device == "cpu":
+        from tests.live import Live
+
+        held = [*layers.model.parameters(), *layers.model.buffers(), layers.ids]
+        with Live(*held, *(x.grad for x in held if x.grad is not None)) as live:
+            seconds = wall(step)
+        return live.peak, seconds
+    module = torch.get_device_module(bench.device)
+    bench.free()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    try:
+        seconds = synchronous(bench)(step)
+    except torch.OutOfMemoryError:
+        return OVER, None
+    return module.max_memory_allocated() - before, seconds

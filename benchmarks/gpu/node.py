@@ -1,0 +1,273 @@
+"""What 2 to 8 GPUs of one node do: links, attention with its transfers hidden or not, and training steps.
+
+    python -m benchmarks.gpu.node                       # all GPUs; it starts torchrun itself
+    python -m benchmarks.gpu.node --stand-in --ranks 2  # small sizes on CPU ranks: shows that the script runs
+
+Prints and writes what `python -m benchmarks.gpu` does. Links: each operation's bus bandwidth, as nccl-tests count it.
+Attention: contenders take turns, and each walks the same programs without transfers too. Steps: a LLaMA under ZeRO-3,
+ours beside DeepSpeed's Ulysses with its recipe for long sequences, each with processes of its own, twice, in turns;
+losses and gradient norms must agree. What fails or takes longer than --timeout is said, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import contenders, tables
+from benchmarks.attention.peers import made, step
+from benchmarks.contenders import Spec, parse
+from benchmarks.gpu import tables as gpu_tables
+from benchmarks.gpu.bench import GPU, STAND_IN, Bench
+from benchmarks.gpu.machine import about
+from benchmarks.turns import in_turns, order, slowest, together
+from ds_seqpar import SequenceParallel
+from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.engine import start
+from ds_seqpar.runtime.comm import ALL_GATHER
+from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
+
+CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_stages=2+overlap", "u{n}+head_stages=4+overlap", "ring", "u2/ring",
+              "attention2d=2+overlap")  # fmt: skip
+TRAINING = ("deepspeed", "u{n}", "ring")
+TOLERANCE = 2e-2  # of losses and norms: bf16
+# both have tiles of the MLP and of the loss, and DeepSpeed's buckets as they are by default
+OPTIONS = {"deepspeed": {"tiled_mlp": True, "tile_bytes": 2**30}, "ours": {"mlp_tiles": "auto", "loss_tiles": "auto"}}
+BUCKETS = (
+    ("reduce_bucket_size", 5 * 10**8), ("stage3_prefetch_bucket_size", 5 * 10**7), ("stage3_max_reuse_distance", 10**9),
+    ("stage3_param_persistence_threshold", 10**5), ("stage3_max_live_parameters", 10**9),
+)  # fmt: skip
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = tables.parser(__doc__)
+    contenders.add(parser)
+    parser.add_argument("--stand-in", action="store_true", help="small sizes on CPU ranks, even where there are GPUs")
+    parser.add_argument("--ranks", type=int, default=None, help="default: all GPUs; of a stand-in 2")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of each launch")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a launched rank does, and where it writes
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(given)
+    devices = torch.cuda.device_count()
+    args.stand_in = args.stand_in or devices == 0
+    args.ranks = args.ranks or (2 if args.stand_in else devices)
+    if not 2 <= args.ranks <= 8 or not (args.stand_in or args.ranks <= devices):
+        parser.error(f"--ranks must be 2 to 8, each with a GPU of its own; got {args.ranks} and {devices} GPUs")
+    if "WORLD_SIZE" in os.environ and not args.part:
+        parser.error("benchmarks.gpu.node starts its ranks itself; got a launcher, start it with python -m")
+    args.contenders = args.contenders or [parse(name.format(n=args.ranks)) for name in CONTENDERS]
+    return args
+
+
+# ---- on every rank
+
+
+def on_rank(args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """What a launch measures: "links", or the training step of the contender of that name."""
+    start()
+    device = "cpu" if args.stand_in else "cuda"
+    bench = Bench(device, STAND_IN if args.stand_in else GPU)
+    if part == "links":
+        bench.name = "bus"
+        bus(bench)
+        bench.name = "overlap"
+        attention(bench, args.contenders)
+    else:
+        bench.name = "step"
+        training(bench, parse(part))
+    return {"about": about(args.stand_in, dist.get_world_size()), "records": bench.records, "left_out": bench.left_out}
+
+
+def bus(bench: Bench) -> None:
+    """Bytes a rank and the factor of its operation, over seconds: what each link must carry, whatever the ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    others = (world - 1) / world
+    for size in (2**16, 2**20) if bench.device == "cpu" else (2**20, 2**26, 2**29):
+        x, y = (torch.zeros(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
+        whole, one = size // world * world, size // world
+        operations: dict[str, tuple[float, Callable[[], object]]] = {
+            "all-reduce": (2 * others, functools.partial(dist.all_reduce, x)),
+            "all-gather": (others, functools.partial(ALL_GATHER, y[:whole], x[:one])),
+            "all-to-all": (others, functools.partial(dist.all_to_all_single, y[:whole], x[:whole])),
+            "ring": (1.0, functools.partial(passed_on, x, y, rank, world)),
+        }
+        steps = {name: call for name, (_, call) in operations.items()}
+        found = in_turns(steps, 10, together(bench.device), warm=2)
+        for name, (factor, _) in operations.items():
+            bench.note(operation=name, bytes=size, rate=factor * size / statistics.median(found[name]))
+
+
+def passed_on(x: Tensor, y: Tensor, rank: int, world: int) -> None:
+    sends = dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, y, (rank - 1) % world)
+    for work in dist.batch_isend_irecv([*sends]):
+        work.wait()
+
+
+def attention(bench: Bench, specs: list[Spec]) -> None:
+    """All contenders in turns, and each of ours without transfers."""
+    sizes, world = bench.sizes, dist.get_world_size()
+    tokens = max(sizes.shares) // (8 * world) * 8 * world
+    steps, ours = dict[str, Callable[[], object]](), dict[str, SequenceParallel]()
+    for spec in specs:
+        found = bench.tried(spec.name, lambda spec=spec: made(spec, tokens, sizes.heads))
+        if found is None:
+            continue
+        local = bench.attended(len(found.positions))
+        steps[spec.name] = functools.partial(step, found.attend, *local)
+        if found.sp is not None:
+            ours[spec.name] = found.sp
+            steps[f"{spec.name} alone"] = functools.partial(alone, found.sp, local)
+    rounds, warm = (3, 1) if bench.device == "cpu" else (10, 2)
+    found = in_turns(steps, rounds, together(bench.device), warm=warm)
+    seconds = {name: statistics.median(values) for name, values in found.items()}
+    rate = max((one["rate"] for one in bench.records if one.get("operation") == "ring"), default=None)
+    first = next(iter(seconds.values()), 0.0)
+    for name in (name for name in seconds if not name.endswith(" alone")):
+        figures: dict[str, Any] = dict.fromkeys(("alone", "received", "transfer", "hidden"))
+        if name in ours:
+            quiet, received = seconds[f"{name} alone"], ours[name].comm.received_bytes / (rounds + warm)
+            transfer = received / rate
+            seen = max(0.0, seconds[name] - quiet)
+            figures = {"alone": quiet, "received": received, "transfer": transfer,
+                       "hidden": max(0.0, 1 - seen / transfer) if transfer else None}  # fmt: skip
+        bench.note(contender=name, tokens=tokens, seconds=seconds[name], to_first=first / seconds[name], **figures)
+
+
+def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
+    """A step of the same programs on noise, of which nothing is sent."""
+    from benchmarks.gpu.shares import Alone
+
+    runtime, own = sp.runtime, sp.runtime.comm
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        agree_on_inputs(runtime, q, k, v, Asked(CAUSAL, None, None, True, False))  # as every call does
+        runtime.comm = Alone(runtime.rank, Alone(runtime.members.member))
+        return sp.attention_agreed(q, k, v, Asked(CAUSAL, None, None))
+
+    try:
+        step(attend, *local)
+    finally:
+        runtime.comm = own
+
+
+def training(bench: Bench, spec: Spec) -> None:
+    """Steps of one contender; its losses and norms come with them."""
+    from benchmarks.gpu.layers import shape_of
+    from benchmarks.memory import ranks
+
+    on_cpu, kind = bench.device == "cpu", spec.peer or "ours"
+    tokens = min(bench.sizes.checkpoints) * dist.get_world_size()
+    shape = shape_of(bench, min(bench.sizes.vocab, 32000), zero=() if on_cpu else BUCKETS)
+    options = {**OPTIONS.get(kind, {}), **spec.section}
+    found = ranks.measure(shape, kind, options, tokens, 2 if on_cpu else 5, False, 2**62)
+    seconds = [slowest(value, bench.device) for value in found.seconds]
+    peak = None if on_cpu else torch.get_device_module(bench.device).max_memory_allocated()
+    bench.note(contender=spec.name, tokens=tokens, seconds=statistics.median(seconds), losses=found.losses,
+               norms=found.norms, peak=peak)  # fmt: skip
+
+
+# ---- in the process that starts them
+
+
+def launched(args: argparse.Namespace, part: str) -> dict[str, Any] | str:
+    """What a fresh set of ranks found, or why they found nothing."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}",
+             "-m", "benchmarks.gpu.node", "--ranks", str(args.ranks), *["--stand-in"] * args.stand_in]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "found.json"), Path(folder, "log")
+        words += ["--part", part, "--file", str(file), "--", *(spec.name for spec in args.contenders)]
+        tables.say(f"{part}: {args.ranks} ranks")
+        with log.open("w") as output:
+            ranks = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                code = ranks.wait(args.timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if ranks.poll() is None:
+                    os.killpg(ranks.pid, signal.SIGKILL)  # torchrun and all its ranks
+                    ranks.wait()
+        if code == 0 and file.exists():
+            return json.loads(file.read_text(encoding="utf-8"))
+        said = log.read_text(encoding="utf-8", errors="replace")
+    tables.say(said[-4000:])
+    errors = [
+        line for line in said.splitlines() if re.match(r"(\[rank0\]: )?[\w.]+(Error|Exception|Interrupt)\b", line)
+    ]
+    ended = f"not done after {args.timeout:g} s" if code is None else f"ended with code {code}"
+    return f"{ended}: {errors[0][:200]}" if errors else ended
+
+
+def together_found(args: argparse.Namespace) -> dict[str, Any]:
+    """Of all launches."""
+    found: dict[str, Any] = {"records": [], "left_out": []}
+    names, steps = [name.format(n=args.ranks) for name in TRAINING], dict[str, list[dict[str, Any]]]()
+    turns = [names[index] for turn in range(2) for index in order(len(names), turn)]
+    for part in ("links", *turns):
+        its = launched(args, part)
+        if isinstance(its, str):
+            found["left_out"].append(f"{part}: {its}")
+            continue
+        found["left_out"] += its["left_out"]
+        for one in its["records"]:
+            if one["section"] == "step":
+                steps.setdefault(one["contender"], []).append(one)
+            else:
+                found["records"].append(one)
+    rows = [joined(steps[name]) for name in names if name in steps]
+    for row in rows:
+        if wrong := unlike(rows[0], row):
+            found["left_out"].append(f"step, {row['contender']}: {wrong}")
+        else:
+            found["records"].append(row)
+    return {"about": about(args.stand_in, args.ranks), **found}  # last: it takes memory of a GPU
+
+
+def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all launches of a contender."""
+    return {**rows[0], "seconds": statistics.median(row["seconds"] for row in rows)}
+
+
+def unlike(right: dict[str, Any], row: dict[str, Any]) -> str | None:
+    """How a contender's losses or norms differ from the first one's, if they do."""
+    for name in ("losses", "norms"):
+        if any(abs(a - b) > TOLERANCE * abs(a) for a, b in zip(right[name], row[name], strict=True)):
+            return f"not the same work: {name} {row[name]}, those of {right['contender']} are {right[name]}"
+    return None
+
+
+def main() -> None:
+    args = arguments()
+    if args.part:
+        found = on_rank(args, args.part)
+        if dist.get_rank() == 0:
+            args.file.write_text(json.dumps(found), encoding="utf-8")
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    began = time.perf_counter()
+    found = together_found(args)
+    found["about"]["seconds"] = round(time.perf_counter() - began, 1)
+    file = gpu_tables.write(found, args.out)
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""One rank's part of attention, walked on one device by itself; and the section "ranks": parts beside a dense call.
+
+Programs, walker, kernels, merging and packing are those of the real rank. What it would receive is copied from noise in
+the device's own memory, so no link is in the time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.contenders import parse
+from benchmarks.gpu.bench import Bench
+from benchmarks.turns import in_turns, of_device
+from ds_seqpar import SequenceParallelConfig, testing
+from ds_seqpar.compiler.layout import multiple
+from ds_seqpar.compiler.masks import CAUSAL, Mask
+from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.runtime.comm import Message
+from ds_seqpar.runtime.kernels import Scores
+from ds_seqpar.runtime.runtime import run
+
+# of which a rank's part is measured -> ranks; no triangle has 8
+CONTENDERS = {"ring": 8, "u2/ring": 8, "attention2d=2": 8, "triangle": 6}
+
+
+class _Noise:
+    """A handle, and the bytes of random bf16 numbers; two of them read as fp32 are a random number too."""
+
+    bytes: dict[torch.device, Tensor] = {}  # noqa: RUF012
+
+    @classmethod
+    def fill(cls, buffer: Tensor) -> None:
+        flat = buffer.view(-1).view(torch.uint8)
+        have = cls.bytes.get(flat.device)
+        if have is None or len(have) < len(flat):
+            have = torch.randn(len(flat) // 2 + 1, device=flat.device).bfloat16().view(torch.uint8)
+            cls.bytes[flat.device] = have
+        flat.copy_(have[: len(flat)])
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class Alone(testing._VirtualComm):
+    """A transport that carries nothing: what is sent is dropped, and what is received is noise."""
+
+    def __init__(self, rank: int, members: testing._VirtualComm | None = None) -> None:
+        super().__init__(rank, testing._Mailbox(), members)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        for message in receives:
+            _Noise.fill(message.buffer)
+        return _Noise()
+
+
+class Share:
+    """The calls of one rank of `ranks`. q, k, v, do: of its own tokens, of a sequence of `tokens`."""
+
+    def __init__(
+        self, section: dict[str, Any], ranks: int, rank: int, tokens: int, mask: Mask, given: Sequence[Tensor]
+    ) -> None:
+        *self.own, self.do = given
+        heads = self.own[0].shape[2], self.own[1].shape[2]
+        config = SequenceParallelConfig(size=ranks, **{"ulysses": 1, **section}).resolve(ranks, heads)
+        shards = EvenShards(config.layout, tokens, ranks // config.ulysses)
+        scores = Scores(self.own[0].shape[3] ** -0.5)
+        self.settings = mask, shards, scores
+        self.all = testing._Ranks(config, shards, mask, scores, None, {})
+        self.runtime, (inner, member) = self.all.runtimes[rank], divmod(rank, config.ulysses)
+        self.runtime.comm = Alone(inner, Alone(member))
+
+    def forward(self) -> list[Tensor]:
+        keep = 0 if self.runtime.members.degree == 1 else 2
+        self.found = run(self.runtime.forward(*self.own, None, *self.settings, 1, keep))
+        return self.found[:1]
+
+    def backward(self) -> list[Tensor]:
+        return run(self.all.backward(self.runtime, self.do, self.own, self.found, 1, self.settings))
+
+
+class Dense:
+    """torch's attention of a whole causal sequence."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        *own, self.do = given
+        self.own = [x.detach().requires_grad_() for x in own]
+
+    def forward(self) -> None:
+        heads = (x.transpose(1, 2) for x in self.own)
+        self.out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def backward(self) -> None:
+        torch.autograd.grad(self.out, self.own, self.do, retain_graph=True)
+
+
+def ranks(bench: Bench) -> None:
+    clock = of_device(bench.device)
+    for tokens in bench.sizes.shares:
+        dense = Dense(bench.attended(tokens))
+        for name, count in CONTENDERS.items():
+            what = f"{name} of {count}, {tokens} tokens"
+            if bench.has_time(what, 0.0):
+                bench.tried(what, lambda n=name, c=count, t=tokens, d=dense: _compared(bench, n, c, t, d, clock))
+
+
+def _compared(bench: Bench, name: str, count: int, tokens: int, dense: Dense, clock: Any) -> None:
+    """Notes the slowest rank's share beside 1 / count of the dense call, of as many pairs."""
+    section = parse(name).section
+    config = SequenceParallelConfig(size=count, **section).resolve(count, bench.sizes.heads)
+    inner = count // config.ulysses
+    near = tokens - tokens % (config.ulysses * multiple(config.layout, inner, 1))
+    given = bench.attended(near // count)
+    shares = [Share(section, count, rank, near, CAUSAL, given) for rank in range(count)]
+    for way in ("forward", "backward"):
+        steps = {"dense": getattr(dense, way), **{str(r): getattr(share, way) for r, share in enumerate(shares)}}
+        found = in_turns(steps, 15, clock, seconds=bench.seconds / (4 * len(CONTENDERS) * len(bench.sizes.shares)))
+        whole = found.pop("dense")
+        slowest = [max(turn) for turn in zip(*found.values(), strict=True)]
+        part = (near / tokens) ** 2 / count
+        bench.note(
+            contender=name, ranks=count, tokens=tokens, way=way, seconds=statistics.median(slowest),
+            dense=statistics.median(whole),
+            efficiency=statistics.median(a * part / b for a, b in zip(whole, slowest, strict=True)),
+        )  # fmt: skip
