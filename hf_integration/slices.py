@@ -178,17 +178,20 @@ class Gradients:
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
         """A context that differentiates tile by tile, and at its end has the leaves' gradients.
 
-        It gives a function (outputs, inputs, gradients of the outputs) -> gradients of the inputs. Each call adds the
-        gradients of the leaves to sums in fp32 or wider."""
+        It gives a function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each
+        call adds the gradients of the leaves to sums in fp32 or wider."""
         tensors = [leaf.tensor for leaf in leaves]
         sums = Sums(tensors)
 
-        def differentiate(outs: list[Tensor], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
+        def differentiate(outs: list[Any], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not asked and not tensors:
                 return []
             # a frozen projection of an input that wants no gradient has none: LoRA on others, in a first layer
-            followed = [(out, grad.to(out.dtype)) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-            trained, given = zip(*followed, strict=True)
+            pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
+            trained, given = (
+                [out for out, _ in pairs],
+                [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs],
+            )
             found = list(torch.autograd.grad(trained, [*asked, *tensors], given, allow_unused=True))
             sums.add(found[len(asked) :])
             return found[: len(asked)]

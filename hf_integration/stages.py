@@ -27,6 +27,7 @@ from ds_seqpar.compiler.heads import Stage, stages
 from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.keeping import Lent, Part, is_known
 from ds_seqpar.runtime.ops import stages_of
+from ds_seqpar.runtime.work import rowsum
 
 from .families import FAMILIES
 from .slices import INWARD, OUTWARD, Gradients, Slice, heads_of
@@ -127,6 +128,10 @@ def _is_lora(module: Any) -> bool:
     return not drops and all(type(one) is nn.Linear and one.bias is None for one in plain)
 
 
+# nodes of autograd that only give a tensor another shape or copy it
+SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0")
+
+
 class _Run:
     """One forward of a module, and what its backward must repeat. own: the forward of the module's class. source: what
     x stands for, if a norm has deferred it; x is then that norm's input."""
@@ -175,11 +180,35 @@ class _Run:
             for index in reversed(range(len(self.stages))):
                 its = tuple(given[index * each :]) if self.lent is None else self.lent.take()
                 del given[index * each :]
-                part = Slice(self.module, self.stages, index, self.norm, grad=True)
-                dx = self.stage_backward(part, saved, its, grad, dx, found, wants_x)
+                dx = self.stage_backward(self.part(index), saved, its, grad, dx, found, wants_x)
                 del its
+                if self.plain and self.lent is not None and index == len(self.stages) - 1:
+                    self.without_outs(self.lent.here(), grad, found)
         yield dx
         yield from map(found.taken, self.parameters)
+
+    def part(self, index: int) -> Slice:
+        return Slice(self.module, self.stages, index, self.norm, grad=True)
+
+    def without_outs(self, its: list[Any], grad: Tensor, found: Gradients) -> None:
+        """Puts delta = rowsum(do * out) (B, s, heads) in place of out in what attention gave to the stages `its`: all
+        that its backward needs of out, once the output projection has its gradients."""
+        for index, (out, lse) in enumerate(its):
+            do = self.outward_backward(self.part(index), out.flatten(2), grad, found)
+            its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse]
+            del out, do
+
+    def outward_backward(self, part: Slice, attended: Tensor, grad: Tensor, found: Gradients | None) -> Tensor:
+        """The gradient of a stage's attended (B, s, heads x head_dim). grad: of the module's output. found: takes those
+        of the output projection; None: it has them."""
+        d_attended = torch.empty_like(attended)
+        with (found or Gradients()).adding([] if found is None else part.leaves_out) as differentiate:
+            for cut in self.cuts:
+                with torch.enable_grad():
+                    tile = attended[:, cut].detach().requires_grad_()
+                    out = part.outward(tile)
+                (d_attended[:, cut],) = differentiate([out], [tile], [grad[:, cut]])
+        return d_attended
 
     def stage_backward(
         self, part: Slice, saved: Tensor, its: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None, found: Gradients,
@@ -187,20 +216,18 @@ class _Run:
     ) -> Tensor | None:  # fmt: skip
         """Adds the gradients of one stage to found, and to dx, which it returns; dx None: nothing was added yet."""
         anchor = torch.zeros((), requires_grad=True, device=saved.device)
+        early = its[0].dim() == 3  # `without_outs` was here
         with torch.enable_grad():
             inner = {name: _Begun.apply(anchor, one) for name, one in part.project(saved, self.cuts).items()}
             asked = [get_gradient_edge(one) for one in inner.values()]  # the tensors themselves are not kept for it
             attended = Part(its, self.keeps).run(part.attend, self.attention(saved), inner)
-        d_attended = torch.empty_like(attended)
-        with found.adding(part.leaves_out) as differentiate:
-            for cut in self.cuts:
-                with torch.enable_grad():
-                    tile = attended[:, cut].detach().requires_grad_()
-                    out = part.outward(tile)
-                (d_attended[:, cut],) = differentiate([out], [tile], [grad[:, cut]])
+        self.plain = len(its) == 2 and _is_all(attended)
+        d_attended = self.outward_backward(part, attended, grad, None if early else found)
+        ends = [get_gradient_edge(attended)]
+        del attended
         with found.adding(part.leaves_between) as differentiate:
-            d_inner = differentiate([attended], asked, [d_attended])
-        del attended, d_attended
+            d_inner = differentiate(ends, asked, [d_attended])
+        del d_attended, ends
         first, total = dx is None, torch.empty_like(saved, dtype=self.dtype) if wants_x and dx is None else dx
         with found.adding(part.leaves_in) as differentiate:
             for cut in self.cuts:
@@ -212,6 +239,14 @@ class _Run:
                 if total is not None:
                     total[:, cut] = of_tile[0] if first else total[:, cut].add_(of_tile[0])
         return total
+
+
+def _is_all(attended: Tensor) -> bool:
+    """Whether attention's output in another shape is all that there is between attention and the output projection."""
+    node: Any = attended.grad_fn
+    while node is not None and node.name() in SHAPED:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "AttentionBackward"
 
 
 class _Begun(Function):
