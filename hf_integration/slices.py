@@ -44,10 +44,14 @@ class Slice:
     """The slice of an attention module that one stage of heads computes with.
 
     inward: name -> the rows of a projection that make the stage's q, k, v. outward: the columns of the output
-    projection that take the stage's heads. twin: the module with the stage's heads, for what runs between them. With
-    `grad`, leaves_in, leaves_out and leaves_between have the leaves of these three; else they are empty."""
+    projection that take the stage's heads. twin: the module with the stage's heads, for what runs between them.
+    normed: what is done to the input first; norm: (a norm, its forward), None: nothing. With `grad`, leaves_in (the
+    norm's too), leaves_out and leaves_between have the leaves of these; else they are empty."""
 
-    def __init__(self, module: Any, stages: Sequence[Stage], index: int, grad: bool) -> None:
+    def __init__(
+        self, module: Any, stages: Sequence[Stage], index: int, norm: tuple[Any, Callable[..., Tensor]] | None,
+        grad: bool,
+    ) -> None:  # fmt: skip
         self.grad, heads, dim = grad, stages[index], module.head_dim
         q, kv = (slice(part.start * dim, part.stop * dim) for part in heads)
         self.inward: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -62,6 +66,10 @@ class Slice:
                 self.inward[name] = functools.partial(_concatenated, parts)
             elif name in INWARD:
                 self.inward[name] = self.rows(child, q if name == "q_proj" else kv)
+        self.normed: Callable[[Tensor], Tensor] = lambda x: x
+        if norm is not None:
+            own = {name: self.leaf(self.leaves_in, p) for name, p in norm[0].named_parameters(recurse=False)}
+            self.normed = functools.partial(norm[1], _copy_with(norm[0], **own))
         self.outward = self.columns(getattr(module, OUTWARD), q, index == 0)
         self.twin = self.twin_of(module, heads, len(stages))
 
@@ -105,18 +113,16 @@ class Slice:
                 new[name] = _copy_with(child, **own)
         return _copy_with(module, **{PARTS: parts, **new})
 
-    def project(self, x: Callable[[slice], Tensor], like: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
-        """By projection, its output (B, s, features of the stage), without autograd.
-
-        x: gives the tile x[:, cut] of the input (B, s, d). like: any tensor (B, s, ...). cuts: the tiles."""
+    def project(self, x: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
+        """By projection, its output (B, s, features of the stage), without autograd. x (B, s, d). cuts: the tiles."""
         found: dict[str, Tensor] = {}
         with torch.no_grad():
             for cut in cuts:
-                given = x(cut)
+                given = self.normed(x[:, cut])
                 for name, projection in self.inward.items():
                     tile = projection(given)
                     if name not in found:
-                        found[name] = tile.new_empty(*like.shape[:2], tile.shape[-1])
+                        found[name] = tile.new_empty(*x.shape[:2], tile.shape[-1])
                     found[name][:, cut] = tile
         return found
 
@@ -172,17 +178,20 @@ class Gradients:
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
         """A context that differentiates tile by tile, and at its end has the leaves' gradients.
 
-        It gives a function (outputs, inputs, gradients of the outputs) -> gradients of the inputs. Each call adds the
-        gradients of the leaves to sums in fp32 or wider."""
+        It gives a function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each
+        call adds the gradients of the leaves to sums in fp32 or wider."""
         tensors = [leaf.tensor for leaf in leaves]
         sums = Sums(tensors)
 
-        def differentiate(outs: list[Tensor], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
+        def differentiate(outs: list[Any], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not asked and not tensors:
                 return []
             # a frozen projection of an input that wants no gradient has none: LoRA on others, in a first layer
-            followed = [(out, grad.to(out.dtype)) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-            trained, given = zip(*followed, strict=True)
+            pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
+            trained, given = (
+                [out for out, _ in pairs],
+                [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs],
+            )
             found = list(torch.autograd.grad(trained, [*asked, *tensors], given, allow_unused=True))
             sums.add(found[len(asked) :])
             return found[: len(asked)]

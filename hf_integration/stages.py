@@ -27,13 +27,13 @@ from ds_seqpar.compiler.heads import Stage, stages
 from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.keeping import Lent, Part, is_known
 from ds_seqpar.runtime.ops import stages_of
+from ds_seqpar.runtime.work import rowsum
 
 from .families import FAMILIES
 from .slices import INWARD, OUTWARD, Gradients, Slice, heads_of
-from .tiled_loss import LEAF, TILING
+from .tiled_loss import LEAF, STAGED, TILING
 from .tiles import Conditions, Source, ceil_of, cuts, trained
-
-STAGED = "_sequence_parallel_staged"  # an attribute of a module that has stages: its hook
+from .tiling import normed
 
 
 def stage(module: Any) -> None:
@@ -79,21 +79,15 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
     if torch.compiler.is_compiling() or not kwargs.get("sequence_parallel") or not _has_stages(module):
-        return own(module, x, *args, **kwargs)
+        return own(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
     count = _count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
     if count == 1:
-        return own(module, x, *args, **kwargs)
-    source = _source(module, x)
-    run = _Run(module, stages(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args)
-    run.again_of = None if source is None else source.compute
-    return _Staged.apply(run, None if source is None else source.x, x, *run.parameters), None
-
-
-def _source(module: Any, x: Tensor) -> Source | None:
-    """What a tiled norm made x of."""
+        return own(module, normed(module, x), *args, **kwargs)
     tiling = getattr(module, TILING, None)
-    return None if tiling is None else tiling.source(x, module)
+    source = None if tiling is None else tiling.source(x, module)
+    run = _Run(module, stages(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args, source)
+    return _Staged.apply(run, None if source is None else source.x, x, *run.parameters), None
 
 
 def _count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
@@ -134,14 +128,21 @@ def _is_lora(module: Any) -> bool:
     return not drops and all(type(one) is nn.Linear and one.bias is None for one in plain)
 
 
+# nodes of autograd that only give a tensor another shape or copy it
+SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0")
+
+
 class _Run:
-    """One forward of a module, and what its backward must repeat. own: the forward of the module's class."""
+    """One forward of a module, and what its backward must repeat. own: the forward of the module's class. source: what
+    x stands for, if a norm has deferred it; x is then that norm's input."""
 
-    again_of: Callable[[Tensor], Tensor] | None = None  # how tiles of the input are made of what was saved
-
-    def __init__(self, module: Any, its: Sequence[Stage], x: Tensor, own: Callable[..., Any], args: tuple) -> None:
+    def __init__(
+        self, module: Any, its: Sequence[Stage], x: Tensor, own: Callable[..., Any], args: tuple, source: Source | None
+    ) -> None:
         self.module, self.stages, self.own, self.args = module, its, own, args
-        self.parameters, self.conditions, self.dtype = tuple(trained(module)), Conditions.of(x), x.dtype
+        self.norm = None if source is None else (source.norm, source.forward)
+        self.parameters = (*trained(module), *([] if source is None else trained(source.norm)))
+        self.conditions, self.dtype = Conditions.of(x), x.dtype
         self.cuts = cuts(x.shape[1], ceil_of(x.shape[0] * x.shape[1], x.shape[2]))
         self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, Lent.now()
 
@@ -149,9 +150,9 @@ class _Run:
         """(the output, what attention gave in all stages, where that is wanted and no checkpoint around has it)."""
         out, given = torch.empty(0), list[Tensor]()
         for index in range(len(self.stages)):
-            part, kept = Slice(self.module, self.stages, index, grad=False), Part()
+            part, kept = Slice(self.module, self.stages, index, self.norm, grad=False), Part()
             self.keeps = kept.keeps
-            inner = part.blank(x) if is_known() else part.project(lambda cut: x[:, cut], x, self.cuts)
+            inner = part.blank(x) if is_known() else part.project(x, self.cuts)
             attended = kept.run(part.attend, self.attention(x), inner)
             if self.lent is not None:
                 self.lent.leave(kept.gave())
@@ -170,52 +171,82 @@ class _Run:
         return lambda twin: self.own(twin, x, *self.args)
 
     def backward(self, saved: Tensor, given: list[Tensor], grad: Tensor, wants_x: bool) -> Iterator[Tensor | None]:
-        """The gradient of the input x, and those of the parameters. saved: x, or what it is made of; given: what
-        attention gave, which is used up."""
+        """The gradient of the input x, and those of the parameters. saved: x; given: what attention gave, which is used
+        up."""
         found, each = Gradients(), len(given) // len(self.stages)
-        dx = torch.zeros_like(saved, dtype=self.dtype) if wants_x else None
+        dx: Tensor | None = None
         with self.conditions.again():
             torch.set_autocast_cache_enabled(False)  # of what was projected without a graph nothing is used with one
             for index in reversed(range(len(self.stages))):
                 its = tuple(given[index * each :]) if self.lent is None else self.lent.take()
                 del given[index * each :]
-                self.stage_backward(Slice(self.module, self.stages, index, grad=True), saved, its, grad, dx, found)
+                dx = self.stage_backward(self.part(index), saved, its, grad, dx, found, wants_x)
                 del its
+                if self.plain and self.lent is not None and index == len(self.stages) - 1:
+                    self.without_outs(self.lent.here(), grad, found)
         yield dx
         yield from map(found.taken, self.parameters)
 
-    def stage_backward(
-        self, part: Slice, saved: Tensor, its: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None, found: Gradients
-    ) -> None:
-        """Adds the gradients of one stage to dx and found."""
+    def part(self, index: int) -> Slice:
+        return Slice(self.module, self.stages, index, self.norm, grad=True)
 
-        def x(cut: slice) -> Tensor:
-            return saved[:, cut] if self.again_of is None else self.again_of(saved[:, cut])
+    def without_outs(self, its: list[Any], grad: Tensor, found: Gradients) -> None:
+        """Puts delta = rowsum(do * out) (B, s, heads) in place of out in what attention gave to the stages `its`: all
+        that its backward needs of out, once the output projection has its gradients."""
+        for index, (out, lse) in enumerate(its):
+            do = self.outward_backward(self.part(index), out.flatten(2), grad, found)
+            its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse]
+            del out, do
 
-        anchor = torch.zeros((), requires_grad=True, device=saved.device)
-        with torch.enable_grad():
-            inner = {name: _Begun.apply(anchor, one) for name, one in part.project(x, saved, self.cuts).items()}
-            asked = [get_gradient_edge(one) for one in inner.values()]  # the tensors themselves are not kept for it
-            attended = Part(its, self.keeps).run(part.attend, self.attention(saved), inner)
+    def outward_backward(self, part: Slice, attended: Tensor, grad: Tensor, found: Gradients | None) -> Tensor:
+        """The gradient of a stage's attended (B, s, heads x head_dim). grad: of the module's output. found: takes those
+        of the output projection; None: it has them."""
         d_attended = torch.empty_like(attended)
-        with found.adding(part.leaves_out) as differentiate:
+        with (found or Gradients()).adding([] if found is None else part.leaves_out) as differentiate:
             for cut in self.cuts:
                 with torch.enable_grad():
                     tile = attended[:, cut].detach().requires_grad_()
                     out = part.outward(tile)
                 (d_attended[:, cut],) = differentiate([out], [tile], [grad[:, cut]])
+        return d_attended
+
+    def stage_backward(
+        self, part: Slice, saved: Tensor, its: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None, found: Gradients,
+        wants_x: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """Adds the gradients of one stage to found, and to dx, which it returns; dx None: nothing was added yet."""
+        anchor = torch.zeros((), requires_grad=True, device=saved.device)
+        early = its[0].dim() == 3  # `without_outs` was here
+        with torch.enable_grad():
+            inner = {name: _Begun.apply(anchor, one) for name, one in part.project(saved, self.cuts).items()}
+            asked = [get_gradient_edge(one) for one in inner.values()]  # the tensors themselves are not kept for it
+            attended = Part(its, self.keeps).run(part.attend, self.attention(saved), inner)
+        self.plain = len(its) == 2 and _is_all(attended)
+        d_attended = self.outward_backward(part, attended, grad, None if early else found)
+        ends = [get_gradient_edge(attended)]
+        del attended
         with found.adding(part.leaves_between) as differentiate:
-            d_inner = differentiate([attended], asked, [d_attended])
-        del attended, d_attended
+            d_inner = differentiate(ends, asked, [d_attended])
+        del d_attended, ends
+        first, total = dx is None, torch.empty_like(saved, dtype=self.dtype) if wants_x and dx is None else dx
         with found.adding(part.leaves_in) as differentiate:
             for cut in self.cuts:
-                tile = x(cut)
                 with torch.enable_grad():
-                    tile = tile.detach().requires_grad_(dx is not None)
-                    outs = [projection(tile) for projection in part.inward.values()]
-                of_tile = differentiate(outs, [tile] if dx is not None else [], [one[:, cut] for one in d_inner])
-                if dx is not None:
-                    dx[:, cut] += of_tile[0]
+                    tile = saved[:, cut].detach().requires_grad_(wants_x)
+                    given = part.normed(tile)
+                    outs = [projection(given) for projection in part.inward.values()]
+                of_tile = differentiate(outs, [tile] if wants_x else [], [one[:, cut] for one in d_inner])
+                if total is not None:
+                    total[:, cut] = of_tile[0] if first else total[:, cut].add_(of_tile[0])
+        return total
+
+
+def _is_all(attended: Tensor) -> bool:
+    """Whether attention's output in another shape is all that there is between attention and the output projection."""
+    node: Any = attended.grad_fn
+    while node is not None and node.name() in SHAPED:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "AttentionBackward"
 
 
 class _Begun(Function):
@@ -231,13 +262,13 @@ class _Begun(Function):
 
 
 class _Staged(Function):
-    """The module's output (B, s, d). Saved are its input, or what that is made of, and what attention gave."""
+    """The module's output (B, s, d). Saved are its input, or what that stands for, and what attention gave."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
-        ctx.run = run
-        out, given = run.forward(x)
-        ctx.save_for_backward(x if source is None else source, *given)
+        ctx.run, real = run, x if source is None else source
+        out, given = run.forward(real)
+        ctx.save_for_backward(real, *given)
         return out
 
     @staticmethod

@@ -25,9 +25,10 @@ from ds_seqpar.config import most_logits
 from ds_seqpar.errors import ConfigError, InputError
 
 from .graphs import between_graphs
-from .tiles import Source, Sums, ceil_of, tiled_sum, trained
+from .tiles import Deferred, Source, Sums, ceil_of, tiled_sum, trained
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
+STAGED = "_sequence_parallel_staged"  # an attribute of an attention module that has stages: its hook
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 TOGETHER = 1024  # tokens whose logits are made fp32 at once
 
@@ -38,8 +39,9 @@ class Tiling:
 
     mlp, loss: numbers of tiles, or "auto". local: whether the running forward is local, and so not tiled. evaluated:
     for forwards without gradients, as `tiling.evaluated` has it. losses: sums of token losses, one a tile so far; None:
-    nothing is added up. norms: attention or MLP -> the norm before it. made: of the norm that ran last, (the storage of
-    its output, the norm, how to compute the output again).
+    nothing is added up. norms: attention or MLP -> the norm before it, whose only readers these are. deferred: of the
+    norm that ran last, until all readers had it, (the storage of its output, what that stands for); unread: by how many
+    it is still to be read.
     """
 
     mlp: int | str
@@ -50,14 +52,45 @@ class Tiling:
     evaluated: Literal["loss", "logits"] | None = None
     losses: list[float] | None = None
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
-    made: tuple[StorageWeakRef, nn.Module, Source] | None = None
+    deferred: tuple[StorageWeakRef, Source] | None = None
+    unread: int = 0
 
-    def source(self, x: Tensor, user: nn.Module) -> Source | None:
-        """How to compute x again, if the norm before `user` has just computed it; else None."""
-        if self.made is None or self.made[1] is not self.norms.get(user):
+    def defer(self, x: Tensor, norm: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """A norm's output for x (B, s, d), which its readers compute."""
+        self.check_read()
+        out = Deferred.apply(x)
+        self.deferred = StorageWeakRef(out.untyped_storage()), Source(x.detach(), norm, forward)
+        self.unread = self.readers(norm)
+        return out
+
+    def readers(self, norm: nn.Module) -> int:
+        """How many modules compute this norm."""
+        return sum(one is norm for one in self.norms.values())
+
+    def source(self, x: Tensor, reader: nn.Module) -> Source | None:
+        """What x stands for, if the norm before `reader` has deferred it; else None."""
+        if reader not in self.norms or any(x.stride()):
             return None
-        storage, _, source = self.made
-        return source if storage.cdata == x.untyped_storage()._cdata and not storage.expired() else None
+        if self.deferred is not None and self.deferred[0].cdata == x.untyped_storage()._cdata:
+            (_, source), self.unread = self.deferred, self.unread - 1
+            if not self.unread:
+                self.deferred = None
+            return source
+        raise ConfigError(
+            f"tiled norms need to be computed together with what reads them; got a {type(reader).__name__} that a "
+            "checkpoint of its own computes again, checkpoint whole layers, or leave mlp_tiles out"
+        )
+
+    def check_read(self) -> None:
+        """Raises ConfigError where the last norm's output went elsewhere."""
+        if self.unread:
+            raise ConfigError(
+                "tiled norms need layers whose norms are read by attention or the MLP alone; got a layer that changes "
+                "or reads a norm's output before these do, leave mlp_tiles out"
+            )
+
+    def forget(self) -> None:
+        self.deferred, self.unread = None, 0
 
     def lend(self, user: Any) -> None:
         """Has ZeRO-3 fetch the parameters of the norm before `user` with its own, since backward may compute that norm
@@ -75,7 +108,8 @@ class Tiling:
         try:
             yield
         finally:
-            self.local, self.made = before, None
+            self.local = before
+            self.forget()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:

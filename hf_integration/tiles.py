@@ -31,25 +31,47 @@ Compute = Callable[[Tensor, slice], Tensor]  # of a tile (B, t, d) and of the to
 
 
 class Source(NamedTuple):
-    """What a tensor (B, s, d) was made of: tile by tile compute(x[:, cut]) makes it again."""
+    """What a tensor of `Deferred` stands for: tile by tile forward(norm, x[:, cut]), of x (B, s, d)."""
 
     x: Tensor
-    compute: Callable[[Tensor], Tensor]
+    norm: nn.Module
+    forward: Callable[[Any, Tensor], Tensor]
+
+
+class Deferred(Function):
+    """A tensor of x's shape that has no memory: a norm's output, which its readers compute of x, tile by tile. They
+    give it the gradient of x. To anybody else it is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_full((), float("nan")).expand(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def tiled(
-    compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int, source: Source | None = None
-) -> Tensor:
+    compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int, source: Source | None = None,
+    used_up: bool = False,
+) -> Tensor:  # fmt: skip
     """compute(x) (B, s, d), of a function of each token by itself that keeps the shape, over `tiles` tiles of dim 1.
 
     x (B, s, d). parameters: all that compute uses and that want gradients. The gradients are x's, in one tensor, and
     the parameters' in their own dtype. What backward needs is kept before anything is computed: where a checkpoint
-    computes again what it did not keep (torch's non-reentrant one), it can stop in front of the tiles. source: of x,
-    which is kept in its place.
+    computes again what it did not keep (torch's non-reentrant one), it can stop in front of the tiles. source: what x
+    stands for, where it is `Deferred`. The norm's parameters have their gradients from here, too. used_up: nobody reads
+    source.x after backward, so its gradient takes its place, tile by tile.
     """
-    run = _Run(compute, x, tuple(parameters), tiles)
-    run.again_of = None if source is None else source.compute
-    return _Computed.apply(_Held.apply(run, None if source is None else source.x.detach(), x, *parameters), run)
+    if source is None:
+        run = _Run(compute, x, tuple(parameters), tiles)
+    else:
+        _, norm, forward = source  # the run must not hold x
+        run = _Run(lambda tile, cut: compute(forward(norm, tile), cut), x, (*parameters, *trained(norm)), tiles)
+        run.used_up = used_up
+    real = None if source is None else source.x
+    return _Computed.apply(_Held.apply(run, real, x, *run.parameters), real, run)
 
 
 def tiled_sum(compute: Compute, x: Tensor, sums: Sums, tiles: int) -> Tensor:
@@ -71,10 +93,11 @@ def cuts(tokens: int, tiles: int) -> list[slice]:
 class _Run:
     """One forward, and what its backward must repeat: the tiles, autocast, and what was drawn at random."""
 
+    used_up = False
+
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
         self.compute, self.parameters, self.cuts = noise.by_tile(compute), parameters, cuts(x.shape[1], tiles)
         self.conditions, self.dtype = Conditions.of(x), x.dtype
-        self.again_of: Callable[[Tensor], Tensor] | None = None  # how tiles are made of what was kept
 
     def scaled(self, x: Tensor) -> bool:
         """Whether fp16 is in it, whose gradients are nothing without the loss's scale."""
@@ -104,12 +127,13 @@ class _Run:
     ) -> tuple[list[Tensor], Tensor | None]:
         """(what tiles give, if that is scalars; the gradient of x, None where it wants none). Those of parameters are
         added to sums. grad: of a tile's result; None: 1, and that is a scalar."""
-        dx, results = torch.empty_like(x, dtype=self.dtype) if wants_x else None, []
+        dx, results = None, []
+        if wants_x:
+            dx = x if self.used_up else torch.empty_like(x, dtype=self.dtype)
         with _without_hooks(self.parameters):
             for cut in self.cuts:
-                tile = x[:, cut] if self.again_of is None else self.again_of(x[:, cut])
                 with torch.enable_grad():
-                    tile = tile.detach().requires_grad_(wants_x)
+                    tile = x[:, cut].detach().requires_grad_(wants_x)
                     out = self.compute(tile, cut)
                 asked = [*([tile] if wants_x else []), *self.parameters]
                 given = None if grad is None else grad(cut).to(out.dtype)
@@ -172,7 +196,7 @@ class Conditions:
 
 
 class _Held(Function):
-    """x as it is. It, or what it is made of, is kept for backward, which does all the work."""
+    """x as it is. It, or what it stands for, is kept for backward, which does all the work."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -193,13 +217,13 @@ class _Computed(Function):
     """What the tiles make of x. Its gradient goes on to `_Held` as it is: the shapes are the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: _Run) -> Tensor:
-        return run.forward(x)
+    def forward(ctx: Any, x: Tensor, source: Tensor | None, run: _Run) -> Tensor:
+        return run.forward(x if source is None else source)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _Summed(Function):

@@ -16,21 +16,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
+from ds_seqpar.runtime.keeping import is_checkpointed
 
 from .families import attentions, unwrapped
 from .graphs import between_graphs
 from .liger import is_of_liger
-from .tiled_loss import LEAF, TILING, Tiling, model_forward
-from .tiles import Source, ceil_of, tiled, trained
+from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
+from .tiles import ceil_of, tiled, trained
 
 # attribute of a tiled module: the forward that the instance had in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
 # names of the norm before the MLP: a layer's is the first that it has. The last is also that of the norm before
-# attention. Where norms come behind instead, the found one is not that before: `Tiling.source` notices
+# attention: a layer without it has its norms behind
 NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
 
 
@@ -156,13 +156,17 @@ def _norms(model: Any) -> list[nn.Module]:
 
 
 def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Pairs (module that reads a norm's output: an attention or a tiled MLP, that norm), of layers with a tiled MLP."""
+    """Pairs (module that computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
     for layer in getattr(model.base_model, "layers", ()):
-        if layer.mlp not in mlps:
+        first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
+        if layer.mlp not in mlps or first is None:
             continue
-        for user, names in ((layer.self_attn, NORMS_BEFORE_MLP[-1:]), (layer.mlp, NORMS_BEFORE_MLP)):
-            if norm := next((getattr(layer, name) for name in names if hasattr(layer, name)), None):
-                yield user, norm
+        staged = hasattr(layer.self_attn, STAGED)
+        if staged and not _has_other_forward(first):
+            yield layer.self_attn, first
+        norm = next(getattr(layer, name) for name in NORMS_BEFORE_MLP if hasattr(layer, name))
+        if (staged or norm is not first) and not _has_other_forward(norm):
+            yield layer.mlp, norm
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -211,7 +215,8 @@ def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _after_base(module: Any, args: tuple, output: Any) -> None:
     tiling = getattr(module, TILING)
-    tiling.local, tiling.made = False, None  # a checkpoint may compute layers again at any time
+    tiling.local = False  # a checkpoint may compute layers again at any time
+    tiling.forget()
 
 
 def _before_mlp(module: Any, args: tuple) -> tuple | None:
@@ -233,10 +238,26 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     if tiling.local or tiles == 1:
         return untiled(module, x)
     is_norm = _is_norm(module)
+    if is_norm and module in tiling.norms.values() and _keeps_dtype(module, untiled, x):
+        return tiling.defer(x, module, untiled)
+    if is_norm:
+        tiling.check_read()
     source = None if is_norm else tiling.source(x, module)
-    out = tiled(lambda tile, _: untiled(module, tile), x, trained(module), tiles, source)
-    tiling.made = None
-    if is_norm and torch.is_grad_enabled() and module in tiling.norms.values():
-        source = Source(x.detach(), functools.partial(untiled, module))
-        tiling.made = StorageWeakRef(out.untyped_storage()), module, source
-    return out
+    # what an MLP's own norm is of is made in the layer: a checkpoint's second run makes it for one backward alone
+    used_up = source is not None and is_checkpointed() and tiling.readers(source.norm) == 1
+    return tiled(lambda tile, _: untiled(module, tile), x, trained(module), tiles, source, used_up)
+
+
+def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> bool:
+    with torch.no_grad():
+        return untiled(norm, x[:, :1]).dtype == x.dtype
+
+
+@between_graphs
+def normed(module: nn.Module, x: Tensor) -> Tensor:
+    """An attention's input as it is: computed, where the norm before it has deferred it."""
+    tiling = getattr(module, TILING, None)
+    source = None if tiling is None else tiling.source(x, module)
+    if source is None:
+        return x
+    return tiled(lambda tile, _: tile, x, [], ceil_of(x.shape[0] * x.shape[1], x.shape[2]), source)

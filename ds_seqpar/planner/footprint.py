@@ -152,6 +152,7 @@ class _Step:
         self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # what a norm saves beside its input
         self.before_mlp = 0 if tiled else self.norm  # with tiles those who read it make it again
         self.before_attention = 0 if tiled and self.stages > 1 else self.norm
+        self.normed = 0 if tiled and self.stages > 1 else self.hidden  # attention's input; else its tiles make it
         self.residual = 0 if self.wide and not tiled else self.hidden  # its input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and step.config.keep_attention
@@ -235,7 +236,7 @@ class _Step:
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
         made = self.hidden if self.stages > 1 else self.q + self.kv  # the output that stages add to
-        layer = self.hidden + made + saved * max(0, self.before_attention - self.hidden)
+        layer = self.normed + made + saved * max(0, self.before_attention - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.kept if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
@@ -243,8 +244,8 @@ class _Step:
             self.moment("forward: attention", gathered=gathered, layer=layer, attention=self.attention.forward, **held),
             self.moment(
                 "forward: MLP", gathered=gathered + head,
-                layer=2 * self.hidden + saved * (self.before_attention + self.before_mlp), attention=kept, mlp=after,
-                **held,
+                layer=(1 + (tiles == 1)) * self.hidden + saved * (self.before_attention + self.before_mlp),
+                attention=kept, mlp=after, **held,
             ),
         ]  # fmt: skip
 
@@ -286,7 +287,8 @@ class _Step:
         saved, tiles = self.saved - self.residual, self.mlp_tiles()
         whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
         weight = m.hidden * m.intermediate
-        tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 else 0)
+        # in a checkpoint's second run the gradient of a tiled MLP's input takes that input's place
+        tile = 6 * self.mlp // tiles + (self.hidden if tiles > 1 and not self.step.checkpointing else 0)
         sums = weight * (self.size if tiles == 1 else 12 + self.size)
         found = [
             self.moment(
@@ -303,7 +305,7 @@ class _Step:
             found.append(
                 self.moment(
                     f"backward: {place}, attention once more", done=done, gathered=gathered, grads=tied,
-                    layer=self.hidden + self.norm + (self.q + self.kv if self.stages == 1 else self.hidden),
+                    layer=self.hidden + self.before_attention + (self.q + self.kv if self.stages == 1 else self.hidden),
                     attention=attention.forward, **held,
                 )
             )  # fmt: skip

@@ -157,8 +157,8 @@ class ForwardCall(_Call):
 
 
 class BackwardCall(_Call):
-    """own: do, and where they are needed q, k, v and out. lses, arrived, outs: see `Saved`. Ends with dq, dk and dv,
-    and the gradient of sinks where there are some."""
+    """own: do, and where they are needed q, k, v and out, or delta in its place. lses, arrived, outs: see `Saved`. Ends
+    with dq, dk and dv, and the gradient of sinks where there are some."""
 
     def __init__(
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
@@ -172,7 +172,7 @@ class BackwardCall(_Call):
         if field != "delta":
             return super().part(stage, field)
         do, out = super().part(stage, "do"), super().part(stage, "out")
-        return rowsum(do, out, self.lses[stage].dtype).unsqueeze(-1)
+        return (out if out.dim() < do.dim() else rowsum(do, out, self.lses[stage].dtype)).unsqueeze(-1)
 
     def enter(self, stage: int) -> Work:
         if self.alone:

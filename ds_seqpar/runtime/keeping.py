@@ -139,6 +139,10 @@ class Lent:
     def take(self) -> Tensors:
         return self.kept.unpacked(self.kept.lent[self.number].pop())
 
+    def here(self) -> list[Any]:
+        """What is left of all parts, to be changed in place; nothing where it is in host memory."""
+        return self.kept.lent[self.number] if self.kept.store is None else []
+
 
 TORCHS = noop_context_fn.__code__.co_filename  # where torch's own checkpoint runs its function
 _now: ContextVar[Kept | None] = ContextVar("ds_seqpar_kept", default=None)

@@ -275,7 +275,8 @@ attend.register_autograd(_differentiate_op, setup_context=_save_of_op)
 
 class Attention(torch.autograd.Function):
     """The same without an op, whose own machinery takes as long as a kernel does for few tokens. In a checkpointed
-    function the second run takes what the first one gave."""
+    function the second run takes what the first one gave. That may have delta (B, s, Hq) in place of out, which then
+    comes back as zeros."""
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: _Given) -> Tensors:
@@ -286,7 +287,7 @@ class Attention(torch.autograd.Function):
         ctx.given, ctx.k_shape = given, k.shape
         _save(ctx, (q, k, v), sinks, found, given.keep, given.lse)
         ctx.mark_non_differentiable(*found[2:])  # the lse stays: by it `_final` finds the inputs
-        return found
+        return found if found[0].dim() == q.dim() else (q.new_zeros(()).expand(q.shape), *found[1:])
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple:
