@@ -16,6 +16,7 @@ from tests.oracle import attention, dense, error
 SCALE = 0.3  # not head_dim ** -0.5: a kernel must take the one it is given
 
 
+BANDS = ((192, 703, 512), (192, 447, 256), (64, 64, 1), (9, 9, 9))  # rows, columns, width
 SEGMENTS = [
     Segments((40,), (40,), 6, 0),
     Segments((40,), (70,), 50, 0),
@@ -26,6 +27,11 @@ SEGMENTS = [
     Segments((5, 3, 20, 0), (9, 0, 31, 7), -1, -1),  # 3 rows without a key, 7 keys without a row
     Segments((1, 0, 1), (1, 2, 1), -1, -1),
 ]
+
+
+def takes(kernel, segments):
+    several, wants = len(segments.rows) > 1, 1 if segments.right == 0 else 2
+    return several <= kernel.takes.segments and wants <= kernel.takes.windows
 
 
 def seen(segments):
@@ -174,10 +180,13 @@ class KernelSuite:
         wanted = dense(*(x.cpu() for x in (q, k, v, do)), False, SCALE)
         self.close(kernel, dtype, (out, dq, dk, dv), wanted)
 
-    @pytest.mark.parametrize(("rows", "columns", "width"), [(192, 703, 512), (192, 447, 256), (64, 64, 1), (9, 9, 9)])
-    def test_a_band(self, kernel, dtype, rows, columns, width):
-        if not width <= kernel.takes.band:
-            pytest.skip(f"{kernel.name} takes no band of {width}")
+    def test_bands(self, kernel, dtype):
+        if not (taken := [band for band in BANDS if band[2] <= kernel.takes.band]):
+            pytest.skip(f"{kernel.name} takes no bands")
+        for band in taken:
+            self.check_band(kernel, dtype, *band)
+
+    def check_band(self, kernel, dtype, rows, columns, width):
         q, k, v, do = self.inputs(kernel, dtype, rows, columns)
         i, j = torch.arange(rows)[:, None], torch.arange(columns)
         out, lse = kernel.forward(q, k, v, False, SCALE, width)
@@ -185,13 +194,15 @@ class KernelSuite:
         wanted = dense(*(x.cpu() for x in (q, k, v, do)), (i <= j) & (j < i + width), SCALE)
         self.near(kernel, dtype, (out, *grads), wanted)
 
-    @pytest.mark.parametrize("segments", SEGMENTS, ids=str)
-    def test_segments(self, kernel, dtype, segments):
+    def test_segments(self, kernel, dtype):
         """A window, and blocks of several sizes; rows without a key, and keys without a row."""
+        if not (taken := [one for one in SEGMENTS if takes(kernel, one)]):
+            pytest.skip(f"{kernel.name} takes no segments")
+        for segments in taken:
+            self.check_segments(kernel, dtype, segments)
+
+    def check_segments(self, kernel, dtype, segments):
         q, k, v, do = self.inputs(kernel, dtype, sum(segments.rows), sum(segments.columns))
-        several, wants = len(segments.rows) > 1, 1 if segments.right == 0 else 2
-        if several > kernel.takes.segments or wants > kernel.takes.windows:
-            pytest.skip(f"{kernel.name} takes no such segments")
         out, lse = kernel.forward(q, k, v, False, SCALE, segments)
         grads = kernel.backward(do, q, k, v, out, lse, False, SCALE, segments)
         sees = seen(segments)
