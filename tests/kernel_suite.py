@@ -26,6 +26,11 @@ SEGMENTS = [
     Segments((1, 30, 2, 17), (1, 30, 2, 17), 5, 0),
     Segments((5, 3, 20, 0), (9, 0, 31, 7), -1, -1),  # 3 rows without a key, 7 keys without a row
     Segments((1, 0, 1), (1, 2, 1), -1, -1),
+    # more than the blocks that a GPU's kernel works in: rows of a block begin in others, and some see none of one
+    Segments((300,), (300,), 20, 0),
+    Segments((200,), (450,), 70, 0),
+    Segments((300,), (420,), 30, 40),
+    Segments((150, 140, 0, 300), (150, 0, 260, 300), 40, 0),
 ]
 
 

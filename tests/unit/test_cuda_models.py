@@ -9,7 +9,7 @@ from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
 from ds_seqpar.runtime.kernels import flash
 from ds_seqpar.testing import attention
 from tests import oracle
-from tests.cuda_models import MODELS, models
+from tests.cuda_models import MODELS, launches, models
 from tests.grids import grouped
 from tests.kernel_suite import KernelSuite, cases
 from tests.oracle import dense, errors, tensors
@@ -95,6 +95,20 @@ def test_flash_attn_caps_scores_under_windows_and_documents(name):
         wanted = oracle.attention(*leaves, mask=mask, softcap=1.5)
         wanted = wanted.detach(), *torch.autograd.grad(wanted, leaves, do)
         assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) < 1e-10
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_flash_attn_repeats_exactly_where_torch_is_asked_to(asked):
+    q, k, v, do = tensors(1, 72, (4, 2), 8)
+    torch.use_deterministic_algorithms(asked)
+    try:
+        for mask in (MASKS["causal"], MASKS["documents"]):
+            launches.clear()
+            attention(SequenceParallelConfig(size=1, kernel="flash_attn_model"), q, k, v, do, mask=mask)
+            assert launches["deterministic"] == asked * launches["backward"]
+            assert launches["backward"]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # ---- so that the tests above can fail

@@ -240,7 +240,8 @@ class CudaEfficient(CudaKernel):
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
 
     def mask(self, asked: Asked) -> int:
-        return 2 if asked.right == 0 else 0  # causal from the lower right corner; none
+        """0 none; causal from the upper left corner, by which torch's own calls go, or from the lower right one."""
+        return 0 if asked.right else 1 if asked.rows == asked.columns else 2
 
     def options(self, asked: Asked) -> dict[str, Any]:
         return {"scale": asked.scale} | ({"window_size": asked.left + 1} if asked.left >= 0 else {})
@@ -276,7 +277,8 @@ class FlashAttn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         function, lengths = self.function("backward", asked)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        function(do, q, k, v, out, lse, *grads, *lengths, deterministic=False, **self.options(asked))
+        exact = torch.are_deterministic_algorithms_enabled()  # as torch's own flash attention has it
+        function(do, q, k, v, out, lse, *grads, *lengths, deterministic=exact, **self.options(asked))
         return grads
 
     def function(self, direction: str, asked: Asked) -> tuple[Any, tuple]:

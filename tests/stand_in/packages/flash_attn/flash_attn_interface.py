@@ -1,4 +1,4 @@
-from tests.cuda_models import flash, flash_gradients
+from tests.cuda_models import flash, flash_gradients, launches
 
 
 def _flash_attn_forward(
@@ -26,6 +26,7 @@ def _flash_attn_backward(
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
     assert (dropout_p, alibi_slopes) == (0.0, None)
+    launches["deterministic"] += deterministic
     lengths, window = (None, None, q.shape[1], k.shape[1]), (causal, window_size_left, window_size_right)
     _fill((dq, dk, dv), flash_gradients(dout, q, k, v, out, softmax_lse, *lengths, *window, softmax_scale, softcap))
 
@@ -36,6 +37,7 @@ def _flash_attn_varlen_backward(
     zero_tensors=False,
 ):  # fmt: skip
     assert (dropout_p, alibi_slopes) == (0.0, None)
+    launches["deterministic"] += deterministic
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = causal, window_size_left, window_size_right
     _fill((dq, dk, dv), flash_gradients(dout, q, k, v, out, softmax_lse, *lengths, *window, softmax_scale, softcap))
