@@ -157,7 +157,7 @@ def _norms(model: Any) -> list[nn.Module]:
 
 
 def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """(layer, module that computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
+    """(layer, what computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
     for layer in getattr(model.base_model, "layers", ()):
         first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
         if layer.mlp not in mlps or first is None:

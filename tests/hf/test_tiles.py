@@ -160,6 +160,11 @@ HOOKS = {
 }
 
 
+def hidden(given):
+    """The hidden states, or their gradients, among what a hook is given."""
+    return [x.detach().clone() for x in given if torch.is_tensor(x) and x.dim() == 3]
+
+
 def seen(part, kind, checkpointing, section):
     """(what a hook on a part of the layer sees, gradients). One of forward is gone before backward."""
     sp, model, found = make(size=1, **section), small(num_key_value_heads=4), []
