@@ -173,9 +173,7 @@ def seen(part, kind, checkpointing, section):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     shard = sp.shard_batch(batch_of("odd"))
     module = model.model.layers[0].get_submodule(part)
-    hook = HOOKS[kind](
-        module, lambda *given: found.extend(x.detach() for x in given if torch.is_tensor(x) and x.is_floating_point())
-    )
+    hook = HOOKS[kind](module, lambda *given: found.extend(hidden(given)))
     loss = model.train()(**shard).loss
     if kind != "backward":
         hook.remove()
