@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.nn.modules import module as of_all
 from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar.batches import IGNORE
@@ -31,6 +32,9 @@ TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles:
 STAGED = "_sequence_parallel_staged"  # an attribute of an attention module that has stages: its hook
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
 TOGETHER = 1024  # tokens whose logits are made fp32 at once
+# kinds of hooks that see what a module is given or gives, and whose hooks do not look at the numbers
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -41,7 +45,7 @@ class Tiling:
     for forwards without gradients, as `tiling.evaluated` has it. losses: sums of token losses, one a tile so far; None:
     nothing is added up. norms: attention or MLP -> the norm before it, whose only readers these are. deferred: of the
     norm that ran last, until all readers had it, (the storage of its output, what that stands for); unread: by how many
-    it is still to be read.
+    it is still to be read. layers: norm -> its layer. watched: norms that somebody else saw in this forward.
     """
 
     mlp: int | str
@@ -54,6 +58,20 @@ class Tiling:
     norms: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
     deferred: tuple[StorageWeakRef, Source] | None = None
     unread: int = 0
+    layers: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
+    watched: frozenset[nn.Module] = frozenset()
+
+    def defers(self, norm: nn.Module) -> bool:
+        """Whether nobody but its readers is given this norm's output, or its gradient. What a forward has found holds
+        for what checkpoints compute again: hooks may be gone by then."""
+        readers = [reader for reader, its in self.norms.items() if its is norm]
+        if not readers:
+            return False
+        layer = self.layers[norm]
+        others = "forward" in vars(layer) or not type(layer).forward.__module__.startswith("transformers.")
+        if others or not {norm, *readers} <= {*layer.children()} or any(map(_is_watched, (norm, *readers))):
+            self.watched |= {norm}
+        return norm not in self.watched
 
     def defer(self, x: Tensor, norm: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> Tensor:
         """A norm's output for x (B, s, d), which its readers compute."""
@@ -78,7 +96,8 @@ class Tiling:
             return source
         raise ConfigError(
             f"tiled norms need to be computed together with what reads them; got a {type(reader).__name__} that a "
-            "checkpoint of its own computes again, checkpoint whole layers, or leave mlp_tiles out"
+            "checkpoint of its own computes again, or a copy of its norm: checkpoint whole layers and patch the model "
+            "after its adapters are there, or leave mlp_tiles out"
         )
 
     def check_read(self) -> None:
@@ -110,6 +129,19 @@ class Tiling:
         finally:
             self.local = before
             self.forget()
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether it has hooks that may look at numbers: whoever is not known to be blind may."""
+    kinds = [*(getattr(module, f"_{kind}") for kind in HOOKS), *(getattr(of_all, f"_global_{kind}") for kind in HOOKS)]
+    return any(not _is_blind(hook) for kind in kinds for hook in kind.values())
+
+
+def _is_blind(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name = getattr(hook, "__module__", None) or ""
+    return any(name == one or name.startswith(f"{one}.") for one in BLIND)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:

@@ -81,7 +81,8 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
     hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
     modules = (*(module for module, _ in forwards), *head, base)
     tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
-    tiling.norms.update(_norms_before(model, mlps))
+    for layer, reader, norm in _norms_before(model, mlps):
+        tiling.norms[reader], tiling.layers[norm] = norm, layer
     for module in (*modules, *attentions(model)):
         setattr(module, TILING, tiling)
     for module in _zero_leaves(mlps, head):
@@ -155,18 +156,18 @@ def _norms(model: Any) -> list[nn.Module]:
     return [module for module in norms if not _has_other_forward(module)]
 
 
-def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Pairs (module that computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
+def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
+    """(layer, what computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
     for layer in getattr(model.base_model, "layers", ()):
         first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
         if layer.mlp not in mlps or first is None:
             continue
         staged = hasattr(layer.self_attn, STAGED)
         if staged and not _has_other_forward(first):
-            yield layer.self_attn, first
+            yield layer, layer.self_attn, first
         norm = next(getattr(layer, name) for name in NORMS_BEFORE_MLP if hasattr(layer, name))
         if (staged or norm is not first) and not _has_other_forward(norm):
-            yield layer.mlp, norm
+            yield layer, layer.mlp, norm
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -210,13 +211,21 @@ def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    getattr(module, TILING).local = not kwargs.get("sequence_parallel", False)  # the argument is the patch's
+    tiling = getattr(module, TILING)
+    tiling.local, tiling.watched = (
+        not kwargs.get("sequence_parallel", False),
+        frozenset(),
+    )  # the argument is the patch's
 
 
 def _after_base(module: Any, args: tuple, output: Any) -> None:
     tiling = getattr(module, TILING)
     tiling.local = False  # a checkpoint may compute layers again at any time
-    tiling.forget()
+    try:
+        if output is not None:  # forward has not failed
+            tiling.check_read()
+    finally:
+        tiling.forget()
 
 
 def _before_mlp(module: Any, args: tuple) -> tuple | None:
@@ -238,7 +247,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     if tiling.local or tiles == 1:
         return untiled(module, x)
     is_norm = _is_norm(module)
-    if is_norm and module in tiling.norms.values() and _keeps_dtype(module, untiled, x):
+    if is_norm and tiling.defers(module) and _keeps_dtype(module, untiled, x):
         return tiling.defer(x, module, untiled)
     if is_norm:
         tiling.check_read()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ds_seqpar
 from hf_integration import tiling, whole_calls, whole_sequences
@@ -146,6 +147,107 @@ def calls(checkpointing):
 
 def test_a_checkpointed_layer_does_not_compute_its_mlp_a_third_time():
     assert [on_ranks(1, calls, how)[0] for how in (None, False, True)] == [2, 2, 3]
+
+
+HOOKS = {
+    "forward": lambda module, see: module.register_forward_hook(lambda module, args, output: see(*args, output)),
+    "before": lambda module, see: module.register_forward_pre_hook(
+        lambda module, args, kwargs: see(*args, *kwargs.values()), with_kwargs=True
+    ),
+    "backward": lambda module, see: module.register_full_backward_hook(
+        lambda module, grads, given: see(*grads, *given)
+    ),
+}
+
+
+def hidden(given):
+    """The hidden states, or their gradients, among what a hook is given."""
+    return [x.detach().clone() for x in given if torch.is_tensor(x) and x.dim() == 3]
+
+
+def seen(part, kind, checkpointing, section):
+    """(what a hook on a part of the layer sees, gradients). One of forward is gone before backward."""
+    sp, model, found = make(size=1, **section), small(num_key_value_heads=4), []
+    model.patch_attention(sp)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard = sp.shard_batch(batch_of("odd"))
+    module = model.model.layers[0].get_submodule(part)
+    hook = HOOKS[kind](module, lambda *given: found.extend(hidden(given)))
+    loss = model.train()(**shard).loss
+    if kind != "backward":
+        hook.remove()
+    loss.backward()
+    return found, gradients(model)
+
+
+def seen_by_hooks():
+    """By part and kind: errors of what is seen, and the gap of gradients."""
+    found = {}
+    for part, kind, checkpointing in (
+        ("input_layernorm", "forward", False),
+        ("post_attention_layernorm", "before", True),
+        ("mlp", "forward", True),
+        ("mlp", "backward", False),
+        ("self_attn", "before", False),
+    ):
+        (plain, right), (mine, grads) = (
+            seen(part, kind, checkpointing, section) for section in ({}, {"mlp_tiles": 3, "head_stages": 2})
+        )
+        pairs = zip(mine, plain, strict=True)
+        found[part, kind] = [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), gap(grads, right)]
+    return found
+
+
+def test_hooks_see_numbers():
+    """A norm whose output or gradient somebody looks at is computed by itself."""
+    (found,) = on_ranks(1, seen_by_hooks)
+    assert len(found) == 5
+    for case, errors in found.items():
+        assert len(errors) > 1, case
+        assert all(error < 1e-5 for error in errors), (case, errors)  # NaN is not
+
+
+class Adapted(torch.nn.Module):
+    """An MLP with something beside it that reads the same."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(x) + 0.5 * x
+
+
+class WithResidual(LlamaDecoderLayer):
+    """A layer that reads a norm once more than llama's."""
+
+    def forward(self, hidden_states, **kwargs):
+        x = self.input_layernorm(hidden_states)
+        x = hidden_states + x + self.self_attn(hidden_states=x, **kwargs)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def with_other_readers(how, section):
+    sp, model = make(size=1, **section), small(num_key_value_heads=4)
+    layer = model.model.layers[0]
+    if how == "layer":
+        layer.__class__ = WithResidual
+    model.patch_attention(sp)
+    if how == "reader":
+        layer.mlp = Adapted(layer.mlp)
+    model(**sp.shard_batch(batch_of("odd"))).loss.backward()
+    return {name.replace("mlp.mlp", "mlp"): x for name, x in gradients(model).items()}
+
+
+def other_readers():
+    both = {}, {"mlp_tiles": 3, "head_stages": 2}
+    return [gap(*(with_other_readers(how, section) for section in both)) for how in ("reader", "layer")]
+
+
+def test_a_norm_with_readers_of_other_kinds_is_computed():
+    (gaps,) = on_ranks(1, other_readers)
+    assert all(gap < 1e-5 for gap in gaps), gaps
 
 
 # --- under ZeRO
