@@ -212,10 +212,8 @@ def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
 
 def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     tiling = getattr(module, TILING)
-    tiling.local, tiling.watched = (
-        not kwargs.get("sequence_parallel", False),
-        frozenset(),
-    )  # the argument is the patch's
+    tiling.local = not kwargs.get("sequence_parallel", False)  # the argument is the patch's
+    tiling.watched = frozenset()
 
 
 def _after_base(module: Any, args: tuple, output: Any) -> None:
