@@ -84,7 +84,7 @@ class Tile(NamedTuple):
         return self.groups * (square * (square + 1) // 2 + max(0, rows - columns) * columns)
 
 
-class _Piece(NamedTuple):
+class Line(NamedTuple):
     """Rows [q0, q1): row q0 + i sees columns [a + i * a_moves, b + i * b_moves)."""
 
     q0: int
@@ -107,7 +107,7 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
     queries = [(run.start, run.step, run.length) for run in q if run.length]
     found: list[Tile] = []
     for column, chain in _chains(kv):
-        pieces: list[_Piece] = []
+        pieces: list[Line] = []
         row = 0
         for run in queries:
             if not mask.documents:
@@ -176,7 +176,7 @@ def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[in
     return column, keys
 
 
-def _append(pieces: list[_Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
+def _append(pieces: list[Line], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
     """Appends what the rows of one query run see of keys in position order, all of one document."""
     start, step, length = q
     key, key_step, count = keys[-1]
@@ -185,7 +185,7 @@ def _append(pieces: list[_Piece], row: int, q: Triple, column: int, keys: list[T
     if mask.window and start - mask.window >= key + key_step * (count - 1):
         return
     if not mask.window and (not mask.causal or key + key_step * (count - 1) <= start - step):  # before it moves on
-        _join(pieces, _Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
+        _join(pieces, Line(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
         return
     left = _edge(q, keys, 1 - mask.window) if mask.window else [(0, 0, 0)]
     right = _edge(q, keys, 1) if mask.causal else [(0, sum(run[2] for run in keys), 0)]
@@ -193,7 +193,7 @@ def _append(pieces: list[_Piece], row: int, q: Triple, column: int, keys: list[T
         if a_moves > b_moves:
             q1 = min(q1, q0 + b - a)  # rows from there on are past all the columns
         if a < b:
-            _join(pieces, _Piece(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
+            _join(pieces, Line(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
@@ -229,7 +229,7 @@ def _put(found: list[tuple[int, int, int]], row: int, count: int, moves: int) ->
     found.append((row, count, moves))
 
 
-def _both(left: list, right: list, length: int) -> Iterator[_Piece]:
+def _both(left: list, right: list, length: int) -> Iterator[Line]:
     """Two edges as pieces in which both are linear."""
     i = j = row = 0
     while row < length:
@@ -237,13 +237,13 @@ def _both(left: list, right: list, length: int) -> Iterator[_Piece]:
         after_right = right[j + 1][0] if j + 1 < len(right) else length
         end = min(after_left, after_right)
         (a_row, a, a_moves), (b_row, b, b_moves) = left[i], right[j]
-        yield _Piece(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
+        yield Line(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
         i += end == after_left
         j += end == after_right
         row = end
 
 
-def _join(pieces: list[_Piece], piece: _Piece) -> None:
+def _join(pieces: list[Line], piece: Line) -> None:
     """Appends a piece, or lengthens the last one where it goes on as that does. A row alone goes on in any way."""
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]
@@ -251,12 +251,12 @@ def _join(pieces: list[_Piece], piece: _Piece) -> None:
             a_moves, b_moves = piece.a_moves, piece.b_moves
         goes_on = (q1, a + a_moves * (q1 - q0), b + b_moves * (q1 - q0)) == (piece.q0, piece.a, piece.b)
         if goes_on and (piece.q1 - q1 == 1 or (a_moves, b_moves) == (piece.a_moves, piece.b_moves)):
-            pieces[-1] = _Piece(q0, piece.q1, a, a_moves, b, b_moves)
+            pieces[-1] = Line(q0, piece.q1, a, a_moves, b, b_moves)
             return
     pieces.append(piece)
 
 
-def _cover(pieces: list[_Piece], square: bool, found: list[Tile]) -> None:
+def _cover(pieces: list[Line], square: bool, found: list[Tile]) -> None:
     """Appends the tiles of the pieces of one chain."""
     rectangle, joined = -1, -1  # of the last full rectangle; of a piece that has joined the one before it
 
@@ -288,7 +288,7 @@ def _cover(pieces: list[_Piece], square: bool, found: list[Tile]) -> None:
             found.append(Tile(q0, end, b - 1, b - 1 + rows, "causal"))
 
 
-def _stands(piece: _Piece, row: int, a: int, b: int) -> bool:
+def _stands(piece: Line, row: int, a: int, b: int) -> bool:
     """Whether a piece that begins with that row sees [a, b) in each of its rows."""
     flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
     return flat and (piece.q0, piece.a, piece.b) == (row, a, b)

@@ -10,21 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .tiles import Segments, Tile
+from .tiles import Line, Segments, Tile
 
 GAP = 512  # rows or columns without a pair that a call may have between two regions: they cost less than a launch
 OPEN = 8  # calls that a region may still join
-
-
-class _Line(NamedTuple):
-    """Rows [q0, q1): row q0 + i sees columns [a + i * a_moves, b + i * b_moves)."""
-
-    q0: int
-    q1: int
-    a: int
-    a_moves: int
-    b: int
-    b_moves: int
 
 
 class _Region(NamedTuple):
@@ -58,7 +47,7 @@ class _Region(NamedTuple):
     def seen(self, row: int) -> tuple[int, int]:
         return max(self.a0, self.a1 - (self.q1 - 1 - row)), min(self.b1, self.b0 + row - self.q0)
 
-    def followed(self, line: _Line) -> _Region | None:
+    def followed(self, line: Line) -> _Region | None:
         """With the line's rows; None where that is no region."""
         more = line.q1 - line.q0 - 1
         last = line.a + more * line.a_moves, line.b + more * line.b_moves
@@ -112,7 +101,7 @@ def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
     yield from growing
 
 
-def _lines(tile: Tile) -> Iterator[_Line]:
+def _lines(tile: Tile) -> Iterator[Line]:
     """What a tile's rows see, in pieces with straight edges."""
     q0, q1, k0, k1 = tile[:4]
     rows, columns = q1 - q0, k1 - k0
@@ -120,33 +109,33 @@ def _lines(tile: Tile) -> Iterator[_Line]:
     first = {"causal": 1, "band": tile.width}.get(tile.kind, columns)  # how many columns the first row sees
     moving = min(rows, columns - first + 1) if tile.kind in ("causal", "band") else 0
     if moving:
-        yield _Line(q0, q0 + moving, k0, a_moves, k0 + first, 1)
+        yield Line(q0, q0 + moving, k0, a_moves, k0 + first, 1)
     if moving < rows:
-        yield _Line(q0 + moving, q1, k0 + a_moves * moving, a_moves, k1, 0)
+        yield Line(q0 + moving, q1, k0 + a_moves * moving, a_moves, k1, 0)
 
 
-def _side_by_side(lines: list[_Line]) -> Iterator[tuple[int, list[_Line]]]:
+def _side_by_side(lines: list[Line]) -> Iterator[tuple[int, list[Line]]]:
     """From each row on at which a line begins or ends: the lines up to the next such row, neighbours as one."""
     lines = sorted(lines)
     rows = sorted({line.q0 for line in lines} | {line.q1 for line in lines})
-    held: list[_Line] = []
+    held: list[Line] = []
     begun = 0
     for row, end in itertools.pairwise(rows):
         held = [line for line in held if line.q1 > row]
         while begun < len(lines) and lines[begun].q0 == row:
             held.append(lines[begun])
             begun += 1
-        found: list[_Line] = []
+        found: list[Line] = []
         for a, b, a_moves, b_moves in sorted(_from(line, row) for line in held):
             before = found[-1] if found else None
             if before and before.b == a and (before.b_moves == a_moves or end == row + 1):
                 found[-1] = before._replace(b=b, b_moves=b_moves)
             else:
-                found.append(_Line(row, end, a, a_moves, b, b_moves))
+                found.append(Line(row, end, a, a_moves, b, b_moves))
         yield row, found
 
 
-def _from(line: _Line, row: int) -> tuple[int, int, int, int]:
+def _from(line: Line, row: int) -> tuple[int, int, int, int]:
     """(a, b, a_moves, b_moves) at that row."""
     more = row - line.q0
     return line.a + more * line.a_moves, line.b + more * line.b_moves, line.a_moves, line.b_moves
