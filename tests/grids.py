@@ -44,18 +44,23 @@ def cover(legal=lambda case: True, **axes):
 
 def _chosen(cases):
     """The places of the cases that make the cover."""
-    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
-    wanting = set().union(*pairs)
-    heap = [(-len(mine), index) for index, mine in enumerate(pairs)]
+    # every pair of values has a bit, as sets of tuples take many times the time
+    bits = {}
+    pairs = [
+        sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(sorted(case.items()), 2))
+        for case in cases
+    ]
+    wanting = (1 << len(bits)) - 1
+    heap = [(-mine.bit_count(), index) for index, mine in enumerate(pairs)]
     heapq.heapify(heap)
     taken = []
     while wanting:
         # counts only ever fall, so a case whose count still stands at the top of the heap has the most
         count, index = heapq.heappop(heap)
-        fresh = len(pairs[index] & wanting)
+        fresh = (pairs[index] & wanting).bit_count()
         if fresh == -count:
             taken.append(index)
-            wanting -= pairs[index]
+            wanting &= ~pairs[index]
         elif fresh:
             heapq.heappush(heap, (-fresh, index))
     return sorted(taken)

@@ -92,10 +92,11 @@ def _few(schedule):
 
 
 def _many(schedule):
-    """For each shape a cover of the rest."""
+    """For each number of ranks every shape, with each mask, each kind of heads, and whatever else there is."""
     for inner in GRID["inner"]:
-        cases = cover(_legal, **{**GRID, "schedule": (schedule,), "inner": (inner,)})
-        yield from itertools.product(cases, SCHEDULES[schedule].shapes(inner))
+        shapes = tuple(tuple(own.items()) for own in SCHEDULES[schedule].shapes(inner))
+        for case in cover(_legal, **{**GRID, "schedule": (schedule,), "inner": (inner,), "own": shapes}):
+            yield case, dict(case["own"])
 
 
 @pytest.mark.parametrize("cases", each_then_rest([_few], [_many]))
