@@ -149,10 +149,9 @@ def test_every_schedule_equals_dense_attention_under_any_mask(schedule, data):
     _check(data.draw(cases(schedule, 9)))
 
 
-@pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
 @pytest.mark.parametrize("schedule", SINGLE)
-@examples(400)
+@examples(100)
 @given(data=st.data())
 def test_every_schedule_equals_dense_attention_under_many_masks(schedule, data):
     _check(data.draw(cases(schedule, 16)))
@@ -165,20 +164,20 @@ DOCUMENTS = ([], [5, 7, 4], [1, 1, 14], [16], [4, 4, 4, 4], [8, 8])
 
 
 def _grid(schedule, size, windows, layouts=NAMED, packings=DOCUMENTS):
-    """How many of the cases the schedule took. Its shapes take turns, as tiles depend on the layout alone: each meets
-    every window, packing and layout."""
-    took, shapes, compilers = 0, SCHEDULES[schedule].shapes(size), {}
-    for at, layout in enumerate(layout for layout in layouts if layout in SCHEDULES[schedule].layouts):
-        for (w, window), (p, lengths) in itertools.product(enumerate(windows), enumerate(packings)):
-            mine = [own for n, own in enumerate(shapes) if (n - at - w - p) % 3 == 0] or shapes
-            for own, causal in itertools.product(mine, (True, False)):
-                config = SequenceParallelConfig(size=size, ulysses=1, schedule=schedule, layout=layout, **own)
-                mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
-                took += _check(Case(config, mask, 16, 16, (2, 1), None), compilers)
+    """How many of the cases the schedule took. The ring has all of them. Tiles depend on the layout alone, so layouts
+    and shapes of the others take turns: each pair of layout, shape, window and packing is met."""
+    took, shapes, compilers = 0, list(SCHEDULES[schedule].shapes(size)), {}
+    layouts = [layout for layout in layouts if layout in SCHEDULES[schedule].layouts]
+    for (w, window), (p, lengths) in itertools.product(enumerate(windows), enumerate(packings)):
+        dealt = layouts if schedule == "ring" else layouts[(w + p) % max(1, len(layouts)) :][:1]
+        mine = [own for n, own in enumerate(shapes) if (n - w // 3 - p) % 3 == 0] or shapes[:1]
+        for layout, own, causal in itertools.product(dealt, mine, (True, False)):
+            config = SequenceParallelConfig(size=size, ulysses=1, schedule=schedule, layout=layout, **own)
+            mask = Mask(causal=causal, window=window, documents=Mask.documents_of(lengths))
+            took += _check(Case(config, mask, 16, 16, (2, 1), None), compilers)
     return took
 
 
-@pytest.mark.timeout(2400)  # more than 10 minutes on a slow machine
 @pytest.mark.whole
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("schedule", SINGLE)

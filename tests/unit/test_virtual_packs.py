@@ -157,7 +157,7 @@ def test_packs_equal_dense_attention_under_every_schedule(schedule, data):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@examples(200)
+@examples(80)
 @given(data=st.data())
 def test_many_packs_equal_dense_attention_under_every_schedule(schedule, data):
     check(data.draw(packs(schedule, 16, 128)))
