@@ -66,22 +66,30 @@ def _chosen(cases):
     return sorted(taken)
 
 
-def grouped(group, legal=lambda case: True, few=None, **axes):
+def grouped(group, legal=lambda case: True, few=None, large=lambda case: False, **axes):
     """pytest parameters (name, cases): the cover, and marked `whole` the rest, each split by the axes in `group`.
 
     A group of cases is one test, so that pytest's own time for a case stays small. few: cases instead of the cover.
+    large: whether a case takes long; of a group of these the rest is a cover, too.
     """
     cases = whole(legal, **axes)
     few = [cases[index] for index in _chosen(cases)] if few is None else few
-    rest = [case for case in cases if case not in few]
-    return [*_split(few, group), *_split(rest, group, "rest-", marks=pytest.mark.whole)]
+    rest = _split([case for case in cases if case not in few], group)
+    thinned = {
+        f"rest-{name}": [members[index] for index in _chosen(members)] if large(members[0]) else members
+        for name, members in rest.items()
+    }
+    return [
+        *(pytest.param(members, id=name) for name, members in _split(few, group).items()),
+        *(pytest.param(members, id=name, marks=pytest.mark.whole) for name, members in thinned.items()),
+    ]
 
 
-def _split(cases, group, prefix="", **options):
+def _split(cases, group):
     groups = {}
     for case in cases:
-        groups.setdefault(prefix + "-".join(f"{axis}_{_name(case[axis])}" for axis in group), []).append(case)
-    return [pytest.param(members, id=name, **options) for name, members in groups.items()]
+        groups.setdefault("-".join(f"{axis}_{_name(case[axis])}" for axis in group), []).append(case)
+    return groups
 
 
 def _name(value):
