@@ -62,7 +62,7 @@ def _check_launcher() -> None:
 def _file_error(file: str) -> ConfigError | None:
     """Why a file cannot be written, known before a minute of measuring."""
     folder = Path(file).parent
-    if Path(file).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if os.path.isdir(file) or not os.access(folder, os.W_OK | os.X_OK):
         return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
     return None
 

@@ -5,7 +5,7 @@ Four plain families are counted here by a formula, without transformers. For any
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from ..compiler.schedules.base import is_count
@@ -31,9 +31,10 @@ def numbers_of(place: str) -> Model:
     The numbers of a plain decoder follow from its config alone. For any other family, and for a config with anything
     unusual, transformers counts; its import takes seconds.
     """
-    file = Path(place, "config.json") if Path(place).is_dir() else Path(place)
+    # os.path: a name that is too long for any file is one that does not exist, where Path raises
+    file = os.path.join(place, "config.json") if os.path.isdir(place) else place
     try:
-        found = counted(read_json(file, "--model")) if file.exists() else None
+        found = counted(read_json(file, "--model")) if os.path.exists(file) else None
     except ConfigError:
         found = None  # transformers' reader below raises, with a better sentence
     if found is not None:

@@ -8,7 +8,7 @@ from tests.fuzz import cases, ranks
 from tests.fuzz.run import Pools, fuzz
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.whole)])
 def test_attention_on_real_ranks(count, record_property):
     with contextlib.closing(Pools()) as pools:
         fuzz(

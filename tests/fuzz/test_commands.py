@@ -6,7 +6,7 @@ from tests.fuzz import commands, shell
 from tests.fuzz.run import Tried
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.whole)])
 def test_commands(count, record_property):
     tried = Tried(shell.try_one)
     for seed in range(count):

@@ -149,6 +149,7 @@ REFUSED = [
     (["--seq-len", "many"], ("--seq-len", "got 'many'")),
     (["--ranks", 0], ("--ranks", "got '0'")),
     (["--model", "/nowhere"], ("--model", "no /nowhere")),
+    (["--model", "x" * 300], ("--model", "no xxx")),
     (["--model", __file__], ("--model", __file__)),
     (["--config", "/nowhere.json"], ("/nowhere.json", "No such file")),
     (["--set", "ulysses"], ("--set", "KEY=VALUE", "got 'ulysses'")),

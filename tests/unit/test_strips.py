@@ -21,7 +21,7 @@ from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention
-from tests.grids import each_then_rest, grouped, whole
+from tests.grids import cover, each_then_rest, grouped
 from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import DIRECTIONS, built, joint, topology
 from tests.unit.test_schedule_bytes import UNITS
@@ -232,7 +232,7 @@ GRID = {
     "overlap": (False, True),
 }
 LONG = [
-    pytest.param(whole(**{**GRID, "shape": (shape,)}), id=f"shape_{shape}", marks=pytest.mark.whole)
+    pytest.param(cover(**{**GRID, "shape": (shape,)}), id=f"shape_{shape}", marks=pytest.mark.whole)
     for shape in ((4, 2), (4, 4), (3, 8), (5, 2))
 ]
 

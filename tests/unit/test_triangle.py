@@ -21,7 +21,7 @@ from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.testing import attention
-from tests.grids import each_then_rest, grouped, whole
+from tests.grids import cover, each_then_rest, grouped
 from tests.oracle import dense, errors, spreads, tensors
 from tests.unit.plans import DIRECTIONS, build, built, joint, pattern, shaped
 from tests.unit.test_schedule_bytes import UNITS
@@ -263,7 +263,7 @@ GRID = {
 
 
 LONG = [
-    pytest.param(whole(**{**GRID, "side": (side,)}), id=f"side_{side}", marks=pytest.mark.whole)
+    pytest.param(cover(**{**GRID, "side": (side,)}), id=f"side_{side}", marks=pytest.mark.whole)
     for side in GRID["side"]
     if side > 4
 ]
