@@ -1,4 +1,4 @@
-"""Layouts partition a sequence. Tiles of their blocks are in test_masks.py, the work that they give in test_balance.py."""
+"""Layouts partition a sequence. Tiles of their blocks: see test_masks.py; the work that they give: test_balance.py."""
 
 import itertools
 import re
