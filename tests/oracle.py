@@ -65,6 +65,16 @@ def errors(found, expected) -> list[float]:
     return [error(a, b) for a, b in zip(found, expected, strict=True)]
 
 
+def assert_exact(found, expected, case=None, limit=1e-10, least=0.0):
+    """Each pair differs by less than `limit` of the greatest expected number. least: of that, or of this number where
+    it is greater: a token that sees itself alone has gradients of 0."""
+    for name, a, b in zip(("out", "dq", "dk", "dv", "more"), found, expected, strict=False):
+        assert a.shape == b.shape, (name, case)
+        gap = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=least)
+        assert gap < limit, (name, float(gap), case)  # which a NaN is not
+    assert len(found) == len(expected)
+
+
 def spreads(found, expected) -> list[float]:
     """Of each pair the root mean square of a - b over that of b: it sees many small errors, where `error` sees one."""
     pairs = zip(found, expected, strict=True)

@@ -25,12 +25,19 @@ def leaves(sp, *whole):
     return [sp.shard(x, 1).requires_grad_() for x in whole]
 
 
-def attend(sp, q, k, v, do, causal=True, scale=None):
-    """Global (out, dq, dk, dv) from global inputs, each rank working on its own tokens."""
-    local = leaves(sp, q, k, v)
-    out = sp.attention(*local, causal=causal, scale=scale)
-    out.backward(sp.shard(do, 1))
-    return gather_all(sp, out, *(x.grad for x in local))
+def attend(sp, q, k, v, do, placement=None, way=None, **options):
+    """Global (out, dq, dk, dv) from global inputs, each rank working on its own tokens. placement: of a batch; its
+    shards are given too. way: what is called in place of `sp.attention`, with these options."""
+    local = [sp.shard(x, 1, placement).requires_grad_() for x in (q, k, v)]
+    out = (way or sp.attention)(*local, **options, **({"shards": placement.shards} if placement else {}))
+    out.backward(sp.shard(do, 1, placement))
+    return gather_all(sp, out, *(x.grad for x in local), placement=placement)
+
+
+def assert_exact(sp, whole, placement=None, way=None, least=0.0, **options):
+    """`attend` gives what dense attention does. options: causal, scale, mask."""
+    found = attend(sp, *whole, placement=placement, way=way, **options)
+    oracle.assert_exact(found, oracle.dense(*whole, **options), options, least=least)
 
 
 def gather_all(sp, *tensors, placement=None):
