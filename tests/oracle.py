@@ -30,6 +30,13 @@ def attention(
     return torch.einsum("bhqk,bkhd->bqhd", weights, values)
 
 
+def lse(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+    """Of each row the log-sum-exp of the scores that it sees, (B, S, Hq): -inf where it sees none."""
+    scores = torch.einsum("bqhd,bkhd->bqhk", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    hidden = ~seen(mask, range(q.shape[1]), range(k.shape[1]))[:, None]
+    return (scores * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf")).logsumexp(-1)
+
+
 def seen(mask: Mask, queries, keys) -> Tensor:
     """Which of the keys each query sees, at these positions: the definition, pair by pair."""
     q, kv = torch.as_tensor(queries)[:, None], torch.as_tensor(keys)[None, :]

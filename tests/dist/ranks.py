@@ -49,7 +49,7 @@ def gather_all(sp, *tensors, placement=None):
 
 def attention_error(sp):
     """The error of a small attention on this SequenceParallel, gradients too."""
-    whole = oracle.tensors(1, 16, (4, 2), seed=sp.data_rank)
+    whole = oracle.tensors(1, sp.multiple * -(-16 // sp.multiple), (4, 2), seed=sp.data_rank)
     return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
 
 

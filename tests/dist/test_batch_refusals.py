@@ -1,4 +1,7 @@
-"""Batches that cannot be trained on get one clear sentence on every rank of the world, and never a hang."""
+"""Batches that cannot be trained on get one clear sentence on every rank of the world, and never a hang.
+
+What says where documents lie is in test_packs.py.
+"""
 
 import pytest
 import torch
@@ -59,7 +62,6 @@ def of_two(call):
     return configured
 
 
-RESET = torch.arange(8).repeat(2).expand(2, -1)  # two documents of 8 tokens in a sequence
 PADDED = {"attention_mask": mask(13, 14, 15)}
 COMPLEX = torch.ones(2, 16, dtype=torch.complex64)
 ONE_GROUP = {
@@ -103,15 +105,6 @@ ONE_GROUP = {
         one_given(attention_mask=[[1] * 16] * 2),
         only_one("attention_mask", "(2, 16)", "got list"),
     ),
-    # axolotl#3608 and #2495, LLaMA-Factory PR 7338: packed documents attended to one another, loss 1.83 times too large
-    "documents from 1 on": (given(position_ids=RESET + 1), everywhere("position_ids", "got 1", "token 0")),
-    "positions that are a list": (one_given(position_ids=list(range(16))), only_one("position_ids", "got list")),
-    # transformers, accelerate: cumulative lengths of another micro-batch, used after an evaluation step
-    "lengths of another batch": (
-        given(position_ids=RESET, cu_seq_lens_q=torch.tensor([0, 5, 16, 32])),
-        everywhere("4 in position_ids", "3 others", "in cu_seq_lens_q"),
-    ),
-    "documents on one rank": (one_given(position_ids=RESET), differ("no [0] position_ids", "int64 (2, 16)")),
     "tensor of another shape": (
         given(pixel_values=torch.zeros(3, 5)),
         everywhere("(2, 16)", "pixel_values (3, 5)", "sp.shard"),
