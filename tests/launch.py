@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -81,6 +82,26 @@ _kept = {}  # world -> (word, Ranks that wait for the next function)
 _found = {}  # on a rank: what a new process has
 KEPT_WORLD = 4  # larger ones would fill the memory
 KEPT_FILES = 200  # open in a rank: groups that a test has left, with their sockets
+
+
+def on_each_of(ranks, **options):
+    """Makes a test of a function that each rank calls, with the test's own arguments. ranks: how many there are, or the
+    name of the argument that says so. options: those of `on_ranks`."""
+
+    def made(function):
+        @functools.wraps(function)
+        def test(**arguments):
+            world = arguments[ranks] if isinstance(ranks, str) else ranks
+            on_ranks(world, _body, function.__module__, function.__name__, arguments, **{"keep": "plain", **options})
+
+        return test
+
+    return made
+
+
+def _body(module, name, arguments):
+    """On a rank: what `on_each_of` has made a test of."""
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def _call_kept(word, world, function, *args, timeout):

@@ -30,6 +30,13 @@ def attention(
     return torch.einsum("bhqk,bkhd->bqhd", weights, values)
 
 
+def lse(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+    """Of each row the log-sum-exp of the scores that it sees, (B, S, Hq): -inf where it sees none."""
+    scores = torch.einsum("bqhd,bkhd->bqhk", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    hidden = ~seen(mask, range(q.shape[1]), range(k.shape[1]))[:, None]
+    return (scores * q.shape[3] ** -0.5).masked_fill(hidden, float("-inf")).logsumexp(-1)
+
+
 def seen(mask: Mask, queries, keys) -> Tensor:
     """Which of the keys each query sees, at these positions: the definition, pair by pair."""
     q, kv = torch.as_tensor(queries)[:, None], torch.as_tensor(keys)[None, :]
@@ -63,6 +70,16 @@ def error(found: Tensor, expected: Tensor) -> float:
 def errors(found, expected) -> list[float]:
     """`error` of each pair."""
     return [error(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+def assert_exact(found, expected, case=None, limit=1e-10, least=0.0):
+    """Each pair differs by less than `limit` of the greatest expected number. least: of that, or of this number where
+    it is greater: a token that sees itself alone has gradients of 0."""
+    for name, a, b in zip(("out", "dq", "dk", "dv", "more"), found, expected, strict=False):
+        assert a.shape == b.shape, (name, case)
+        gap = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=least)
+        assert gap < limit, (name, float(gap), case)  # which a NaN is not
+    assert len(found) == len(expected)
 
 
 def spreads(found, expected) -> list[float]:

@@ -25,12 +25,19 @@ def leaves(sp, *whole):
     return [sp.shard(x, 1).requires_grad_() for x in whole]
 
 
-def attend(sp, q, k, v, do, causal=True, scale=None):
-    """Global (out, dq, dk, dv) from global inputs, each rank working on its own tokens."""
-    local = leaves(sp, q, k, v)
-    out = sp.attention(*local, causal=causal, scale=scale)
-    out.backward(sp.shard(do, 1))
-    return gather_all(sp, out, *(x.grad for x in local))
+def attend(sp, q, k, v, do, placement=None, way=None, **options):
+    """Global (out, dq, dk, dv) from global inputs, each rank working on its own tokens. placement: of a batch; its
+    shards are given too. way: what is called in place of `sp.attention`, with these options."""
+    local = [sp.shard(x, 1, placement).requires_grad_() for x in (q, k, v)]
+    out = (way or sp.attention)(*local, **options, **({"shards": placement.shards} if placement else {}))
+    out.backward(sp.shard(do, 1, placement))
+    return gather_all(sp, out, *(x.grad for x in local), placement=placement)
+
+
+def assert_exact(sp, whole, placement=None, way=None, least=0.0, **options):
+    """`attend` gives what dense attention does. options: causal, scale, mask."""
+    found = attend(sp, *whole, placement=placement, way=way, **options)
+    oracle.assert_exact(found, oracle.dense(*whole, **options), options, least=least)
 
 
 def gather_all(sp, *tensors, placement=None):
@@ -42,7 +49,7 @@ def gather_all(sp, *tensors, placement=None):
 
 def attention_error(sp):
     """The error of a small attention on this SequenceParallel, gradients too."""
-    whole = oracle.tensors(1, 16, (4, 2), seed=sp.data_rank)
+    whole = oracle.tensors(1, sp.multiple * -(-16 // sp.multiple), (4, 2), seed=sp.data_rank)
     return max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
 
 
@@ -66,52 +73,41 @@ def refusal(function, *args, **kwargs):
     return None, None
 
 
-def try_all(table, sp):
+def lacking(refused, kind, *words):
+    """What a `refusal` lacks of being one sentence of this kind, with these words."""
+    found, message = refused
+    return missing(message, *words) if found == kind and is_one_sentence(message) else [kind, "one sentence"]
+
+
+def assert_all_refused(table, sp):
     """Every call of a table in turn, then a good attention: refusals must leave the ranks in step.
 
-    table: name -> (call(sp, rank), what ranks are to be told). Returns (name -> (kind, message, elements that arrived),
-    error of the attention).
+    table: name -> (call(sp, rank), what ranks are to be told). Nothing may arrive before a refusal.
     """
-    found = {}
-    for name, (call, _) in table.items():
-        refused = refusal(call, sp, dist.get_rank())
-        found[name] = *refused, sum(sp.comm.received.values())
+    rank, wrong = dist.get_rank(), {}
+    for name, (call, expected) in table.items():
+        refused = refusal(call, sp, rank)
+        if lacking(refused, *expected.get(rank, expected.get("others"))) or sum(sp.comm.received.values()):
+            wrong[name] = refused
         sp.accumulation_steps = None
-    return found, attention_error(sp)
-
-
-def assert_all_refused(table, results):
-    """results: what `try_all` returned, by rank."""
-    for name, (_, expected) in table.items():
-        for rank, (found, _) in enumerate(results):
-            kind, message, received = found[name]
-            wanted, *words = expected.get(rank, expected.get("others"))
-            assert kind == wanted, (name, rank, kind, message)
-            assert is_one_sentence(message), (name, rank, message)
-            assert missing(message, *words) == [], (name, rank, message)
-            assert received == 0, (name, rank)
-    assert max(error for _, error in results) < 1e-10
+    assert attention_error(sp) < 1e-10
+    assert wrong == {}, rank
 
 
 def is_one_sentence(message):
     return bool(message.strip()) and "\n" not in message and not re.search(r"[.!?]\s+[A-Z]", message)
 
 
-def everywhere(kind, *words):
+def everywhere(*words, kind="InputError"):
     """Every rank is told the same."""
     return {"others": (kind, *words)}
 
 
-def only_one(kind, *words):
+def only_one(*words, kind="InputError"):
     """The wrong rank is told what is wrong; the others are told it too, and which rank it is."""
     return {WRONG: (kind, *words), "others": ("DisagreementError", f"rank {WRONG} cannot", *words)}
 
 
 def differ(*words):
     """All ranks are told what differs, and which ranks were given what."""
-    return everywhere("DisagreementError", "the same", f"rank {WRONG}: ", *words)
-
-
-def on_wrong(rank, **options):
-    """These options on the wrong rank, none on the others."""
-    return options if rank == WRONG else {}
+    return everywhere("the same", f"rank {WRONG}: ", *words, kind="DisagreementError")

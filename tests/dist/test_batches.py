@@ -1,12 +1,12 @@
 """shard_batches: labels are shifted before they are sharded, positions are global, and the divisor gives the mean."""
 
-import itertools
-
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import oracle
 from tests.dist.ranks import SECONDS, attend, make
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 
 IGNORE = -100
@@ -28,48 +28,43 @@ def shifted(labels):
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], dim=1)
 
 
-def batches_of_layouts(degree):
-    """A sharded batch for every layout; what came in is left as it was."""
-    found, whole = [], a_batch(0)
+# deepspeed#5419 and #7473: ranks' losses differed, labels and position ids were suspected; deepspeed#7458: not sharded
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@on_each_of(WORLD)
+def test_shards_put_together_are_the_batch(degree):
+    """In every layout; what came in is left as it was."""
+    whole = a_batch(0)
+    expected = {**whole, "shift_labels": shifted(whole["labels"]), "extra": EXTRA}
     for layout in LAYOUTS:
         sp = make(ulysses=degree, layout=layout)
         given = {**whole, "extra": EXTRA, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]}
-        found.append(sp.shard_batch(given))
+        shard = sp.shard_batch(given)
         assert set(given) == {"input_ids", "labels", "extra", "position_ids", "names"}
         assert all(torch.equal(whole[name], x) for name, x in a_batch(0).items())
+        places = shard["position_ids"]
+        assert torch.equal(places, places[:1].expand(2, SEQ // WORLD))
+        order = torch.cat(gathered(places[0]))
+        assert sorted(order.tolist()) == list(range(SEQ))
+        for name, x in expected.items():
+            assert torch.equal(torch.cat(gathered(shard[name]), dim=1), x[:, order]), (layout, name)
+        assert shard["names"] == ["a", "b"]
+        assert set(shard) == {*expected, "names", "position_ids", "num_items_in_batch"}
+
+
+def gathered(x):
+    """Those of all ranks."""
+    found = [None] * WORLD
+    dist.all_gather_object(found, x)
     return found
 
 
-# deepspeed#5419 and #7473: ranks' losses differed, labels and position ids were suspected; deepspeed#7458: not sharded
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_shards_put_together_are_the_batch(degree):
-    whole = a_batch(0)
-    expected = {**whole, "shift_labels": shifted(whole["labels"]), "extra": EXTRA}
-    for shards in zip(*on_ranks(WORLD, batches_of_layouts, degree), strict=True):
-        places = [shard["position_ids"] for shard in shards]
-        assert all(torch.equal(x, x[:1].expand(2, SEQ // WORLD)) for x in places)
-        order = torch.cat([x[0] for x in places])
-        assert sorted(order.tolist()) == list(range(SEQ))
-        for name, x in expected.items():
-            assert torch.equal(torch.cat([shard[name] for shard in shards], dim=1), x[:, order]), name
-        for shard in shards:
-            assert shard["names"] == ["a", "b"]
-            assert set(shard) == {*expected, "names", "position_ids", "num_items_in_batch"}
-
-
-def boundary():
-    sp = make(layout="contiguous")
-    ids = torch.arange(SEQ)[None]
-    shard = sp.shard_batch({"input_ids": ids, "labels": ids})
-    return shard["input_ids"][0].tolist(), shard["shift_labels"][0].tolist()
-
-
 # shifted after sharding, the last token of every shard would predict nothing, or its own shard's first
+@on_each_of(WORLD)
 def test_a_shards_last_token_predicts_the_next_shards_first():
-    shards = on_ranks(WORLD, boundary)
-    for (_, labels), (ids, _) in itertools.pairwise(shards):
-        assert labels[-1] == ids[0]
-    assert shards[-1][1][-1] == IGNORE
+    sp, ids = make(layout="contiguous"), torch.arange(SEQ)[None]
+    shard = sp.shard_batch({"input_ids": ids, "labels": ids})
+    firsts = [*(int(x[0, 0]) for x in gathered(shard["input_ids"])), IGNORE]
+    assert shard["shift_labels"][0, -1] == firsts[sp.rank + 1]
 
 
 # layout, and of each micro-batch of a window: its seed, and the share of its labels that do not count
@@ -146,57 +141,85 @@ def test_no_labels_at_all_give_no_loss_and_no_nan():
         assert (loss, mean) == (0.0, 0.0)
 
 
-def first_label():
-    """Only a sequence's first token has a label: no token stands to its left to predict it."""
-    sp = make()
+@on_each_of(WORLD)
+def test_a_first_tokens_label_is_predicted_by_nobody():
+    """No token stands to its left."""
     labels = torch.full((1, SEQ), IGNORE)
     labels[0, 0] = 7
-    return int((sp.shard_batch({"labels": labels})["shift_labels"] != IGNORE).sum())
+    assert (make().shard_batch({"labels": labels})["shift_labels"] == IGNORE).all()
 
 
-def test_a_first_tokens_label_is_predicted_by_nobody():
-    assert on_ranks(WORLD, first_label) == [0] * WORLD
-
-
-def evaluation():
+# transformers#48167: eval_loss came out cp times too large
+@on_each_of(WORLD)
+def test_evaluation_takes_one_batch_of_a_window():
+    labels = torch.cat([shifted(a_batch(group)["labels"]) for group in (0, 1)])
     sp = make(size=2)
     sp.accumulation_steps = 2
     sharded = sp.shard_batch(a_batch(sp.data_rank), training=False)
     loss = sp.mean_loss(token_loss(sharded["shift_labels"]).sum() / sharded["num_items_in_batch"])
-    return loss, sp.accumulation_steps
-
-
-# transformers#48167: eval_loss came out cp times too large
-def test_evaluation_takes_one_batch_of_a_window():
-    labels = torch.cat([shifted(a_batch(group)["labels"]) for group in (0, 1)])
-    expected = token_loss(labels).sum().item() / int((labels != IGNORE).sum())
-    for loss, steps in on_ranks(WORLD, evaluation):
-        assert loss == pytest.approx(expected, rel=1e-12)
-        assert steps == 2
-
-
-def padded(real):
-    """Attention on a batch padded on the right, against the sequences without their padding, on real tokens."""
-    sp = make(layout="zigzag")
-    q, k, v, do = oracle.tensors(2, 24, (4, 2))
-    lengths = (24, real)
-    kept = torch.arange(24) < torch.tensor(lengths)[:, None]
-    ids = torch.where(kept, torch.arange(48).view(2, 24), 0)
-    labels = torch.where(kept, ids, -100)
-    sharded = sp.shard_batch({"input_ids": ids, "labels": labels, "attention_mask": kept.long()})
-    # padding is full of rubbish, and no loss comes from it
-    found = attend(sp, q, k, v, do * kept[..., None, None])
-    errors = []
-    for row, length in enumerate(lengths):
-        alone = [x[row : row + 1, :length] for x in (q, k, v, do)]
-        errors += oracle.errors([x[row : row + 1, :length] for x in found], oracle.dense(*alone))
-    return max(errors), "attention_mask" in sharded, sharded["num_items_in_batch"]
+    assert loss == pytest.approx(token_loss(labels).sum().item() / int((labels != IGNORE).sum()), rel=1e-12)
+    assert sp.accumulation_steps == 2
 
 
 # TransformerEngine#3331: tail padding dropped real keys; #2186: backward was NaN where half a rank was padding
 @pytest.mark.parametrize("real", [23, 17, 2])
+@on_each_of(WORLD, timeout=SECONDS)
 def test_right_padding_equals_no_padding(real):
-    for error, masked, items in on_ranks(4, padded, real, timeout=SECONDS):
-        assert error < 1e-10
-        assert not masked
-        assert items == (23 + real - 1) / 4
+    """On real tokens, attention is that on the sequences without their padding, which needs no mask."""
+    sp, lengths = make(layout="zigzag"), (24, real)
+    q, k, v, do = oracle.tensors(2, 24, (4, 2))
+    kept = torch.arange(24) < torch.tensor(lengths)[:, None]
+    ids = torch.where(kept, torch.arange(48).view(2, 24), 0)
+    labels = torch.where(kept, ids, IGNORE)
+    sharded = sp.shard_batch({"input_ids": ids, "labels": labels, "attention_mask": kept.long()})
+    assert "attention_mask" not in sharded
+    assert sharded["num_items_in_batch"] == (23 + real - 1) / WORLD
+    # padding is full of rubbish, and no loss comes from it
+    whole = q, k, v, do * kept[..., None, None]
+    mine = attend(sp, *whole)
+    for row, length in enumerate(lengths):
+        found, alone = ([x[row : row + 1, :length] for x in of] for of in (mine, whole))
+        oracle.assert_exact(found, oracle.dense(*alone), length)
+
+
+PADDED = {
+    "left": [(5, 16), (0, 16)],
+    "right": [(0, 11), (0, 16)],
+    "both": [(2, 9), (4, 16)],
+    "a row": [(0, 16), (0, 0)],
+}
+FILLED = {
+    "1, as transformers has it": lambda counted, real: counted.masked_fill(~real, 1),
+    "0": lambda counted, real: counted.masked_fill(~real, 0),
+    "what a sum gives": lambda counted, real: counted,
+    "anything": lambda counted, real: torch.where(real, counted, torch.arange(16) * 7 % 5),
+}
+
+
+def padded(sp, real, positions):
+    """What a rank holds, and the documents, of a batch with these position_ids."""
+    ids = torch.arange(32).view(2, 16) + 1
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~real, IGNORE), "attention_mask": real.long()}
+    found = sp.shard_batch({**batch, **({} if positions is None else {"position_ids": positions})})
+    kept = ["input_ids", "shift_labels", "position_ids"]
+    return [found[name].tolist() for name in kept], getattr(found.get("placement"), "mask", None)
+
+
+@on_each_of(2)
+def test_positions_on_padding_may_be_anything():
+    sp, at = make(ulysses=1), torch.arange(16)
+    for rows in PADDED.values():
+        real = torch.stack([(at >= first) & (at < end) for first, end in rows])
+        first, *others = (padded(sp, real, fill(real.cumsum(1) - 1, real)) for fill in FILLED.values())
+        assert all(other == first for other in others), (first, others)
+        assert first[1] is None or len(first[1].documents) <= 5  # padding is a document, not one a token
+        assert padded(sp, real, at[None]) == padded(sp, real, None)
+
+
+@on_each_of(4)
+def test_positions_of_a_placement_begin_again_with_each_document():
+    sp, lengths = make(ulysses=2), (5, 1, 17, 9)
+    placement = sp.place(sum(lengths), lengths)
+    whole = torch.cat([torch.arange(length) for length in lengths])
+    assert torch.equal(sp.position_ids(sum(lengths), placement), sp.shard(whole, 0, placement))
+    assert len(placement.position_ids(2, 0)) == 8

@@ -11,9 +11,8 @@ from torch.distributed import distributed_c10d
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.runtime.inputs import Asked
 from tests import oracle
-from tests.dist.ranks import attend, attention_error, is_one_sentence, leaves, make, refusal
-from tests.launch import on_ranks
-from tests.words import missing
+from tests.dist.ranks import assert_exact, attention_error, lacking, leaves, make, refusal
+from tests.launch import on_each_of
 
 REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 
@@ -44,76 +43,65 @@ def at_rest():
     return before
 
 
-def drop_many(count, config):
-    before, errors = at_rest(), []
+MESH = {"ulysses": 1, "schedule": "attention2d", "rows": 2, "cols": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "config"),
+    [
+        (2, 6, {"ulysses": 2}),
+        (4, 2, MESH),
+        pytest.param(2, 48, {"ulysses": 2}, marks=pytest.mark.whole),
+        pytest.param(4, 16, MESH, marks=pytest.mark.whole),
+    ],
+)
+@on_each_of("ranks", keep=None)
+def test_many_that_were_dropped_leave_nothing(ranks, count, config):
+    before = at_rest()
     gc.disable()  # freed with the last reference, without a collector's help
     for _ in range(count):
-        errors.append(attention_error(make(**config)))
-    return before, settled(before), max(errors)
+        assert attention_error(make(**config)) < 1e-10
+    assert settled(before) == before
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.whole)])
-def test_many_that_were_dropped_leave_nothing(times):
-    mesh = {"ulysses": 1, "schedule": "attention2d", "rows": 2, "cols": 2}
-    for world, count, config in ((2, 6 * times, {"ulysses": 2}), (4, 2 * times, mesh)):
-        for before, after, error in on_ranks(world, drop_many, count, config):
-            assert after == before
-            assert error < 1e-10
-
-
-def drop_before_backward():
+@on_each_of(4, keep=None)
+def test_a_dropped_one_lives_until_its_backward_is_done():
     """What autograd has kept works to the end, and is let go of then."""
     before = at_rest()
     sp = make(ulysses=2)
     whole = oracle.tensors(1, 16, (4, 2))
-    local, do, like = leaves(sp, *whole[:3]), sp.shard(whole[3], 1), sp.shard
+    local, do = leaves(sp, *whole[:3]), sp.shard(whole[3], 1)
     out = sp.attention(*local)
-    expected = [like(x, 1) for x in oracle.dense(*whole)]
-    del sp, like
-    meanwhile = held()
+    expected = [sp.shard(x, 1) for x in oracle.dense(*whole)]
+    del sp
+    assert held()[0] > before[0]
     out.backward(do)
-    error = max(oracle.errors([out.detach(), *(x.grad for x in local)], expected))
+    oracle.assert_exact([out.detach(), *(x.grad for x in local)], expected)
     del out
-    return before, meanwhile, settled(before), error
+    assert settled(before) == before
 
 
-def test_a_dropped_one_lives_until_its_backward_is_done():
-    for before, meanwhile, after, error in on_ranks(4, drop_before_backward):
-        assert meanwhile[0] > before[0]
-        assert after == before
-        assert error < 1e-10
-
-
-def close():
+@on_each_of(4, keep=None)
+def test_a_closed_one_says_so():
     before = at_rest()
     with make(ulysses=2) as sp:
         whole = oracle.tensors(1, 16, (4, 2))
-        good = max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
+        assert_exact(sp, whole)
     sp.close()  # a second time
     local = leaves(sp, *whole[:3])
-    calls = (
+    for call in (
         lambda: sp.attention(*local),
         lambda: sp.attention_agreed(*local, Asked(CAUSAL, None, None)),
         lambda: sp.gather(local[0].detach(), 1),
         lambda: sp.mean_loss(local[0].sum()),
         lambda: sp.shard_batch({"labels": whole[0][0, :, 0, :1].long().T}),
         lambda: setattr(sp, "accumulation_steps", None) or sp.groups.sp,
-    )
+    ):
+        assert lacking(refusal(call), "ConfigError", "SequenceParallel", "closed") == []
     try:
         with make(ulysses=2) as failed:
             raise ArithmeticError("of the user's own")
     except ArithmeticError:
-        still = refusal(lambda: failed.groups.sp)  # noqa: F821 - other ranks may be using it
+        assert refusal(lambda: failed.groups.sp) == (None, None)  # noqa: F821 - other ranks may be using it
     del failed
-    return good, [refusal(call) for call in calls], still, (before, settled(before))
-
-
-def test_a_closed_one_says_so():
-    for good, told, still, (before, after) in on_ranks(4, close):
-        assert good < 1e-10
-        for kind, message in told:
-            assert kind == "ConfigError"
-            assert missing(message, "SequenceParallel", "closed") == []
-            assert is_one_sentence(message)
-        assert still == (None, None)
-        assert after == before
+    assert settled(before) == before

@@ -16,9 +16,12 @@ from transformers.integrations import HfDeepSpeedConfig
 import ds_seqpar
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
+from tests import oracle
+from tests.dist.ranks import refusal
 from tests.grids import each_then_rest, few_then_rest, grouped
 from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, STAGES, array, gap, norm, one_process, part, ragged, small, step
 from tests.hf.llama import settings as json_settings
+from tests.launch import on_each_of
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
@@ -48,13 +51,22 @@ def global_window(case):
     return ragged(section(case), case.get("ranks", WORLD) // section(case)["size"], case["steps"])
 
 
+def started(case, model=None, **changes):
+    """(engine, its SequenceParallel, this rank's part of the window) of a case."""
+    engine, *_ = ds_seqpar.initialize(model=model or small(), config=settings(case, **changes))
+    return engine, engine.sequence_parallel, own_window(case, engine.sequence_parallel)
+
+
+def own_window(case, sp):
+    return [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
+
+
 def train(cases, changes=None, mistake=None):
     """One step a case on this rank. mistake: a function of (sp, batch) that spoils what shard_batches gave."""
     results = []
     for case in cases:
-        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case, **changes or {}))
-        sp = engine.sequence_parallel
-        batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)])
+        engine, sp, window = started(case, **changes or {})
+        batches = sp.shard_batches(window)
         for batch in batches if mistake else ():
             mistake(sp, batch)
         labels = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
@@ -109,23 +121,13 @@ def test_gradients_loss_and_norm_are_those_of_one_process(cases):
 def test_one_rank_is_one_process():
     """Without ranks to share with, initialize changes nothing."""
     case = {"stage": "2", "mode": "s1", "steps": 3}
-    expected = one_process(small(), alone(case))
-    ((result,),) = on_ranks(1, train_alone, [case])
-    check(result, *expected, case["stage"])
+    ((result,),) = on_ranks(1, train_alone, case)
+    check(result, *one_process(small(), ragged({"size": 4}, 1, 3)), case["stage"])
 
 
-def alone(case):
-    return ragged({"size": 4}, 1, case["steps"])
-
-
-def train_alone(cases):
-    results = []
-    for case in cases:
-        engine, *_ = ds_seqpar.initialize(
-            model=small(), config=settings(case, train_micro_batch_size_per_gpu=4, sequence_parallel={"size": "auto"})
-        )
-        results.append(step(engine, engine.sequence_parallel.shard_batches(alone(case))))
-    return results
+def train_alone(case):
+    engine, sp, _ = started(case, train_micro_batch_size_per_gpu=4, sequence_parallel={"size": "auto"})
+    return [step(engine, sp.shard_batches(ragged({"size": 4}, 1, 3)))]
 
 
 def times_sp(sp, batch):
@@ -188,35 +190,24 @@ def test_clipping_hides_what_sgd_shows(size):
     assert wrong["norm"] == pytest.approx(right["norm"] / size, rel=1e-5)
 
 
-def train_without_labels(cases):
-    results = []
-    for case in cases:
-        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case))
-        sp = engine.sequence_parallel
-        window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
-        for batch in window:
-            batch["labels"].fill_(IGNORE)
-        results.append(step(engine, sp.shard_batches(window)))
-    return results
-
-
 @pytest.mark.parametrize("ranks", each_then_rest([2], [WORLD]))
+@on_each_of("ranks", keep="deepspeed")
 def test_a_window_without_any_label_is_zero_and_not_nan(ranks):
     """Megatron#1764, axolotl#3026: a mean over nothing."""
-    cases = [{"stage": stage, "mode": "r2", "steps": 1, "ranks": ranks} for stage in ("0", "2", "3")]
-    for results in on_ranks(ranks, train_without_labels, cases):
-        for result in results:
-            assert result["loss"] == 0
-            assert not any(g.any() for g in result["gradients"].values())
+    for stage in ("0", "2", "3"):
+        engine, sp, window = started({"stage": stage, "mode": "r2", "steps": 1, "ranks": ranks})
+        for batch in window:
+            batch["labels"].fill_(IGNORE)
+        result = step(engine, sp.shard_batches(window))
+        assert result["loss"] == 0
+        assert not any(g.any() for g in result["gradients"].values())
 
 
 def evaluate_then_train(cases):
     """(evaluation loss of two batches, where training has windows of another length; a training step after it)."""
     results = []
     for case in cases:
-        engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case))
-        sp = engine.sequence_parallel
-        window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
+        engine, sp, window = started(case)
         engine.eval()
         with torch.no_grad():
             loss = sp.mean_loss([engine(**batch).loss for batch in sp.shard_batches(window[:2], training=False)])
@@ -310,8 +301,7 @@ def count_sequences(batch_settings):
     for changes in batch_settings:
         engine, *_ = ds_seqpar.initialize(model=small(), config={**config, **changes})
         sp = engine.sequence_parallel
-        window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window({**case, "steps": 3})]
-        result = step(engine, sp.shard_batches(window))
+        result = step(engine, sp.shard_batches(own_window({**case, "steps": 3}, sp)))
         sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
         numbers = *sizes, engine.gradient_accumulation_steps()
         found.append({**result, "numbers": numbers, "expected_window": sp.accumulation_steps})
@@ -339,65 +329,45 @@ def test_train_batch_size_counts_sequences():
             check(result, *expected, case["stage"])
 
 
-def translate(configs):
-    """What deepspeed_config, and then initialize, say to each."""
-    sp, said = SequenceParallel(SequenceParallelConfig(size=2)), []
-    for config in configs:
-        for call in (lambda c: deepspeed_config(c, sp), lambda c: ds_seqpar.initialize(model=small(), config=c)):
-            try:
-                call({**config, "gradient_clipping": 0, "sequence_parallel": {"size": 2}})
-                said.append((None, ""))
-            except ValueError as error:
-                said.append((type(error).__name__, str(error)))
-    return said
+REFUSED = [
+    ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2}, ("train_batch_size", "multiple of 4", "got 10")),
+    (
+        {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+        ("train_batch_size", "12 = 2 groups", "micro-batch 2 x accumulation 3", "got 24"),
+    ),
+    ({"train_batch_size": 3}, ("train_batch_size", "multiple of 2", "got 3")),
+    ({"train_batch_size": "auto"}, ('"auto" for train_batch_size', "without a Trainer")),
+    ({"train_micro_batch_size_per_gpu": 0}, ("train_micro_batch_size_per_gpu", "got 0")),
+    (
+        {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1.5},
+        ("gradient_accumulation_steps", "got 1.5"),
+    ),
+]
 
 
+@on_each_of(WORLD, keep="deepspeed")
 def test_batch_sizes_that_do_not_fit_are_refused():
     """By both doors, on every rank, with the number that would fit."""
-    configs = [
-        {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2},
-        {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
-        {"train_batch_size": 3},
-        {"train_batch_size": "auto"},
-        {"train_micro_batch_size_per_gpu": 0},
-        {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1.5},
-    ]
-    needed = [
-        ("train_batch_size", "multiple of 4", "got 10"),
-        ("train_batch_size", "12 = 2 groups", "micro-batch 2 x accumulation 3", "got 24"),
-        ("train_batch_size", "multiple of 2", "got 3"),
-        ('"auto" for train_batch_size', "without a Trainer"),
-        ("train_micro_batch_size_per_gpu", "got 0"),
-        ("gradient_accumulation_steps", "got 1.5"),
-    ]
-    for said in on_ranks(WORLD, translate, configs):
-        for (kind, message), words in zip(said, [words for words in needed for _ in range(2)], strict=True):
-            assert kind == "ConfigError"
-            assert missing(message, *words) == []
+    sp = SequenceParallel(SequenceParallelConfig(size=2))
+    for changes, words in REFUSED:
+        config = {**changes, "gradient_clipping": 0, "sequence_parallel": {"size": 2}}
+        for refused in (
+            refusal(deepspeed_config, config, sp),
+            refusal(ds_seqpar.initialize, model=small(), config=config),
+        ):
+            assert refused[0] == "ConfigError", changes
+            assert missing(refused[1], *words) == []
 
 
-def shard_windows(windows):
-    """What shard_batches says to windows, by (length, whether in training), where 3 micro-steps are configured."""
-    case, said = {"stage": "0", "mode": "r2", "steps": 3}, []
-    engine, *_ = ds_seqpar.initialize(model=small(), config=settings(case))
-    sp = engine.sequence_parallel
-    batch = part(global_window(case)[0], sp.data_rank, sp.data_size)
-    for length, training in windows:
-        try:
-            said.append(len(sp.shard_batches([batch] * length, training=training)))
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
+@on_each_of(WORLD, keep="deepspeed")
 def test_a_window_of_another_length_is_refused():
     """360-LLaMA-Factory#1, verl#2857: N of one micro-step and the division by three. Evaluation may differ."""
-    windows = [(1, True), (4, True), (3, True), (1, False), (4, False)]
-    for refused, also_refused, taken, *evaluated in on_ranks(WORLD, shard_windows, windows):
-        assert missing(refused, "3 micro-batches", "got 1") == []
-        assert missing(also_refused, "3 micro-batches", "got 4") == []
-        assert taken == 3
-        assert evaluated == [1, 4]
+    _, sp, (batch, *_) = started({"stage": "0", "mode": "r2", "steps": 3})
+    for length in (1, 4):
+        kind, message = refusal(sp.shard_batches, [batch] * length)
+        assert missing(message, "3 micro-batches", f"got {length}") == [], kind
+        assert len(sp.shard_batches([batch] * length, training=False)) == length
+    assert len(sp.shard_batches([batch] * 3)) == 3
 
 
 def train_sharded_on_load(folder, cases):
@@ -410,8 +380,7 @@ def train_sharded_on_load(folder, cases):
         del loading  # it works for as long as it is there
         sharded = all(p.numel() == 0 and p.ds_numel > 0 for p in model.parameters())
         engine, *_ = ds_seqpar.initialize(model=model, config=settings(case), sequence_parallel=sp)
-        batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)])
-        results.append({**step(engine, batches), "sharded": sharded})
+        results.append({**step(engine, sp.shard_batches(own_window(case, sp))), "sharded": sharded})
     return results
 
 
@@ -466,8 +435,7 @@ def train_own(cases):
         sp = SequenceParallel(SequenceParallelConfig(**section(case)))
         engine, *_ = ds_seqpar.initialize(model=Own(sp), config=settings(case), sequence_parallel=sp)
         assert engine.sequence_parallel is sp
-        window = [part(batch, sp.data_rank, sp.data_size) for batch in global_window(case)]
-        results.append(step(engine, sp.shard_batches(window)))
+        results.append(step(engine, sp.shard_batches(own_window(case, sp))))
     return results
 
 
@@ -487,8 +455,9 @@ def one_process_own(case):
     return {name: array(p.grad) for name, p in model.named_parameters()}, loss.item()
 
 
-def mixed_under_autocast():
-    """dtypes of attention's result and gradients for q and k in fp32 beside v in bf16, and the error against sdpa."""
+@on_each_of(WORLD, keep="deepspeed")
+def test_attention_takes_the_dtypes_that_autocast_makes():
+    """Under torch.autocast RoPE leaves q and k in fp32 beside a bf16 v; sdpa takes that, in bf16, and so does ours."""
     sp = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2))
     torch.manual_seed(0)
     whole = [torch.randn(1, SEQ, heads, 8, requires_grad=True) for heads in (8, 2, 2)]
@@ -499,16 +468,10 @@ def mixed_under_autocast():
         ).transpose(1, 2)
         out = sp.attention(*local[:2], local[2].bfloat16())
     out.float().sum().backward()
-    gathered = sp.gather(out.detach(), 1)
-    return str(out.dtype), [str(x.grad.dtype) for x in local], gap({"out": array(gathered)}, {"out": array(plain)})
-
-
-def test_attention_takes_the_dtypes_that_autocast_makes():
-    """Under torch.autocast RoPE leaves q and k in fp32 beside a bf16 v; sdpa takes that, in bf16, and so does ours."""
-    for dtype, gradients, difference in on_ranks(WORLD, mixed_under_autocast):
-        assert dtype == "torch.bfloat16"
-        assert gradients == ["torch.float32"] * 3
-        assert difference < 2**-7  # two bf16 results, each rounded by up to 2**-8
+    assert out.dtype == torch.bfloat16
+    assert {x.grad.dtype for x in local} == {torch.float32}
+    # two bf16 results, each rounded by up to 2**-8
+    oracle.assert_exact([sp.gather(out.detach(), 1)], [plain.detach()], limit=2**-7)
 
 
 OWN_FEW = [

@@ -7,7 +7,8 @@ from torch.distributed import distributed_c10d
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime import devices
-from tests.dist.ranks import WRONG, attention_error, make, refusal
+from tests.dist.ranks import WRONG, attention_error, lacking, make, refusal
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 
 WORLD = 4
@@ -68,72 +69,52 @@ def test_no_name_comes_twice(found):
         assert len(names) == len(set(names))
 
 
-def after_groups_of_some():
+@on_each_of(WORLD, keep=None)
+def test_ranks_that_are_in_other_groups_too_find_each_other():
     """torch numbers a rank's groups: here ranks have made different numbers of them, and one freed them again."""
     mine = [dist.new_group([0, 1]), dist.new_group([0])]
     if dist.get_rank() == 0:
         dist.destroy_process_group(mine[1])
-    return [attention_error(make(**CASES[name])) for name in ("ring of half", "both", "ring of half")]
+    for name in ("ring of half", "both", "ring of half"):
+        assert attention_error(make(**CASES[name])) < 1e-10
 
 
-def test_ranks_that_are_in_other_groups_too_find_each_other():
-    for errors in on_ranks(WORLD, after_groups_of_some, keep=None):
-        assert max(errors) < 1e-10
-
-
-def asked():
-    world = dist.group.WORLD
-    return devices.backends(world), devices.accelerated(world), devices.bind(world)
-
-
-def on_another_default_device():
-    """Where a SequenceParallel's own numbers are, and the error of attention, if the script's tensors go elsewhere."""
+@on_each_of(2, keep=None)
+def test_the_default_device_is_not_that_of_numbers_for_the_host():
+    """Where the script's tensors go elsewhere, those of a SequenceParallel's own do not."""
     torch.set_default_device("meta")
     sp = make(size=2)
-    mean, where = sp.mean_loss(torch.ones((), device="cpu")), sp.position_ids(8).device.type
+    assert sp.mean_loss(torch.ones((), device="cpu")) == 1.0
+    assert sp.position_ids(8).device.type == "cpu"
     torch.set_default_device("cpu")
-    return mean, where, attention_error(sp)
+    assert attention_error(sp) < 1e-10
 
 
-def test_the_default_device_is_not_that_of_numbers_for_the_host():
-    for mean, where, error in on_ranks(2, on_another_default_device, keep=None):
-        assert (mean, where) == (1.0, "cpu")
-        assert error < 1e-10
-
-
-def one_without_a_device():
+@on_each_of(2, keep=None)
+def test_a_rank_without_a_device_is_told_of_on_all():
     def nothing(group):
         raise ConfigError("every rank of a machine needs a device of its own; got LOCAL_RANK 1 and 1 devices")
 
-    if dist.get_rank() == WRONG:
+    wrong = dist.get_rank() == WRONG
+    if wrong:
         devices.bind = nothing
-    return refusal(make, size=2)
-
-
-def test_a_rank_without_a_device_is_told_of_on_all():
-    for rank, (kind, message) in enumerate(on_ranks(2, one_without_a_device, keep=None)):
-        assert kind == ("ConfigError" if rank == WRONG else "DisagreementError")
-        assert "LOCAL_RANK 1" in message
+    kind = "ConfigError" if wrong else "DisagreementError"
+    assert lacking(refusal(make, size=2), kind, "LOCAL_RANK 1") == []
 
 
 def other_helper(size, rank, ranks, backend, store, name):
     raise AssertionError("called with arguments that it does not have")
 
 
-def on_another_torch(helper):
-    """What a SequenceParallel says where torch's private function is gone, or another."""
+@pytest.mark.parametrize("helper", [None, other_helper])
+@on_each_of(2, keep=None)
+def test_a_torch_with_another_private_function_is_refused_by_its_version(helper):
+    """It is gone, or is another."""
     if helper is None:
         del distributed_c10d._new_process_group_helper
     else:
         distributed_c10d._new_process_group_helper = helper
-    return refusal(make, size=2)
-
-
-@pytest.mark.parametrize("helper", [None, other_helper])
-def test_a_torch_with_another_private_function_is_refused_by_its_version(helper):
-    for kind, message in on_ranks(2, on_another_torch, helper, keep=None):
-        assert kind == "ConfigError"
-        assert torch.__version__ in message
+    assert lacking(refusal(make, size=2), "ConfigError", torch.__version__) == []
 
 
 @pytest.mark.parametrize(
@@ -160,7 +141,8 @@ def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, vi
         assert devices._index(count, chosen, local_rank) == expected
 
 
+@on_each_of(1)
 def test_gloo_has_nothing_on_a_device():
-    ((backends, *others),) = on_ranks(1, asked)
-    assert backends["cpu"] == "gloo"
-    assert others == [None, None]
+    world = dist.group.WORLD
+    assert devices.backends(world)["cpu"] == "gloo"
+    assert devices.accelerated(world) is devices.bind(world) is None

@@ -9,13 +9,21 @@ from torch._dynamo.utils import counters
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.runtime.ops import CONFIGURED
 from tests import oracle
-from tests.dist.ranks import SECONDS, WRONG, gather_all, leaves, make, refusal
-from tests.launch import on_ranks
+from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, refusal
+from tests.launch import on_each_of
+
+# heads that two members do not divide, k/v's own and shared
+DECLARED = [((4, 2), torch.float64), ((4, 1), torch.bfloat16), ((6, 3), torch.float64), ((5, 1), torch.float64)]
 
 
-def check(heads, dtype):
-    """opcheck of every op on two Ulysses members, and whether a copied SequenceParallel is the same."""
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [((5, 1), torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.whole) for case in DECLARED)]
+)
+@on_each_of(2, keep=None)
+def test_ops_are_what_they_declare(heads, dtype):
+    """opcheck of every op on two Ulysses members; and a copied SequenceParallel is the same."""
     sp = make(size=2, ulysses=2, layout="contiguous")
+    assert copy.deepcopy(sp) is sp
     q, k, v = leaves(sp, *oracle.tensors(1, 8, heads, dtype=dtype)[:3])
     handle, ops = sp.runtime.handle, torch.ops.ds_seqpar
     settings = handle, CAUSAL.handle, CONFIGURED
@@ -30,35 +38,8 @@ def check(heads, dtype):
         dealt = None if given is None else given.detach()
         backward = out.clone(), dealt, saved, list(k.shape), *settings, 0.5, 2.0, count, keep
         calls += [(ops.attention.default, forward), (ops.attention_backward.default, backward)]
-    found = [torch.library.opcheck(*call) for call in calls]
-    return {result for results in found for result in results.values()}, copy.deepcopy(sp) is sp
-
-
-# heads that two members do not divide, k/v's own and shared
-DECLARED = [((4, 2), torch.float64), ((4, 1), torch.bfloat16), ((6, 3), torch.float64), ((5, 1), torch.float64)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [((5, 1), torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.whole) for case in DECLARED)],
-)
-def test_ops_are_what_they_declare(heads, dtype):
-    assert on_ranks(2, check, heads, dtype) == [({"SUCCESS"}, True)] * 2
-
-
-def compiled(settings, heads, backend):
-    """(greatest error, graph breaks) of a compiled function around attention, and of a second call with other sizes."""
-    sp, errors = make(**settings), []
-    # a fresh function each time: what is compiled for one must not be taken for another
-    function = torch.compile(lambda q, k, v: 2.0 * sp.attention(q, k, v), backend=backend, fullgraph=True)
-    for seq in (24, 48):
-        whole = oracle.tensors(1, seq, heads)
-        local = leaves(sp, *whole[:3])
-        out = function(*local) / 2
-        out.backward(sp.shard(whole[3], 1))
-        found = gather_all(sp, out, *(x.grad for x in local))
-        errors += oracle.errors(found, oracle.dense(*whole))
-    return max(errors), sum(counters["graph_break"].values())
+    for call in calls:
+        assert set(torch.library.opcheck(*call).values()) == {"SUCCESS"}
 
 
 WAYS = {"ring": ({}, (4, 2)), "ulysses": ({"ulysses": 2}, (4, 2)), "uneven heads": ({"ulysses": 2}, (9, 3))}
@@ -73,13 +54,20 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("settings", "heads", "backend"), COMPILED)
+@on_each_of(2, timeout=300, keep=None)
 def test_compiled_attention_is_one_graph(settings, heads, backend):
-    for error, breaks in on_ranks(2, compiled, settings, heads, backend, timeout=300):
-        assert error < 1e-10
-        assert breaks == 0
+    """A function around attention, called again with other sizes."""
+    sp = make(**settings)
+    function = torch.compile(lambda q, k, v: 2.0 * sp.attention(q, k, v), backend=backend, fullgraph=True)
+    for seq in (24, 48):
+        q, k, v, do = whole = oracle.tensors(1, seq, heads)
+        out, *grads = attend(sp, q, k, v, do / 2, way=function)
+        oracle.assert_exact([out / 2, *grads], oracle.dense(*whole), seq)
+    assert sum(counters["graph_break"].values()) == 0
 
 
-def wrongly_compiled():
+@on_each_of(2, timeout=SECONDS * 3, keep=None)
+def test_compiled_attention_still_asks_its_peers():
     """What ranks are told by a compiled function that one of them calls with other things than the rest."""
     sp = make()
     function = torch.compile(
@@ -87,43 +75,32 @@ def wrongly_compiled():
     )
     q, k, v = oracle.tensors(1, 8, (4, 2))[:3]
     wrong = sp.rank == WRONG
-    told = [
-        refusal(function, *(x.float() if wrong else x for x in (q, k, v))),
-        refusal(function, q, k, v, causal=not wrong),
-        refusal(function, q, k[:, :, :0] if wrong else k, v[:, :, :0] if wrong else v),
-        refusal(function, q[0] if wrong else q, k, v),
-        refusal(function, q, k, v, causal=None),
-    ]
+    for word, *given in (
+        ("float32", *(x.float() if wrong else x for x in (q, k, v))),
+        ("causal False", q, k, v, not wrong),
+        ("one sequence", q, k[:, :, :0] if wrong else k, v[:, :, :0] if wrong else v),
+        ("q (8, 4, 8)", q[0] if wrong else q, k, v),
+        ("got None", q, k, v, None),
+    ):
+        kind, message = refusal(function, *given)
+        assert kind in ("DisagreementError", "InputError"), word
+        assert word in message
     found, *whole = gather_all(sp, function(q, k, v), q, k, v)
-    return told, oracle.error(found, oracle.attention(*whole))
+    oracle.assert_exact([found], [oracle.attention(*whole)])
 
 
-def test_compiled_attention_still_asks_its_peers():
-    for told, error in on_ranks(2, wrongly_compiled, timeout=SECONDS * 3):
-        words = ["float32", "causal False", "one sequence", "q (8, 4, 8)", "got None"]
-        for (kind, message), word in zip(told, words, strict=True):
-            assert kind in ("DisagreementError", "InputError")
-            assert word in message
-        assert error < 1e-10
-
-
-def one_function_for_several():
+@on_each_of(2, keep=None)
+def test_one_compiled_function_serves_several_in_a_process():
     """The function is compiled again with the number of the SequenceParallel as a symbol."""
 
     def attend(sp, q, k, v):
         return sp.attention(q, k, v)
 
-    compiled, found = torch.compile(attend, backend="aot_eager", fullgraph=True), []
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for ulysses in (2, 2, 1):
         sp = make(size=2, ulysses=ulysses)
-        tensors = [torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3)]
-        grads = []
+        tensors, grads = [torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3)], []
         for function in (compiled, attend):
             out = function(sp, *tensors)
             grads.append([out.detach(), *torch.autograd.grad(out.square().sum(), tensors)])
-        found.append(all(torch.equal(a, b) for a, b in zip(*grads, strict=True)))
-    return found
-
-
-def test_one_compiled_function_serves_several_in_a_process():
-    assert on_ranks(2, one_function_for_several) == [[True] * 3] * 2
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

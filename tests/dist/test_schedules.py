@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ds_seqpar.compiler import schedules
 from tests import oracle
-from tests.dist.ranks import attend, make, planned
+from tests.dist.ranks import assert_exact, attend, make, planned
 from tests.grids import each_then_rest
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 from tests.unit import toy_schedule
 
@@ -53,18 +53,6 @@ CASES = {
 }
 
 
-def work(cases):
-    """For each case: the greatest error, and whether this rank received what the plan says."""
-    found = []
-    for case in cases:
-        size = dist.get_world_size()
-        sp = make(**{"size": size, "ulysses": 1, **case})
-        whole = oracle.tensors(1, 4 * size, HEADS)
-        gap = max(oracle.errors(attend(sp, *whole), oracle.dense(*whole)))
-        found.append((gap, sp.comm.received, expected(sp, 4 * size)))
-    return found
-
-
 def expected(sp, seq):
     """Elements that this rank's plans let it receive, and the Ulysses row of the table."""
     members = sp.config.ulysses
@@ -81,29 +69,21 @@ def expected(sp, seq):
 
 
 @pytest.mark.parametrize("ranks", each_then_rest([3, 4], [ranks for ranks in CASES if ranks > 4]))
+@on_each_of("ranks", timeout=300)
 def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
-    cases = CASES[ranks]
-    results = on_ranks(ranks, work, cases, timeout=300)
-    for rank, found in enumerate(results):
-        for case, (gap, received, plan) in zip(cases, found, strict=True):
-            assert gap < 1e-10, (case, rank)
-            assert sum(received.values()) == plan, (case, rank, received)
+    for case in CASES[ranks]:
+        sp = make(**{"size": ranks, "ulysses": 1, **case})
+        assert_exact(sp, oracle.tensors(1, 4 * ranks, HEADS))
+        assert sum(sp.comm.received.values()) == expected(sp, 4 * ranks), (case, sp.comm.received)
 
 
-def work_of_its_own(case):
-    """As `work`, for a schedule that is registered on these ranks."""
-    schedules.register(toy_schedule.SCHEDULE)
-    with make(**case) as sp:
-        members = sorted(sp.groups.members)
-    return work([case])[0], members
-
-
+@on_each_of(4, keep=None)
 def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
-    case = {"size": 4, "ulysses": 1, "schedule": "carousel", "seats": 2, "backward": "q"}
-    for rank, ((gap, received, plan), members) in enumerate(on_ranks(4, work_of_its_own, case, keep=None)):
-        assert gap < 1e-10
-        assert sum(received.values()) == plan
-        assert members == [(0, 1) if rank < 2 else (2, 3)]
+    schedules.register(toy_schedule.SCHEDULE)
+    with make(size=4, ulysses=1, schedule="carousel", seats=2, backward="q") as sp:
+        assert sorted(sp.groups.members) == [(0, 1) if sp.rank < 2 else (2, 3)]
+        assert_exact(sp, oracle.tensors(1, 16, HEADS))
+        assert sum(sp.comm.received.values()) == expected(sp, 16)
 
 
 def travel(dtype):

@@ -13,6 +13,7 @@ from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.shards import UnevenShards, members_positions
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 
 HEADS = ((33, 33), (14, 2), (25, 5), (40, 10), (7, 1))
@@ -77,22 +78,22 @@ SHARDS = UnevenShards([[Run(0, 1, 5), Run(30, 1, 13)], [Run(5, 1, 25)]])
 HELD = ((4, None), (2, None), (2, SHARDS), (4, UnevenShards([[Run(0, 1, 43)]])))
 
 
-def lse_of_all(each):
-    """The greatest error of the lse, of whole sequences and of shards of any length; of the latter's output too. each:
-    of how many heads, in turn."""
-    errors, mask, turns = [], Mask(window=9), itertools.cycle(HEADS)
+@pytest.mark.parametrize("each", [2, pytest.param(len(HEADS), marks=pytest.mark.whole)])
+@on_each_of(4)
+def test_lse_and_shards_of_any_length(each):
+    """Of whole sequences and of shards of any length. each: of how many heads, in turn."""
+    mask, turns = Mask(window=9), itertools.cycle(HEADS)
     for members, held in HELD:
         sp = make(ulysses=members)
         for heads in itertools.islice(turns, each):
-            q, k, v, do = oracle.tensors(BATCH, SEQ if held is None else 43, heads)
+            q, k, v, do = whole = oracle.tensors(BATCH, SEQ if held is None else 43, heads)
             at = places(sp, held, q.shape[1])
             local = [x[:, at].requires_grad_() for x in (q, k, v)]
             out, lse = sp.attention(*local, mask=mask, shards=held, return_lse=True)
             out.backward(do[:, at])
             found = [out.detach(), *(x.grad for x in local), lse.detach()]
-            expected = [*oracle.dense(q, k, v, do, mask=mask), scores(q, k, mask).logsumexp(-1)]
-            errors += oracle.errors(found, [x[:, at] for x in expected])
-    return max(errors)
+            expected = [*oracle.dense(*whole, mask=mask), oracle.lse(q, k, mask)]
+            oracle.assert_exact(found, [x[:, at] for x in expected], (members, heads))
 
 
 def places(sp, shards, seq):
@@ -103,28 +104,13 @@ def places(sp, shards, seq):
     return torch.tensor(members_positions(shards, "q", sp.rank // members, members)[sp.rank % members])
 
 
-def scores(q, k, mask):
-    keys = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    found = torch.einsum("bqhd,bkhd->bqhk", q, keys) * q.shape[3] ** -0.5
-    return found.masked_fill(~oracle.seen(mask, range(q.shape[1]), range(k.shape[1]))[:, None], float("-inf"))
-
-
-@pytest.mark.parametrize("each", [2, pytest.param(len(HEADS), marks=pytest.mark.whole)])
-def test_lse_and_shards_of_any_length(each):
-    assert max(on_ranks(4, lse_of_all, each)) < 1e-10
-
-
-def narrow(heads):
-    """Of bf16: root mean square errors of (out, dq, dk, dv): a sum in bf16 of shared heads' gradients would show."""
-    sp = make(ulysses=4)
+@pytest.mark.parametrize("heads", [(14, 2), (7, 1)], ids=str)
+@on_each_of(4)
+def test_bf16_is_as_good_as_one_rank(heads):
+    """In root mean square errors: a sum in bf16 of shared heads' gradients would show."""
     whole = oracle.tensors(1, 256, heads, dim=16, dtype=torch.bfloat16)
     alone = virtual.attention(make(size=1).config, *whole)
     expected = oracle.dense(*whole)
     single = oracle.spreads((alone.out, alone.dq, alone.dk, alone.dv), expected)
-    return list(zip(oracle.spreads(attend(sp, *whole), expected), single, strict=True))
-
-
-@pytest.mark.parametrize("heads", [(14, 2), (7, 1)], ids=str)
-def test_bf16_is_as_good_as_one_rank(heads):
-    for found in on_ranks(4, narrow, heads):
-        assert all(mine <= 1.5 * single for mine, single in found), found
+    found = oracle.spreads(attend(make(ulysses=4), *whole), expected)
+    assert all(mine <= 1.5 * one for mine, one in zip(found, single, strict=True)), (found, single)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import itertools
 import pickle
 import warnings
 
@@ -16,7 +17,8 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig, spread
 from ds_seqpar.errors import InputError
 from ds_seqpar.spread import Spread
 from ds_seqpar.whole import WholeTensor, whole_of
-from tests.launch import on_warm_ranks as on_ranks
+from tests.launch import on_each_of
+from tests.words import missing
 
 SIZE = 5  # of the last dim
 GENERATOR = torch.Generator().manual_seed(0)
@@ -149,30 +151,22 @@ def spreads(sp):
     return [Spread.of(sp, 2, *case, "logits") for case in ((8, None), (7, sp.place(7)), (8, documents))]
 
 
-def differentiated(names):
-    """By use and spread: the errors of value and gradient, and whether what came out is in parts still."""
-    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), {}
+@on_each_of(2)
+def test_a_use_gives_what_the_whole_gives_and_its_gradient():
+    """And it is in parts still, or is not, as the table says."""
+    sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1))
     for number, where in enumerate(spreads(sp)):
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        for name in names:
+        for name, (use, plain) in USES.items():
             leaf, own = x.clone().requires_grad_(), where.part(x).clone().requires_grad_()
-            wanted, got = USES[name][0](leaf), USES[name][0](whole_of(own, where))
-            lazy = isinstance(got, WholeTensor)
-            assert got.shape == wanted.shape
-            assert got.dtype == wanted.dtype
+            wanted, got = use(leaf), use(whole_of(own, where))
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), (name, number)
+            assert isinstance(got, WholeTensor) != plain, (name, number)
             for result in (wanted, got):
                 (result**2).sum().backward()
             grad = where.gathered(own.grad) / sp.size
-            errors = [float((a.detach() - b.detach()).abs().max()) for a, b in ((got, wanted), (grad, leaf.grad))]
-            found[name, number] = errors, lazy
-    return found
-
-
-def test_a_use_gives_what_the_whole_gives_and_its_gradient():
-    for found in on_ranks(2, differentiated, list(USES)):
-        assert len(found) == 3 * len(USES)
-        assert {case: errors for case, (errors, _) in found.items() if max(errors) >= 1e-6} == {}
-        assert [case for case, (_, lazy) in found.items() if lazy == USES[case[0]][1]] == []
+            for a, b in ((got.detach(), wanted.detach()), (grad, leaf.grad)):
+                assert (a - b).abs().max() < 1e-6, (name, number)
 
 
 def saved(w):
@@ -222,26 +216,19 @@ def same(a, b):
     return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else a == b
 
 
-def looked(names):
+@on_each_of(2)
+def test_looks_without_gradients():
     sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1))
-    found = {}
     for number, where in enumerate(spreads(sp)):
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1))
-        for name in names:
-            for inference in (False, True):
-                with torch.inference_mode(inference):
-                    wanted, got = LOOKS[name](x), LOOKS[name](whole_of(where.part(x), where))
-                    found[name, number, inference] = same(wanted, got)
-    return found
+        for name, inference in itertools.product(LOOKS, (False, True)):
+            with torch.inference_mode(inference):
+                wanted, got = LOOKS[name](x), LOOKS[name](whole_of(where.part(x), where))
+                assert same(wanted, got), (name, number, inference)
 
 
-def test_looks_without_gradients():
-    for found in on_ranks(2, looked, list(LOOKS)):
-        assert len(found) == 6 * len(LOOKS)
-        assert [case for case, good in found.items() if not good] == []
-
-
-def with_accelerate():
+@on_each_of(2)
+def test_accelerate_converts_it_without_a_look_and_gathers_it_whole():
     from accelerate import Accelerator
     from accelerate.utils import convert_outputs_to_fp32, send_to_device
 
@@ -250,18 +237,15 @@ def with_accelerate():
     x = torch.randn(2, 8, SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
     output = convert_outputs_to_fp32(lambda: {"logits": whole_of(where.part(x), where)})()
     moved = send_to_device(output, "cpu")["logits"]
-    lazy = isinstance(moved, WholeTensor) and moved._gathered is None
-    return lazy, same(accelerator.gather_for_metrics(moved), torch.cat([x, x]).float())
+    assert isinstance(moved, WholeTensor)
+    assert moved._gathered is None
+    assert same(accelerator.gather_for_metrics(moved), torch.cat([x, x]).float())
 
 
-def test_accelerate_converts_it_without_a_look_and_gathers_it_whole():
-    assert on_ranks(2, with_accelerate) == [(True, True)] * 2
-
-
-def of_the_part():
+@on_each_of(2)
+def test_a_rank_may_work_on_its_part():
     """The part itself, and a loss that ranks make of their parts; its gradient, beside that of the whole."""
     sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1))
-    found = []
     for where in spreads(sp):
         x = torch.randn(2, where.tokens, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         grads = []
@@ -270,20 +254,16 @@ def of_the_part():
             whole = whole_of(own, where)
             loss(whole).backward()
             grads.append(own.grad)
-        found.append((torch.allclose(*grads), torch.equal(whole.local, own), whole.placement is where.placement))
-    return found
+            assert torch.equal(whole.local, own)
+            assert whole.placement is where.placement
+        assert torch.allclose(*grads)
 
 
-def test_a_rank_may_work_on_its_part():
-    assert on_ranks(2, of_the_part) == [[(True, True, True)] * 3] * 2
-
-
-def changed_or_large():
-    """What is said of a slice that is changed in place; what is warned of when much is gathered, twice."""
+@on_each_of(2, keep=None)
+def test_a_slice_is_not_changed_in_place_and_a_large_gather_is_warned_of_once():
     sp = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1))
     where, *_ = spreads(sp)
-    whole = whole_of(torch.ones(2, 4, SIZE), where)
-    said = []
+    whole, said = whole_of(torch.ones(2, 4, SIZE), where), set()
     for change in (
         lambda: whole[:, 1:].zero_(),
         lambda: whole[:, 1:].mul_(2),
@@ -294,7 +274,8 @@ def changed_or_large():
     ):
         with pytest.raises(InputError, match="changed in place") as raised:
             change()
-        said.append(str(raised.value))
+        said.add(str(raised.value))
+    assert len(said) == 1
     other = whole_of(torch.ones(2, 4, SIZE), where)
     other[:, 1:].exp()
     other.mul_(2)  # which has no piece any more
@@ -312,32 +293,19 @@ def changed_or_large():
         for _ in range(2):
             str(whole_of(torch.ones(2, 4, SIZE), where))
             whole_of(torch.ones(2, 4, SIZE), where)[:, :1].tolist()
-    return said, [str(w.message) for w in seen]
+    (warning,) = seen
+    assert missing(str(warning.message), "whole logits of 0.0 GiB", "logits.local") == []
 
 
-def test_a_slice_is_not_changed_in_place_and_a_large_gather_is_warned_of_once():
-    for said, seen in on_ranks(2, changed_or_large, keep=None):
-        assert len(set(said)) == 1
-        assert len(seen) == 1
-        assert "whole logits of 0.0 GiB" in seen[0]
-        assert "logits.local" in seen[0]
-
-
-def gathered_alone(names):
-    """By use what is warned of where a gather of more than a number a token warns, backward too."""
-    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), {}
-    where, *_ = spreads(sp)
+@on_each_of(2, keep=None)
+def test_losses_of_tokens_gather_a_number_a_token():
+    """A gather of more than that warns, backward too."""
+    names = ["preference", "cross entropy", "shifted cross entropy", "log-probabilities", "entropy"]
+    where, *_ = spreads(SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)))
     spread.LARGE = 2 * 8 * torch.float64.itemsize
-    for name in names:
+    for name in (*names, "standard deviation"):
         own = torch.randn(2, 4, SIZE, dtype=torch.float64, requires_grad=True)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             USES[name][0](whole_of(own, where.named(name))).sum().backward()
-        found[name] = len(seen)
-    return found
-
-
-def test_losses_of_tokens_gather_a_number_a_token():
-    names = ["preference", "cross entropy", "shifted cross entropy", "log-probabilities", "entropy"]
-    for found in on_ranks(2, gathered_alone, [*names, "standard deviation"], keep=None):
-        assert found == {**dict.fromkeys(names, 0), "standard deviation": 1}
+        assert len(seen) == (name not in names), name

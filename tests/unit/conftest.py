@@ -1,11 +1,13 @@
 """Process-free tests: hypothesis without clocks or stored examples, the same on every run."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ds_seqpar.compiler import schedules
+from tests.unit.commands import LLAMA
 
 
 def pytest_configure(config):
@@ -29,3 +31,10 @@ def replace_schedule(monkeypatch):
         monkeypatch.setitem(schedules.SCHEDULES, name, dataclasses.replace(schedules.SCHEDULES[name], build=builder))
 
     return replace
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with the config.json of a small LLaMA."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    return tmp_path

@@ -143,7 +143,7 @@ def test_distflash_halves_the_time_of_a_contiguous_ring():
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["balanced", "zigzag", "striped"])
 def test_a_step_of_a_ring_is_one_kernel_call(layout, square):
     plans = [build("ring", ring(size), "forward") for size in (*range(1, 17), 32)]
     plans += [build("double_ring", double_ring(size, window), "forward") for size, window in ((8, 4), (16, 4), (12, 3))]

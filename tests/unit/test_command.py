@@ -18,16 +18,14 @@ from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.shape import shape_of
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
+from tests.unit.commands import assert_refused, run
 from tests.words import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _show(capsys, *words):
-    """(what it printed, what it said on stderr, exit code)."""
-    code = main(["show", *map(str, words)])
-    printed = capsys.readouterr()
-    return printed.out, printed.err, code
+    return run(capsys, "show", *words)
 
 
 def _plans(heads=(8, 8), causal=True, **settings):
@@ -52,43 +50,31 @@ def _ratios(out):
     return [float(x) for x in re.findall(r"^critical path: (\d+\.\d\d) times the products alone", out, re.MULTILINE)]
 
 
-# words on the command line -> the same as settings
+# settings, which stand on the command line as options
 SHOWN = [
-    ([], {}),
-    (["--schedule", "ring", "--size", 3, "--layout", "striped"], {"schedule": "ring", "size": 3, "layout": "striped"}),
-    (
-        ["--schedule", "double_ring", "--size", 8, "--window", 4, "--backward", "q"],
-        {"schedule": "double_ring", "size": 8, "window": 4, "backward": "q"},
-    ),
-    (["--schedule", "distflash", "--size", 5], {"schedule": "distflash", "size": 5}),
-    (["--schedule", "triangle", "--size", 10], {"schedule": "triangle", "size": 10}),
-    (
-        ["--schedule", "triangle", "--size", 12, "--ulysses", 2, "--overlap"],
-        {"schedule": "triangle", "size": 12, "ulysses": 2, "overlap": True},
-    ),
-    (
-        ["--schedule", "attention2d", "--size", 6, "--rows", 2, "--cols", 3],
-        {"schedule": "attention2d", "size": 6, "rows": 2, "cols": 3},
-    ),
-    (
-        ["--schedule", "attention2d", "--overlap", "--travel-dtype", "bf16"],
-        {"schedule": "attention2d", "overlap": True, "travel_dtype": "bf16"},
-    ),
-    (["--schedule", "wallfacer", "--size", 8, "--team", 2], {"schedule": "wallfacer", "size": 8, "team": 2}),
-    (
-        ["--schedule", "mesh", "--size", 8, "--mesh", 2, 1, 2, "--ulysses", 2, "--placement", "ring_intra"],
-        {"schedule": "mesh", "size": 8, "mesh": (2, 1, 2), "ulysses": 2, "placement": "ring_intra"},
-    ),
-    (
-        ["--schedule", "mesh", "--mesh", 2, 2, 1, "--placement", "y", "x", "z", "ulysses", "--forward", "q"],
-        {"schedule": "mesh", "mesh": (2, 2, 1), "placement": ("y", "x", "z", "ulysses"), "forward": "q"},
-    ),
+    {},
+    {"schedule": "ring", "size": 3, "layout": "striped"},
+    {"schedule": "double_ring", "size": 8, "window": 4, "backward": "q"},
+    {"schedule": "distflash", "size": 5},
+    {"schedule": "triangle", "size": 10},
+    {"schedule": "triangle", "size": 12, "ulysses": 2, "overlap": True},
+    {"schedule": "attention2d", "size": 6, "rows": 2, "cols": 3},
+    {"schedule": "attention2d", "overlap": True, "travel_dtype": "bf16"},
+    {"schedule": "wallfacer", "size": 8, "team": 2},
+    {"schedule": "mesh", "size": 8, "mesh": (2, 1, 2), "ulysses": 2, "placement": "ring_intra"},
+    {"schedule": "mesh", "mesh": (2, 2, 1), "placement": ("y", "x", "z", "ulysses"), "forward": "q"},
 ]
 
 
-@pytest.mark.parametrize(("words", "settings"), SHOWN, ids=lambda value: "" if isinstance(value, dict) else str(value))
-def test_show_prints_what_ranks_would_do_in_both_directions(capsys, words, settings):
-    out, err, code = _show(capsys, *words)
+def _options(settings):
+    for name, value in settings.items():
+        yield f"--{name.replace('_', '-')}"
+        yield from value if isinstance(value, tuple) else () if value is True else (value,)
+
+
+@pytest.mark.parametrize("settings", SHOWN, ids=str)
+def test_show_prints_what_ranks_would_do_in_both_directions(capsys, settings):
+    out, err, code = _show(capsys, *_options(settings))
     assert (err, code) == ("", 0)
     forward, backward = _plans(**settings)
     assert _tables(out) == [forward.table(), backward.table()]
@@ -100,7 +86,7 @@ def test_show_prints_what_ranks_would_do_in_both_directions(capsys, words, setti
 
 
 def test_every_schedule_is_shown():
-    assert {settings.get("schedule") for _, settings in SHOWN} >= set(SCHEDULES)
+    assert {settings.get("schedule") for settings in SHOWN} >= set(SCHEDULES)
 
 
 def test_one_direction_alone(capsys):
@@ -241,21 +227,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value) if isinstance(value, list) else "")
 def test_settings_that_do_not_fit_are_answered_with_one_sentence(capsys, words, said):
-    out, err, code = _show(capsys, *words)
-    assert (out, code) == ("", 2)
-    assert err.startswith("ds-seqpar: ")
-    assert missing(err, *said) == []
-    assert err.count("\n") == 1
-    assert err.endswith("\n")
+    refused = _show(capsys, *words)
+    assert refused[0] == ""
+    assert_refused(refused, *said)
 
 
 @pytest.mark.parametrize("name", ["missing/plan.png", "plan.nonsense"])
 def test_a_picture_that_cannot_be_written_is_answered_with_one_sentence(capsys, tmp_path, name):
-    _, err, code = _show(capsys, "--png", tmp_path / name)
-    assert code == 2
-    assert err.startswith("ds-seqpar: ")
-    assert name in err
-    assert err.count("\n") == 1
+    assert_refused(_show(capsys, "--png", tmp_path / name), name)
 
 
 def test_unknown_words_are_refused_by_the_parser(capsys):

@@ -10,7 +10,7 @@ from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.files import LARGEST, LARGEST_FILE, Given, parse_json, read_json
 from ds_seqpar.planner.machine import presets
-from tests.unit.test_memory_command import LLAMA
+from tests.unit.commands import LLAMA
 
 DEEP = "[" * 100_000 + "]" * 100_000
 TEXTS = {

@@ -10,9 +10,8 @@ import time
 import pytest
 
 from ds_seqpar import limits
-from ds_seqpar.__main__ import main
 from ds_seqpar.compiler import heads
-from ds_seqpar.compiler.layout import Run, divisors
+from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
@@ -21,9 +20,8 @@ from ds_seqpar.planner import attended
 from ds_seqpar.planner.machine import PRESETS, Machine
 from ds_seqpar.planner.plan import chosen
 from ds_seqpar.planner.request import Model, Request, Step
+from tests.unit.commands import LLAMA, run
 
-LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
-         "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}  # fmt: skip
 MODEL = Model(
     hidden=64, intermediate=96, layers=2, heads=8, kv_heads=2, head_dim=8, vocab=256, parameters=100_000,
     layer_parameters=30_000,
@@ -32,18 +30,12 @@ PATIENCE = 30  # seconds of processor: against what does not end
 BILLION = str(10**9)
 
 
-@pytest.fixture
-def place(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    return str(tmp_path)
-
-
 def _run(capsys, *words):
     """(what it said on stderr, exit code)."""
     began = time.process_time()
-    code = main(list(map(str, words)))
+    _, *said = run(capsys, *words)
     assert time.process_time() - began < PATIENCE
-    return capsys.readouterr().err, code
+    return tuple(said)
 
 
 def _refused(capsys, most, *words):
@@ -226,11 +218,6 @@ def test_the_most_documents(capsys, place, tmp_path):
 
 
 # ---- what is cheap, and the same as what was not
-
-
-def test_divisors_ascend():
-    for number in range(1, 200):
-        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
 def test_stages_and_the_most_heads_are_known_without_dealing_them():

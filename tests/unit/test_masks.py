@@ -133,9 +133,8 @@ _steps = st.integers(1, 6)
 _runs = st.builds(Run, st.integers(0, 40), _steps, st.integers(1, 12))
 _any_runs = st.lists(_runs, min_size=1, max_size=4).map(tuple)
 _documents = st.sets(st.integers(1, 70), max_size=24).map(lambda starts: (0, *sorted(starts)))
-_masks = st.builds(
-    Mask, causal=st.booleans(), window=st.none() | st.integers(1, 12) | st.integers(1, 80), documents=_documents
-)
+_windows = st.none() | st.integers(1, 12) | st.integers(1, 80)
+_masks = st.sampled_from([CAUSAL, FULL]) | st.builds(Mask, causal=st.booleans(), window=_windows, documents=_documents)
 _both = st.tuples(_any_runs, _any_runs)
 
 

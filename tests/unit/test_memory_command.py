@@ -6,20 +6,11 @@ import re
 import pytest
 
 from ds_seqpar import models
-from ds_seqpar.__main__ import main
 from ds_seqpar.cli.memory import SHADES
 from ds_seqpar.cli.numbers import PLAIN, counted, numbers_of
 from ds_seqpar.planner.footprint import PARTS
-from tests.words import missing
+from tests.unit.commands import LLAMA, assert_refused, run, with_options
 
-SMALL = {
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 256,
-}
-LLAMA = {"model_type": "llama", "intermediate_size": 96, "tie_word_embeddings": False, **SMALL}
 ENDS, ATTENTION = 256 * 64, 64 * (8 + 2 + 2 + 8) * 8
 # config -> (all parameters, those of a layer, the intermediates of a token, tied), by hand
 COUNTED = {
@@ -43,19 +34,9 @@ COUNTED = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def place(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    return tmp_path
-
-
 def _memory(capsys, place, *words):
-    """(what it printed, what it said on stderr, exit code)."""
     given = {"--model": place, "--seq-len": 512, "--ranks": 4}
-    given |= dict(zip(words[::2], words[1::2], strict=True))
-    code = main(["memory", *(str(word) for pair in given.items() for word in pair if word is not None)])
-    printed = capsys.readouterr()
-    return printed.out, printed.err, code
+    return run(capsys, "memory", *with_options(given, words))
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -64,8 +45,8 @@ def test_parameters_are_counted_on_the_model_itself(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     found = numbers_of(str(tmp_path))
     assert (found.layer_parameters, found.intermediate, found.tied) == (layer, intermediate, tied)
-    assert found.parameters == 3 * layer + (1 if tied else 2) * ENDS + 64
-    assert (found.layers, found.heads, found.kv_heads, found.head_dim) == (3, 8, 2, 8)
+    assert found.parameters == 2 * layer + (1 if tied else 2) * ENDS + 64
+    assert (found.layers, found.heads, found.kv_heads, found.head_dim) == (2, 8, 2, 8)
 
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": 16, "attention_bias": True, "mlp_bias": True}], ids=["", "biases"])
@@ -169,8 +150,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
-    _, err, code = _memory(capsys, place, *words)
-    assert code == 2
-    assert err.startswith("ds-seqpar: ")
-    assert missing(err, *said) == []
-    assert err.count("\n") == 1
+    assert_refused(_memory(capsys, place, *words), *said)

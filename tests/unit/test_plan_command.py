@@ -5,34 +5,14 @@ import re
 
 import pytest
 
-from ds_seqpar.__main__ import main
 from ds_seqpar.config import SequenceParallelConfig
+from tests.unit.commands import assert_refused, run, with_options
 from tests.words import missing
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-}
-
-
-@pytest.fixture
-def place(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-    return tmp_path
 
 
 def _plan(capsys, place, *words):
-    """(what it printed, what it said on stderr, exit code)."""
     given = {"--model": place, "--seq-len": 16384, "--gpus-per-node": 4, "--machine": "h100-ib"}
-    given |= dict(zip(words[::2], words[1::2], strict=True))
-    code = main(["plan", *(str(word) for pair in given.items() if pair[1] != "-" for word in pair if word is not None)])
-    printed = capsys.readouterr()
-    return printed.out, printed.err, code
+    return run(capsys, "plan", *with_options(given, words))
 
 
 def test_what_is_printed_can_be_pasted(capsys, place):
@@ -103,8 +83,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_does_not_fit_is_answered_with_one_sentence(capsys, place, words, said):
-    _, err, code = _plan(capsys, place, *words)
-    assert code == 2
-    assert err.startswith("ds-seqpar: ")
-    assert missing(err, *said) == []
-    assert err.count("\n") == 1
+    assert_refused(_plan(capsys, place, *words), *said)

@@ -1,4 +1,5 @@
-"""The triangle: every causal product once, equal work, the bytes of the closed form; equal to dense attention."""
+"""The triangle, whose tiles are squares or strips of q with whole blocks of k/v: every causal product once, nearly
+equal work, the bytes of the closed form; equal to dense attention."""
 
 import functools
 import itertools
@@ -14,6 +15,7 @@ from ds_seqpar.compiler.layout import LAYOUTS, dealt, multiple
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.triangle import STRIPS
 from ds_seqpar.compiler.schedules.triangle.tiling import tiling
 from ds_seqpar.compiler.shape import shape_of
 from ds_seqpar.compiler.shards import EvenShards, UnevenShards, positions
@@ -23,122 +25,132 @@ from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.testing import attention
 from tests.grids import cover, each_then_rest, grouped
 from tests.oracle import dense, errors, spreads, tensors
-from tests.unit.plans import DIRECTIONS, build, built, joint, pattern, shaped
+from tests.unit.plans import DIRECTIONS, build, built, joint, shaped, topology
 from tests.unit.test_schedule_bytes import UNITS
 
 ITS = SCHEDULES["triangle"]
-SIDES = each_then_rest(range(3, 11), range(11, 25))  # T
-LARGE = 12  # from which on whole plans take long
 
 
-def _ranks(side):
-    return side * (side - 1) // 2
+def _ranks(blocks, strips):
+    return strips * blocks * (blocks - 1) // 2
 
 
-PAIRS = [(i, j) for i in range(33) for j in range(i)]
+# shapes are (blocks, strips); of many ranks, what looks at every product of every rank is in the whole alone
+_ALL = [(blocks, strips) for strips in STRIPS for blocks in range(3, 25 if strips == 1 else 11)]
+_ALL = [shape for shape in _ALL if _ranks(*shape) <= 276]
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    each_then_rest(*([shape for shape in _ALL if (_ranks(*shape) < 30) is few] for few in (True, False))),
+    ids=str,
+)
+BOTH_WAYS = pytest.mark.parametrize("direction", DIRECTIONS)
+MOST = {1: 0, 2: 2, 4: 6, 8: 12}  # k/v chunks of the staircase that a rank takes for its row, where there is a column
+SQUARE, SMALL = [(2, 1), (3, 1), (4, 1), (5, 1)], [(3, 2), (4, 2), (3, 4)]
+LARGER = [(6, 1), (7, 1), (8, 1), (5, 2), (4, 4), (3, 8)]
 
 
-def _pair(rank):
-    """(i, j), counted up."""
-    return PAIRS[rank]
+def _axes(shape):
+    return tuple(ITS.axes(_ranks(*shape), {"strips": shape[1]}))
 
 
-def _place(side):
-    """Block of the plan -> which of the sequence's chunks it is."""
-    ranks = _ranks(side)
-    return {2 * rank + part: chunk for rank in range(ranks) for part, chunk in enumerate(tiling(ranks, 1).owned[rank])}
+@functools.lru_cache(maxsize=4)
+def _causal(shape):
+    return _meet(shape, CAUSAL, 4)
 
 
-@functools.lru_cache(maxsize=2)
-def _causal(side):
-    place = _place(side)
-    rows = [sum(1 << kv for kv, at in place.items() if at <= place[q]) for q in range(len(place))]
-    return pattern(len(rows), ((q, kv) for q, row in enumerate(rows) for kv in range(len(rows)) if row >> kv & 1))
+def _meet(shape, mask, tokens):
+    """Which chunks meet, of so many tokens a rank."""
+    ranks = _ranks(*shape)
+    return pattern_of(mask, EvenShards(STRIPS[shape[1]], tokens * ranks, ranks))
 
 
-def _steps(side, direction, meet=None):
-    return ITS.build(shaped("triangle", _ranks(side)), meet or _causal(side), direction, "kv")
+def _steps(shape, direction):
+    return ITS.build(topology(*_axes(shape)), _causal(shape), direction, "kv")
 
 
-def _plan(side, direction, meet=None):
-    return built("triangle", shaped("triangle", _ranks(side)), direction, "kv", meet or _causal(side))
+def _plan(shape, direction, meet=None):
+    return built("triangle", topology(*_axes(shape)), direction, "kv", meet or _causal(shape))
 
 
-# ---- who owns what
+# ---- who owns what, and who computes what
 
 
-@pytest.mark.parametrize("side", range(2, 25))
-def test_a_block_is_owned_by_its_row_early_and_by_its_column_late(side):
-    owners = {}
-    for rank in range(_ranks(side)):
-        (i, j), (late, early) = _pair(rank), tiling(_ranks(side), 1).owned[rank]
-        assert late // (side - 1) == j
-        assert late % (side - 1) >= j
-        assert early // (side - 1) == i
-        assert early % (side - 1) < i
-        owners |= {late: rank, early: rank}
-    assert sorted(owners) == list(range(side * (side - 1)))
+@SHAPES
+def test_a_rank_owns_an_early_chunk_of_its_strip_and_a_late_one_of_its_column(shape):
+    (blocks, strips), ranks = shape, _ranks(*shape)
+    its, long = tiling(ranks, strips), blocks - 1
+    assert its.blocks == blocks
+    assert sorted(itertools.chain(*its.owned)) == list(range(2 * ranks))
+    tiles = [(i, p, j) for i in range(blocks) for j in range(i) for p in range(strips)]
+    assert [its.tile(rank) for rank in range(ranks)] == tiles
+    for (i, p, j), (late, early) in zip(tiles, its.owned, strict=True):
+        assert early == (i * strips + p) * long + j
+        assert late // (strips * long) == j
+        assert late % long >= j  # beyond the early ones of its strip
+        assert late < early
 
 
-def test_the_layout_holds_every_position_once_in_order_of_the_plans_blocks():
-    for side, ulysses, times in itertools.product((2, 3, 4, 7), (1, 2, 3), (1, 3)):
-        size = _ranks(side) * ulysses
-        seq = times * multiple("pairs", size, ulysses)
-        held = [positions("pairs", seq, size, ulysses, rank) for rank in range(size)]
+def test_the_layouts_hold_every_position_once_in_order_of_the_plans_blocks():
+    for shape, ulysses, times in itertools.product([*SQUARE, (7, 1), *SMALL, *LARGER[3:]], (1, 2, 3), (1, 2)):
+        layout, ranks = STRIPS[shape[1]], _ranks(*shape)
+        size = ranks * ulysses
+        seq = times * multiple(layout, size, ulysses)
+        held = [positions(layout, seq, size, ulysses, rank) for rank in range(size)]
         assert sorted(itertools.chain(*held)) == list(range(seq))
         assert {len(x) for x in held} == {seq // size}
-        shards = EvenShards("pairs", seq, _ranks(side))
-        for block, chunk in _place(side).items():
+        shards = EvenShards(layout, seq, ranks)
+        for block, chunk in enumerate(tiling(ranks, shape[1]).place):
             ((start, step, length),) = shards.runs("q", (block,))
             assert (start, step) == (chunk * length, 1)
-            assert length == shards.tokens("kv", (block,)) == seq // (2 * _ranks(side))
-
-
-def test_any_number_of_tokens_is_dealt_in_chunks_that_differ_by_one_at_most():
-    for side, tokens in itertools.product((2, 3, 5), (1, 7, 40, 83)):
-        shards = shards_of("pairs", (tokens,), _ranks(side))
-        assert (shards.size, shards.parts) == (_ranks(side), 2)
-        lengths = [shards.tokens("q", (block,)) for block in range(2 * shards.size)]
-        assert sum(lengths) == tokens
-        assert max(lengths) - min(lengths) <= 1
+            assert length == shards.tokens("kv", (block,)) == seq // (2 * ranks)
+        for tokens in (1, 7, 40, 83):
+            shards = shards_of(layout, (tokens,), ranks)
+            assert (shards.size, shards.parts) == (ranks, 2)
+            lengths = [shards.tokens("q", (block,)) for block in range(2 * ranks)]
+            assert sum(lengths) == tokens
+            assert max(lengths) - min(lengths) <= 1
     assert dealt("pairs", 12, 3, 1) == LAYOUTS["pairs"].runs(12, 3, 1)
+    assert dealt("pairs2", 24, 6, 0) == LAYOUTS["pairs2"].runs(24, 6, 0) != LAYOUTS["pairs"].runs(24, 6, 0)
 
 
-# ---- what is computed
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_every_causal_product_is_computed_once_and_all_ranks_have_as_much_to_do(side):
-    steps, seen, place = _steps(side, "forward"), Counter(), _place(side)
-    for rank in range(_ranks(side)):
+@SHAPES
+def test_every_causal_product_is_computed_once_and_ranks_have_nearly_as_much_to_do(shape):
+    (blocks, strips), ranks = shape, _ranks(*shape)
+    steps, place, seen, work = _steps(shape, "forward"), tiling(ranks, strips).place, Counter(), []
+    for rank in range(ranks):
         mine = [(c.q[0], c.kv[0]) for step in steps(rank) for c in step.computes]
         seen.update(mine)
-        # half of a chunk with itself is seen, and no rank has more than another: a balance of 1.00 exactly
-        assert sum(0.5 if q == kv else 1 for q, kv in mine) == side * (side - 1)
-    assert set(seen) == {(q, kv) for q in place for kv in place if place[kv] <= place[q]}
+        work.append(sum(0.5 if q == kv else 1 for q, kv in mine))  # half of a chunk with itself is seen
+    assert set(seen) == {(q, kv) for q in range(2 * ranks) for kv in range(2 * ranks) if place[kv] <= place[q]}
     assert set(seen.values()) == {1}
+    mean = strips * blocks * (blocks - 1)
+    assert sum(work) == mean * ranks
+    # equal without strips, and else but for what the staircase cannot share out
+    assert max(work) <= mean * (1 if strips == 1 else 1.043)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("side", each_then_rest([2, 3, 5], [4, 6, 7, 8]))
-def test_its_plans_are_right_also_overlapped_and_as_many_bytes_are_received(side, direction):
-    plan, meet = _plan(side, direction), _causal(side)
+@BOTH_WAYS
+@pytest.mark.parametrize("shape", each_then_rest([*SQUARE[:2], SQUARE[3], *SMALL], [SQUARE[2], *LARGER]), ids=str)
+def test_its_plans_are_right_also_overlapped_and_as_many_bytes_are_received(shape, direction):
+    blocks, strips = shape
+    plan, meet = _plan(shape, direction), _causal(shape)
     validate(plan, meet.pairs())
     better = overlapped(plan, meet, shape_of("bf16", "bfloat16", 1, (4, 2, 64)).bytes_per_token(direction))
     validate(better, meet.pairs())
     units = UNITS[direction]
-    assert better.received(units) == plan.received(units) == _received(side, direction, units)
-    # one hop of a chunk a step and rank, on each way that it is on
-    for step in joint(plan):
+    assert better.received(units) == plan.received(units) == ITS.received(_axes(shape), direction, "kv", units)
+    # a chunk goes on by one hop a turn
+    assert len(plan.ranks[0]) == max(1, 4 * strips * (blocks - 1) - 3)
+    for step in joint(plan) if strips == 1 else ():  # one a rank, on each way that it is on
         for kind in units:
             assert max(Counter(m.dst for m in (*step.moves, *step.results) if m.kind == kind).values(), default=0) <= 2
 
 
 def test_steps_have_nearly_as_many_products_each():
     for side in (6, 8, 12):
-        for rank in (0, _ranks(side) // 2, _ranks(side) - 1):
-            counts = [len(step.computes) for step in _steps(side, "forward")(rank)]
-            assert len(counts) == 4 * side - 7
+        ranks = _ranks(side, 1)
+        for rank in (0, ranks // 2, ranks - 1):
+            counts = [len(step.computes) for step in _steps((side, 1), "forward")(rank)]
             # its tile, and of the diagonal T - 1 full products, of which two halves may be one
             assert sum(counts) == (side - 1) ** 2 + side
             assert max(counts) <= side // 4 + 2
@@ -148,12 +160,13 @@ def test_steps_have_nearly_as_many_products_each():
 
 
 def _received(side, direction, units):
-    """Written out: T - 2 chunks of each operand. Results: of the T - 1 chunks of its row all but those whose result it
-    is the first to have, and one that comes home from the row of its other block; in backward the same of columns."""
+    """Of square tiles, written out: T - 2 chunks of each operand. Results: of the T - 1 chunks of its row all but those
+    whose result it is the first to have, and one that comes home from the row of its other block. In backward it is
+    the same of columns."""
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
-    found = [(side - 2) * (units["q"] + units["kv"]) for _ in range(_ranks(side))]
-    for rank in range(_ranks(side)):
-        i, j = _pair(rank)
+    pairs = [(i, j) for i in range(side) for j in range(i)]
+    found = [(side - 2) * (units["q"] + units["kv"]) for _ in pairs]
+    for rank, (i, j) in enumerate(pairs):
         for line, members, number, comes_home in (("q", i, j, j > 0), ("kv", side - 1 - j, i - j - 1, i < side - 1)):
             if line in kinds:
                 if line == "kv":  # members of a column stand in the order of their chunks, the last row first
@@ -165,73 +178,100 @@ def _received(side, direction, units):
     return found
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("side", SIDES)
-def test_every_rank_receives_what_the_closed_form_says(side, direction):
-    units, axes = UNITS[direction], (("pair", _ranks(side)),)
-    wanted = _received(side, direction, units)
-    assert ITS.received(axes, direction, "kv", units) == wanted
-    steps = _steps(side, direction)
-    assert steps.received(units) == wanted
-    if side <= LARGE:
-        assert _plan(side, direction).received(units) == wanted
+@BOTH_WAYS
+@SHAPES
+def test_every_rank_receives_what_the_closed_form_says(shape, direction):
+    units = UNITS[direction]
+    wanted = ITS.received(_axes(shape), direction, "kv", units)
+    assert _steps(shape, direction).received(units) == wanted
+    if shape[1] == 1:
+        assert wanted == _received(shape[0], direction, units)
+        assert shape[0] > 12 or _plan(shape, direction).received(units) == wanted
 
 
-MHA = {"forward": {"q": 0.5, "kv": 1, "out": 0.5}, "backward": {"q": 1, "kv": 1, "dq": 0.5, "dkv": 1}}  # of q, bf16
+@SHAPES
+def test_a_rank_receives_its_strip_its_column_and_little_more(shape):
+    """Written out for each side alone: all that its tile needs but what it owns of it; of the staircase a few
+    k/v chunks, or its share of all before its strip where no column is, and one query at most."""
+    (blocks, strips), ranks = shape, _ranks(*shape)
+    long, axes = blocks - 1, _axes(shape)
+    q, kv = (
+        ITS.received(axes, "forward", "kv", units)
+        for units in ({"q": 1, "kv": 0, "out": 0}, {"q": 0, "kv": 1, "out": 0})
+    )
+    for rank in range(ranks):
+        i, p, j = tiling(ranks, strips).tile(rank)
+        taken = p * long if i == long else min(p * long, MOST[strips] * i)
+        assert kv[rank] == strips * long - 1 + len(range(j, taken, i))
+        assert q[rank] - (blocks - 2) in (0, 1)
+    # a query is lent for every early chunk of a strip whose row does not take all k/v before it
+    lent = sum(i for i in range(1, long) for p in range(strips) if p * long > MOST[strips] * i)
+    assert sum(q) == ranks * (blocks - 2) + lent
+
+
+MHA = {"q": 0.5, "kv": 1, "out": 0.5}  # of q, bf16, forward
 
 
 @pytest.mark.parametrize("side", range(3, 25))
-def test_bytes_follow_the_causal_floor(side):
-    received = ITS.received((("pair", _ranks(side)),), "forward", "kv", MHA["forward"])
+def test_bytes_follow_the_causal_floor_and_are_at_most_three_quarters_of_the_best_meshs(side):
+    ranks = _ranks(side, 1)
+    received = ITS.received(_axes((side, 1)), "forward", "kv", MHA)
     assert max(received) <= 2 * side - 3.5
-    assert sum(received) / len(received) == pytest.approx(2 * side - 4)
+    assert sum(received) / ranks == pytest.approx(2 * side - 4)
     assert min(received) >= 1.5 * (side - 2)
+    whole = {kind: 2 * size for kind, size in MHA.items()}  # a mesh's block is all that a rank has
+    assert side < 5 or max(received) <= 0.75 * _mesh(ranks, "forward", whole)
 
 
-@pytest.mark.parametrize("side", range(5, 25))
-def test_at_most_three_quarters_of_the_best_meshs_bytes(side):
-    ranks = _ranks(side)
-    whole = {kind: 2 * size for kind, size in MHA["forward"].items()}  # a mesh's block is all that a rank has
-    meshes = [
-        max(SCHEDULES["mesh"].received(tuple(SCHEDULES["mesh"].axes(ranks, own)), "forward", travels, whole))
-        for own in SCHEDULES["mesh"].shapes(ranks)
-        for travels in ("kv", "q")
-    ]
-    ours = max(ITS.received((("pair", ranks),), "forward", "kv", MHA["forward"]))
-    assert ours <= 0.75 * min(meshes)
+def _mesh(ranks, direction, units):
+    """The fewest units for the busiest rank of any mesh, and of what travels."""
+    its = SCHEDULES["mesh"]
+    return min(
+        max(its.received(tuple(its.axes(ranks, own)), direction, travels, units))
+        for own in its.shapes(ranks)
+        for travels in its.travellers
+    )
+
+
+@pytest.mark.parametrize(("strips", "heads", "sizes"), [
+    (4, (32, 8), (24, 40, 60, 84, 112)), (8, (64, 8), (48, 80, 120, 168)),
+], ids=str)  # fmt: skip
+def test_with_as_many_strips_as_queries_share_a_key_it_receives_less_than_any_mesh(strips, heads, sizes):
+    shape = shape_of("bf16", "bfloat16", 1, (*heads, 128))
+    for ranks, way in itertools.product(sizes, DIRECTIONS):
+        units = shape.bytes_per_token(way)
+        axes, half = tuple(ITS.axes(ranks, {"strips": strips})), {kind: size / 2 for kind, size in units.items()}
+        assert max(ITS.received(axes, way, "kv", half)) < 0.9 * _mesh(ranks, way, units), (ranks, way)
 
 
 # ---- masks that only remove
 
 
-def _masks(side):
-    dice = random.Random(side)
-    seq = 4 * 2 * _ranks(side)
+def _masks(shape):
+    """Of 8 tokens a rank."""
+    seq, dice = 8 * _ranks(*shape), random.Random(shape[0])
     yield from (Mask(window=window) for window in (1, 5, seq // 3))
-    starts = sorted({0, *(dice.randrange(1, seq) for _ in range(4))})
-    yield Mask(documents=tuple(starts))
-    yield Mask(window=seq // 5, documents=tuple(starts))
+    starts = tuple(sorted({0, *(dice.randrange(1, seq) for _ in range(4))}))
+    yield Mask(documents=starts)
+    yield Mask(window=seq // 5, documents=starts)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("side", [3, 4, 6])
-def test_what_a_mask_leaves_out_is_neither_computed_nor_sent(side, direction):
-    whole = _plan(side, direction)
-    for mask in _masks(side):
-        meet = pattern_of(mask, EvenShards("pairs", 4 * 2 * _ranks(side), _ranks(side)))
-        plan = _plan(side, direction, meet)
+@BOTH_WAYS
+@pytest.mark.parametrize("shape", [(3, 1), (4, 1), (6, 1), *SMALL], ids=str)
+def test_what_a_mask_leaves_out_is_neither_computed_nor_sent(shape, direction):
+    full, units = _plan(shape, direction), UNITS[direction]
+    for mask in _masks(shape):
+        meet = _meet(shape, mask, 8)
+        plan = _plan(shape, direction, meet)
         validate(plan, meet.pairs())
-        done = [(c.q[0], c.kv[0]) for step in joint(plan) for c in step.computes]
-        assert sorted(done) == sorted(meet.pairs())
-        units = UNITS[direction]
-        assert all(a <= b for a, b in zip(plan.received(units), whole.received(units), strict=True))
-        assert sum(plan.received(units)) < sum(whole.received(units))
+        assert sorted((c.q[0], c.kv[0]) for step in joint(plan) for c in step.computes) == sorted(meet.pairs())
+        assert all(a <= b for a, b in zip(plan.received(units), full.received(units), strict=True))
+        assert sum(plan.received(units)) < sum(full.received(units))
         # an operand comes where a product of its rank reads it, and nowhere else
         for rank, steps in enumerate(plan.ranks):
             reads = {u for step in steps for c in step.computes for u in (("q", c.q), ("kv", c.kv))}
             assert {m.unit for step in steps for m in step.moves if m.dst == rank} <= reads
-        better = overlapped(plan, meet, units)
-        validate(better, meet.pairs())
+        validate(overlapped(plan, meet, units), meet.pairs())
 
 
 # ---- tensors
@@ -242,10 +282,9 @@ def _found(config, inputs, **how):
     return found.out, found.dq, found.dk, found.dv
 
 
-def _config(side, ulysses=1, **options):
-    """Of square tiles."""
-    size = _ranks(side) * ulysses
-    return SequenceParallelConfig(size=size, ulysses=ulysses, schedule="triangle", strips=1, **options)
+def _config(shape, ulysses=1, **options):
+    size = _ranks(*shape) * ulysses
+    return SequenceParallelConfig(size=size, ulysses=ulysses, schedule="triangle", strips=shape[1], **options)
 
 
 @functools.lru_cache(maxsize=8)
@@ -254,74 +293,74 @@ def _problem(seq, heads):
     return inputs, dense(*inputs)
 
 
-GRID = {
-    "side": (2, 3, 4, 5, 6, 7, 8),
-    "ulysses": (1, 2),
-    "heads": ((4, 4), (4, 2), (4, 1)),
-    "overlap": (False, True),
-}
+def _assert_near(found, wanted, case):
+    """To 1e-10 of the greatest number or of 1: a token that sees itself alone has gradients of 0."""
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= 1e-10 * max(1, b.abs().max()), case  # which a NaN is not
 
 
+GRID = {"ulysses": (1, 2), "heads": ((4, 4), (4, 2), (4, 1)), "overlap": (False, True)}
 LONG = [
-    pytest.param(cover(**{**GRID, "side": (side,)}), id=f"side_{side}", marks=pytest.mark.whole)
-    for side in GRID["side"]
-    if side > 4
+    pytest.param(cover(shape=(shape,), **GRID), id=str(shape), marks=pytest.mark.whole)
+    for shape in ((5, 1), (4, 2), *LARGER)
 ]
 
 
-@pytest.mark.parametrize("cases", [*grouped(("side",), **{**GRID, "side": (2, 3, 4)}), *LONG])
+@pytest.mark.parametrize("cases", [*grouped(("shape",), shape=((2, 1), (3, 1), (4, 1), (3, 2), (3, 4)), **GRID), *LONG])
 def test_it_equals_dense_attention(cases):
     compilers = {}
     for case in cases:
-        config = _config(case["side"], case["ulysses"], overlap=case["overlap"])
-        inputs, wanted = _problem(2 * multiple("pairs", config.size, config.ulysses), case["heads"])
+        config = _config(case["shape"], case["ulysses"], overlap=case["overlap"])
+        times = 2 if case["shape"][1] == 1 else 1
+        seq = times * multiple(STRIPS[case["shape"][1]], config.size, config.ulysses)
+        inputs, wanted = _problem(seq, case["heads"])
         assert max(errors(_found(config, inputs, compilers=compilers), wanted)) <= 1e-10, case
 
 
 def test_tiles_of_long_chunks_grow_with_them():
     for side, length in ((3, PROBE + 1), (4, 2 * PROBE + 3)):
-        inputs = tensors(2, 2 * _ranks(side) * length, (4, 2), 8)
-        assert max(errors(_found(_config(side), inputs), dense(*inputs))) <= 1e-10
+        inputs = tensors(2, 2 * _ranks(side, 1) * length, (4, 2), 8)
+        assert max(errors(_found(_config((side, 1)), inputs), dense(*inputs))) <= 1e-10
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
-@pytest.mark.parametrize("side", [4, pytest.param(6, marks=pytest.mark.whole)])
-def test_partial_results_that_travel_in_bf16_cost_their_rounding_only(side, heads, overlap):
-    inputs = tensors(1, 8 * _ranks(side), heads, 32, torch.bfloat16)
+@pytest.mark.parametrize("shape", each_then_rest([(4, 1), (3, 2)], [(6, 1)]), ids=str)
+def test_partial_results_that_travel_in_bf16_cost_their_rounding_only(shape, heads, overlap):
+    inputs = tensors(1, 8 * _ranks(*shape), heads, 32, torch.bfloat16)
     wanted = dense(*inputs)
     wide, narrow = (
-        spreads(_found(_config(side, overlap=overlap, travel_dtype=travel), inputs), wanted)
+        spreads(_found(_config(shape, overlap=overlap, travel_dtype=travel), inputs), wanted)
         for travel in ("fp32", "bf16")
     )
     assert max(wide) < 0.01
-    # each of T - 1 partial results at most is rounded once a hop, to 8 bits
-    assert all(b <= a + (side - 1) * 2**-9 for a, b in zip(wide, narrow, strict=True))
+    # each partial result is rounded once a hop, to 8 bits
+    hops = shape[1] * (shape[0] - 1)
+    assert all(b <= a + hops * 2**-9 for a, b in zip(wide, narrow, strict=True))
 
 
-@pytest.mark.parametrize("side", [3, 4])
-def test_with_masks_it_equals_dense_attention(side):
-    inputs = tensors(1, 4 * 2 * _ranks(side), (4, 2), 8)
-    for mask, overlap in itertools.product(_masks(side), (False, True)):
-        found = _found(_config(side, overlap=overlap), inputs, mask=mask)
-        assert not any(x.isnan().any() for x in found)
-        wanted = dense(*inputs, mask=mask)
-        for a, b in zip(found, wanted, strict=True):  # a window of 1 leaves dq and dk nothing
-            assert (a - b).abs().max() <= 1e-10 * max(1, b.abs().max()), mask
+@pytest.mark.parametrize("shape", [(3, 1), (4, 1), (3, 2), (4, 2)], ids=str)
+def test_with_masks_it_equals_dense_attention(shape):
+    inputs = tensors(1, 8 * _ranks(*shape), (4, 2), 8)
+    for number, mask in enumerate(_masks(shape), start=shape[0]):
+        _assert_near(
+            _found(_config(shape, overlap=number % 2 == 0), inputs, mask=mask), dense(*inputs, mask=mask), mask
+        )
 
 
 def test_sequences_of_any_length_are_exact():
-    for side, seq, ulysses in itertools.product((3, 4), (1, 5, 29, 50), (1, 2)):
-        inputs = tensors(1, seq, (4, 2), 8)
-        found = _found(_config(side, ulysses), inputs, shards=shards_of("pairs", (seq,), _ranks(side)))
-        for a, b in zip(found, dense(*inputs), strict=True):
-            assert (a - b).abs().max() <= 1e-10 * max(1, b.abs().max()), (side, seq, ulysses)
+    for shape, seq in itertools.product([(3, 1), (4, 1), (3, 2), (3, 4)], (1, 5, 29, 50)):
+        for ulysses in (1, 2) if shape[1] == 1 else (1,):
+            inputs = tensors(1, seq, (4, 2), 8)
+            shards = shards_of(STRIPS[shape[1]], (seq,), _ranks(*shape))
+            found = _found(_config(shape, ulysses), inputs, shards=shards)
+            _assert_near(found, dense(*inputs), (shape, seq, ulysses))
 
 
 def test_what_virtual_ranks_receive_is_the_closed_form():
     side, heads, dim, seq = 5, (4, 2), 8, 40
-    found = attention(_config(side), *tensors(1, seq, heads, dim))
-    chunk = seq // (2 * _ranks(side))
+    found = attention(_config((side, 1)), *tensors(1, seq, heads, dim))
+    chunk = seq // (2 * _ranks(side, 1))
     q, kv, row = chunk * heads[0] * dim, 2 * chunk * heads[1] * dim, chunk * heads[0]
     forward = _received(side, "forward", {"q": q, "kv": kv, "out": q + row})
     backward = _received(side, "backward", {"q": 2 * q + 2 * row, "kv": kv, "dq": q, "dkv": kv})
@@ -329,50 +368,89 @@ def test_what_virtual_ranks_receive_is_the_closed_form():
 
 
 def test_a_rank_makes_its_own_program_of_a_thousand_without_the_others():
-    side = 32
-    recipe = Recipe(schedule=ITS, topology=shaped("triangle", _ranks(side)))
-    shards = EvenShards("pairs", 4 * 2 * _ranks(side), _ranks(side))
+    side, ranks = 32, _ranks(32, 1)
+    recipe = Recipe(schedule=ITS, topology=shaped("triangle", ranks))
     shape = shape_of("bf16", "bfloat16", 1, (8, 8, 64))
-    program = Compiler(recipe, 200).program("forward", CAUSAL, shards, shape)
+    program = Compiler(recipe, 200).program("forward", CAUSAL, EvenShards("pairs", 8 * ranks, ranks), shape)
     received = sum(len(t.unit[1]) for one in program.code for t in getattr(one, "receives", ()))
     assert received == _received(side, "forward", {"q": 1, "kv": 1, "out": 1})[200]
 
 
-# ---- refusals
+# ---- what is chosen, and refused
 
 
-def test_full_attention_is_refused_in_a_sentence():
-    inputs = tensors(1, 24, (4, 2), 8)
-    for mask in (Mask(causal=False), Mask(causal=False, documents=(0, 11))):
-        with pytest.raises(ConfigError, match=r"triangle.*causal.*queries of chunk") as caught:
-            attention(_config(4), *inputs, mask=mask)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="got travelling q"):
-        build("triangle", shaped("triangle", 3), "forward", "q")
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8), (8, 1)], ids=str)
+def test_auto_takes_the_strips_that_bring_the_fewest_elements(heads):
+    for ranks in range(3, 130):
+        if legal := [own["strips"] for own in ITS.shapes(ranks)]:
+            least = {strips: _elements(ranks, strips, heads) for strips in legal}
+            assert least[ITS.resolve(ranks, {}, heads)["strips"]] == min(least.values())
 
 
-def test_other_numbers_of_ranks_layouts_and_shards_are_refused():
-    for size in (2, 4, 5, 7, 8, 9):
-        with pytest.raises(ConfigError, match=rf"triangle.*inner ranks.*got {size}\b"):
-            SequenceParallelConfig(size=size, ulysses=1, schedule="triangle").resolve(size)
-    assert SequenceParallelConfig(size=12, schedule="triangle").resolve(12, heads=(8, 8)).ulysses == 4
-    with pytest.raises(ConfigError, match=r"triangle.*inner ranks.*got 7\b"):
-        SequenceParallelConfig(size=7, schedule="triangle").resolve(7, heads=(4, 4))
-    with pytest.raises(ConfigError, match=r'layout.*"pairs".*"triangle".*got "zigzag"'):
-        _config(3, layout="zigzag").resolve(3)
-    with pytest.raises(ConfigError, match=r'layout.*got "pairs".*"triangle"'):
-        SequenceParallelConfig(size=3, layout="pairs").resolve(3)
-    inputs = tensors(1, 12, (4, 2), 8)
-    whole = UnevenShards([[(4 * rank, 1, 4)] for rank in range(3)])
-    with pytest.raises(InputError, match=r"2 blocks.*got 1\b.*parts=2"):
-        attention(_config(3), *inputs, shards=whole)
-    halves = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], parts=2)
-    with pytest.raises(InputError, match=r"1 block\b.*got 2\b.*parts=1"):
-        attention(SequenceParallelConfig(size=3, ulysses=1), *inputs, shards=halves)
-    with pytest.raises(InputError, match=r"blocks.*got 3, parts 2"):
-        UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], parts=2)
-    with pytest.raises(InputError, match=r"runs of q.*in order"):
-        UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], parts=2)
+def _elements(ranks, strips, heads):
+    """Of one dtype, without lse and delta: as meshes choose."""
+    q, kv = heads
+    ways = {"forward": {"q": q, "kv": 2 * kv, "out": q}, "backward": {"q": 2 * q, "kv": 2 * kv, "dq": q, "dkv": 2 * kv}}
+    axes = tuple(ITS.axes(ranks, {"strips": strips}))
+    return sum(max(ITS.received(axes, way, "kv", units)) for way, units in ways.items())
+
+
+def test_shapes_are_1_2_4_or_8_times_a_triangle():
+    sizes = [ranks for ranks in range(1, 61) if ITS.shapes(ranks)]
+    assert sizes == [1, 3, 6, 10, 12, 15, 20, 21, 24, 28, 30, 36, 40, 42, 45, 48, 55, 56, 60]
+    assert ITS.shapes(12) == [{"strips": 2}, {"strips": 4}]
+    assert ITS.shapes(24) == [{"strips": 4}, {"strips": 8}]
+
+
+def _resolved(size, heads=None, **settings):
+    return SequenceParallelConfig(size=size, **{"ulysses": 1, "schedule": "triangle", **settings}).resolve(size, heads)
+
+
+def test_layouts_go_with_their_strips():
+    found = _resolved(120, (64, 8))
+    assert (found.strips, found.layout) == (8, "pairs8")
+    assert (_resolved(120, (64, 64)).strips, _resolved(120).layout) == (1, "pairs")
+    assert _resolved(6, strips=2).layout == "pairs2"
+    for size, layout, strips in ((6, "pairs", 1), (6, "pairs2", 2), (12, "pairs2", 2), (12, "pairs4", 4)):
+        assert {_resolved(size, heads, layout=layout).strips for heads in (None, (32, 8), (32, 32))} == {strips}
+    assert found.resolve(120, (64, 8)) == found
+    assert _resolved(12, (8, 8), ulysses="auto").ulysses == 4
+
+
+def _attended(shape=(3, 1), seq=12, **how):
+    return attention(_config(shape), *tensors(1, seq, (4, 2), 8), **how)
+
+
+HALVES = UnevenShards([[(2 * block, 1, 2)] for block in range(6)], parts=2)
+REFUSED = [
+    *((lambda size=size: _resolved(size), rf"triangle.*inner ranks.*got {size}\b") for size in (2, 4, 5, 7, 8, 9)),
+    (lambda: _resolved(7, (4, 4), ulysses="auto"), r"triangle.*inner ranks.*got 7\b"),
+    (lambda: _resolved(13), r"triangle.*got 13.*12 or 15"),
+    (lambda: _resolved(6, strips=4), r"strips.*\[1, 2\].*6 inner ranks.*got 4"),
+    (lambda: tiling(1008, 8), r"8 strips.*got 1008"),
+    (lambda: _resolved(6, schedule="auto", strips=2), r'strips.*"triangle".*"ring"'),
+    (lambda: _resolved(3, strips=1, layout="zigzag"), r'layout.*"pairs".*"triangle".*got "zigzag"'),
+    (lambda: _resolved(3, schedule="auto", layout="pairs"), r'layout.*got "pairs".*"triangle"'),
+    (lambda: _resolved(6, strips=2, layout="pairs"), r'layout.*"pairs2".*got "pairs"(?!.*schedule)'),
+    (lambda: build("triangle", shaped("triangle", 3), "forward", "q"), "got travelling q"),
+    (lambda: _attended((4, 1), 24, mask=Mask(causal=False)), r"triangle.*causal.*queries of chunk"),
+    (lambda: _attended((3, 2), 24, mask=Mask(causal=False)), r"triangle.*causal.*queries of chunk"),
+    (lambda: _attended((4, 1), 24, mask=Mask(causal=False, documents=(0, 11))), r"triangle.*causal.*queries of chunk"),
+    (lambda: _attended(shards=UnevenShards([[(4 * n, 1, 4)] for n in range(3)])), r"2 blocks.*got 1\b.*parts=2"),
+    (
+        lambda: attention(SequenceParallelConfig(size=3, ulysses=1), *tensors(1, 12, (4, 2), 8), shards=HALVES),
+        r"1 block\b.*got 2\b.*parts=1",
+    ),
+    (lambda: UnevenShards([[(0, 1, 1)], [(1, 1, 1)], [(2, 1, 1)]], parts=2), r"blocks.*got 3, parts 2"),
+    (lambda: UnevenShards([[(2, 1, 2)], [(0, 1, 2)]], parts=2), r"runs of q.*in order"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_does_not_fit_is_refused_in_a_sentence(call, said):
+    with pytest.raises((ConfigError, InputError), match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
 
 
 def _work(own, q, kv):
