@@ -12,16 +12,14 @@ import json
 from pathlib import Path
 
 from benchmarks import tables
+from benchmarks.memory.longest import GIB, SHAPES, model_of
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Request
 
-from .memory.longest import SHAPES, model_of
-
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 MARK = "<!-- python -m benchmarks.settings -->\n"
-GIB = 2**30
 NODES = {"8B (Llama-3)": 1, "32B (Qwen2.5)": 4, "70B (Llama-3)": 8}
 MACHINES = ("a100-ib", "h100-ib", "h200-ib")
 LENGTHS = (32_768, 131_072, 524_288)
@@ -40,22 +38,13 @@ def row(name: str, place: str, seq: int) -> list[str]:
     return [*said, f"`{json.dumps(choice.section)}`", f"{best.seconds:.2f}", f"{best.memory.peak.total / GIB:.0f}"]
 
 
-def table() -> str:
-    return (
-        tables.table(HEAD, [row(name, place, seq) for name in SHAPES for place in MACHINES for seq in LENGTHS]) + "\n"
-    )
-
-
 def main() -> None:
-    parser = tables.parser(__doc__)
-    parser.add_argument("--print", action="store_true", help="print the table, and leave the page as it is")
-    args = parser.parse_args()
-    found = table()
-    if args.print:
-        print(found, end="")
+    printed = tables.parser(__doc__, print=False).parse_args().print
+    found = tables.table(HEAD, (row(name, place, seq) for name in SHAPES for place in MACHINES for seq in LENGTHS))
+    if printed:
+        print(found)
     else:
-        before, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
-        PAGE.write_text(before + mark + found, encoding="utf-8")
+        tables.insert(PAGE, MARK, f"{found}\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """What `benchmarks.memory.peers` runs on a rank: one contender's training steps on one sequence, and what they took.
 
-All contenders train the same LLaMA on the same tokens with the same ZeRO-3 settings; `STEPS` has a function a kind,
-which returns how to make one step. Imported by ranks, so nothing here reads arguments.
+All contenders train the same LLaMA on the same tokens with the same ZeRO-3 settings. `STEPS` has a function for each
+kind, which returns how to make one step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import threading
@@ -25,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import ds_seqpar
-from benchmarks.memory.live import Entry, Sites
+from tests.live import Live
 
 LONGEST = 2**19  # tokens of the text; a shorter sequence is its beginning
 # the same for all: ZeRO's own buffers are small beside activations, and parameters go once they were used
@@ -39,8 +40,7 @@ ZERO = {
 }
 Mark = Callable[[str], None]
 Step = Callable[[Mark], float]
-# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section. tiled_mlp:
-# DeepSpeed's TiledMLP; on ours it shows what there is beside the MLP
+# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section
 OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
 
 
@@ -57,14 +57,17 @@ class Model:
     bf16: bool = False
     zero: Sequence[tuple[str, Any]] = ()
 
-    def make(self) -> LlamaForCausalLM:
-        torch.manual_seed(0)
-        config = LlamaConfig(
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
             max_position_embeddings=LONGEST, rope_theta=5e5, use_cache=False, attn_implementation="sdpa",
         )  # fmt: skip
-        return LlamaForCausalLM(config)
+
+    def make(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(self.config)
 
     def tokens(self, seq: int) -> Tensor:
         return torch.randint(self.vocab, (1, LONGEST), generator=torch.Generator().manual_seed(1))[:, :seq].clone()
@@ -114,41 +117,52 @@ def measure(
             seconds.append(time.perf_counter() - began)
         norms.append(NORM[0]())
         highest = max(highest, memory("VmHWM"))
-    return Figures(rest, highest, seconds, losses, norms, followed(step)[0] if follow else {})
+    return Figures(rest, highest, seconds, losses, norms, followed(step) if follow else {})
 
 
-def followed(step: Step) -> tuple[dict[str, int], list[Entry]]:
-    """Of what one step made: by phase the most bytes alive at once, and what was alive when there were the most."""
+class Followed(Live):
+    inside = ("ds_seqpar", "deepspeed")
+
+
+def tensors() -> list[Tensor]:
+    """All in memory that Python knows of."""
+    found = [x for x in gc.get_objects() if type.__instancecheck__(Tensor, x)]
+    return [x for x in found if x.device.type == "cpu" and x.layout == torch.strided]
+
+
+def followed(step: Step) -> dict[str, int]:
+    """Of what one step makes, the most bytes alive at once, by phase."""
     phases: dict[str, int] = {}
-    with Sites() as live:
+    with Followed(*tensors()) as live:
 
         def mark(phase: str) -> None:
             phases[phase] = live.peak
             live.restart()
 
         step(mark)
-    return phases, live.at_peak
+    return phases
 
 
 def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
     """How to make a step of a contender, once in a process."""
-    own = own_of(options)
+    own, section = divided(options, seq)
     if own["tiled_mlp"]:
         modeling_llama.LlamaMLP.forward = tiled_mlp
-    section = {name: value for name, value in options.items() if name not in OWN}
     return STEPS[kind](model, own, section, seq)
 
 
-def own_of(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options.get(name, default) for name, default in OWN.items()}
+def divided(options: dict[str, Any], seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The benchmark's own settings, and the section; with the length, where "memory": "auto" needs one."""
+    own = {name: options.get(name, default) for name, default in OWN.items()}
+    section = {name: value for name, value in options.items() if name not in OWN}
+    return own, {"seq_len": seq, **section} if section.get("memory") == "auto" else section
 
 
 NORM: list[Callable[[], float]] = []  # how to ask the engine for the norm of its last gradients
-ENGINE: list[Any] = []  # of this process
 
 
 def _engine(engine: Any) -> Any:
-    NORM[:], ENGINE[:] = [lambda: float(engine.get_global_grad_norm())], [engine]
+    NORM[:] = [lambda: float(engine.get_global_grad_norm())]
     return engine
 
 
@@ -167,7 +181,6 @@ def plain(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) 
 
 def ours(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
     llama = checkpointed(model.make(), own, reentrant=False)
-    section = planned_for(section, seq)
     config = model.settings() | {"sequence_parallel": {"size": dist.get_world_size(), **section}}
     engine = _engine(ds_seqpar.initialize(model=llama, model_parameters=list(llama.parameters()), config=config)[0])
     sp, ids = engine.sequence_parallel, model.tokens(seq)
@@ -181,18 +194,12 @@ def ours(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
     return step
 
 
-def planned_for(section: dict[str, Any], seq: int) -> dict[str, Any]:
-    """With the length, where "memory": "auto" needs one."""
-    return {"seq_len": seq, **section} if section.get("memory") == "auto" else section
-
-
 def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
     """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
-    tutorial sets it up: tiles of the MLP and of logits with loss, and reentrant checkpointing. (Keeping checkpoints on
-    the CPU is nothing here.) Tokens are sharded by hand as UlyssesSPDataLoaderAdapter does.
+    tutorial sets it up: tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are sharded by
+    hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for GPUs.
 
-    TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so what the loss is divided by
-    must be divided by inside of it. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for GPUs.
+    TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so the loss is divided inside.
     """
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
