@@ -48,14 +48,18 @@ def deepspeed_ulysses(spec: Spec, seq: int, heads: tuple[int, int], causal: bool
         raise ValueError(f"DistributedAttention needs heads that {size} ranks divide; got {heads[0]}/{heads[1]}")
     with contextlib.redirect_stdout(sys.stderr):  # it tells of its op
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
-    layer = DistributedAttention(lambda *own: dense(*own, causal=causal), dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense(q, k, v, causal).contiguous()
+
+    layer = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     return Attention(lambda q, k, v: layer(q, k, v, 0), torch.arange(seq // size) + rank * (seq // size))
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     """PyTorch's attention, of tensors (1, seq, heads, head_dim)."""
     parts = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True).transpose(1, 2).contiguous()
+    return scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 def step(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:

@@ -88,9 +88,7 @@ def prepare(ranks: Ranks, network: net.Network, args: argparse.Namespace) -> lis
     return rows
 
 
-def _prepared(
-    ranks: Ranks, network: net.Network, args: argparse.Namespace, spec: Spec, index: int
-) -> dict[str, Any]:
+def _prepared(ranks: Ranks, network: net.Network, args: argparse.Namespace, spec: Spec, index: int) -> dict[str, Any]:
     try:
         planned = bytes_between(spec, args)
     except (SeqParError, ValueError) as reason:

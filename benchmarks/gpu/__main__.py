@@ -19,10 +19,9 @@ import torch
 
 from benchmarks import tables
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import GPU, STAND_IN, Bench
+from benchmarks.gpu.bench import Bench, about
 from benchmarks.gpu.kernels import kernels
 from benchmarks.gpu.layers import checkpoints, host, longest
-from benchmarks.gpu.machine import about
 from benchmarks.gpu.shares import ranks
 from ds_seqpar.engine import start
 
@@ -35,7 +34,7 @@ SECTIONS = {
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = tables.parser(__doc__)
-    parser.add_argument("--stand-in", action="store_true", help="small sizes on the CPU, even where there is a GPU")
+    tables.add(parser, stand_in=False)
     parser.add_argument("--seconds", type=float, default=None, help="for all sections; default: 480, of a stand-in 60")
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
@@ -50,7 +49,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> Path:
     """Measures all sections; returns the JSON's path."""
     start()
-    bench = Bench("cpu" if args.stand_in else "cuda", STAND_IN if args.stand_in else GPU)
+    bench = Bench(args.stand_in)
     found: dict[str, Any] = {"about": about(args.stand_in), "records": bench.records, "left_out": bench.left_out}
     began, share = time.perf_counter(), args.seconds / sum(SECTIONS[name][1] for name in args.sections)
     for name in args.sections:

@@ -83,7 +83,7 @@ def checkpoints(bench: Bench) -> None:
     """Plain checkpoints beside ours, which attend once."""
     pair = _pair(bench, CHECKPOINTED, "ours")
     for tokens in bench.sizes.checkpoints:
-        if not bench.has_time(f"{tokens} tokens", 0.0):
+        if not bench.has_time(f"{tokens} tokens"):
             continue
         steps = {name: functools.partial(layers.step, tokens) for name, layers in pair.items()}
         found = bench.tried(f"{tokens} tokens", lambda steps=steps: _alike(bench, steps))
@@ -112,7 +112,7 @@ def host(bench: Bench) -> None:
     models = _pair(bench, "nothing", CHECKPOINTED, "ours")
     tokens = bench.sizes.host
     steps: dict[str, Step] = {name: functools.partial(layers.step, tokens) for name, layers in models.items()}
-    if bench.has_time(f"{tokens} tokens", 0.0) and bench.tried("a step", lambda: _alike(bench, steps)) is not None:
+    if bench.has_time(f"{tokens} tokens") and bench.tried("a step", lambda: _alike(bench, steps)) is not None:
         found = in_turns(steps, 30, of_host(bench.device), warm=2, seconds=bench.seconds / 2)
         for name, seconds in found.items():
             bench.note(what=name, tokens=tokens, seconds=statistics.median(seconds) / bench.sizes.layers)
@@ -145,7 +145,7 @@ def longest(bench: Bench) -> None:
     settings, all_ = dict[str, Any](), features(bench.sizes.heads[1])
     for number, (name, more) in enumerate(all_.items()):
         settings |= more or {}
-        if bench.has_time(name, 0.0):
+        if bench.has_time(name):
             share = bench.left / (len(all_) - number)
             given = None if more is None else dict(settings)
             bench.tried(name, lambda n=name, g=given, s=share: _longest(bench, n, g, s))

@@ -37,8 +37,9 @@ def main() -> None:
     unit = math.prod(shape) * torch.bfloat16.itemsize
     columns = [field.name for field in dataclasses.fields(live.Figures)]
     print(f"\n{args.tokens} tokens a rank, {args.heads} heads of {HEAD_DIM}, bf16; a rank's block of queries is 1\n")
-    cells = ((max(getattr(rank, column) for rank in ranks) / unit for column in columns) for ranks in rows.values())
-    print(tables.table(["", *columns], ([name, *(f"{x:.2f}" for x in row)] for name, row in zip(rows, cells, strict=True))))
+    cells = ([max(getattr(rank, x) for rank in ranks) / unit for x in columns] for ranks in rows.values())
+    lines = ([name, *(f"{x:.2f}" for x in row)] for name, row in zip(rows, cells, strict=True))
+    print(tables.table(["", *columns], lines))
 
 
 def taken(shape: tuple[int, ...], settings: dict[str, Any] | None) -> live.Figures:
