@@ -130,9 +130,8 @@ def turns(network: net.Network, args: argparse.Namespace, bench: Bench, name: st
 
 
 def build(model: made.Model, kind: str, options: dict[str, Any], seq: int) -> None:
-    """On a rank: makes its engine. A step gives loss and norm of the whole batch, the same on all ranks."""
-    step = made.made(model, kind, options, seq)
-    on_ranks.STEPS[:] = [lambda: (step(lambda _: None), made.NORM[0]())]
+    """On a rank: makes its engine."""
+    on_ranks.STEPS[:] = [made.made(model, kind, options, seq)]
 
 
 def planned(spec: Spec, args: argparse.Namespace) -> float:

@@ -37,7 +37,7 @@ from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.comm import ALL_GATHER
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
-from tests.launch import Ranks
+from tests.launch import PRELOAD, Ranks
 
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_stages=2+overlap", "u{n}+head_stages=4+overlap", "ring", "u2/ring",
               "attention2d=2+overlap")  # fmt: skip
@@ -175,7 +175,8 @@ def training(bench: Bench, spec: Spec) -> None:
 def launched(args: argparse.Namespace, part: str) -> dict[str, Any] | str:
     """What a fresh set of ranks found, or why they found nothing."""
     tables.say(f"{part}: {args.ranks} ranks")
-    with Ranks(args.ranks, None, []) as ranks:  # nothing is imported before they are forked: CUDA could not begin then
+    # of GPUs nothing is imported before ranks are forked: CUDA could not begin in them
+    with Ranks(args.ranks, None, PRELOAD if args.stand_in else []) as ranks:
         results, errors = ranks.call(on_rank, args.stand_in, args.contenders, part, timeout=args.timeout)
     if not errors:
         return results[0]

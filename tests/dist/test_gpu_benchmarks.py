@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from benchmarks.contenders import parse
 from benchmarks.gpu import node, tables
 from benchmarks.gpu.__main__ import SECTIONS, arguments, measure
-from benchmarks.gpu.bench import STAND_IN
+from benchmarks.gpu.bench import STAND_IN, about
 from benchmarks.gpu.layers import features
 from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
 from tests.launch import on_engine_ranks
@@ -86,14 +87,14 @@ def test_files_that_are_no_figures(text, tmp_path):
         tables.load(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize(("parse", "words", "said"), [
+@pytest.mark.parametrize(("read", "words", "said"), [
     (arguments, ["--seconds", "0"], "above 0"), (arguments, ["--sections", "kernel"], "invalid choice"),
     (node.arguments, ["--stand-in", "--ranks", "1"], "2 to 8"), (node.arguments, ["rings"], "a contender must be"),
     (node.arguments, ["--stand-in", "--ranks", "9"], "got 9"),
 ])  # fmt: skip
-def test_arguments_that_are_refused(parse, words, said, capsys):
+def test_arguments_that_are_refused(read, words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        parse(words)
+        read(words)
     assert said in capsys.readouterr().err
 
 
@@ -104,18 +105,14 @@ def test_the_node_refuses_a_launcher(monkeypatch, capsys):
     assert "starts its ranks itself" in capsys.readouterr().err
 
 
-def on_node(part):
-    return node.on_rank(node.arguments(["--stand-in", "--part", part, "--", "u2", "ring"]), part)
-
-
 def test_links_and_transfers_of_a_node():
-    found = on_engine_ranks(2, on_node, "links")[0]
+    found = on_engine_ranks(2, node.on_rank, True, [parse("u2"), parse("ring")], "links")[0]
     assert found["left_out"] == []
     u2, ring = (one for one in found["records"] if one["section"] == "overlap")
     # a rank of a ring gets k and v, and their gradients twice in fp32 or q's side in their place; all is some MiB
     assert 0 < u2["received"] < 2**22
     assert 0 < ring["received"] < 2**22
-    assert "| ring |" in tables.page(found)
+    assert "| ring |" in tables.page({"about": about(True, 2), **found})
 
 
 def test_steps_must_be_the_same_work():
