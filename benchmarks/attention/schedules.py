@@ -1,12 +1,11 @@
-"""Prints what each schedule moves and waits for, from plans alone: tables of docs/schedules.md and docs/triangle.md.
+"""Prints what each schedule receives, from plans alone: the tables of docs/schedules.md and docs/triangle.md.
 
     python -m benchmarks.attention.schedules                    # 16 and 64 ranks
     python -m benchmarks.attention.schedules --causal 6 28 120  # the triangle, the best mesh, a ring, the floor
 
 Bytes are those that the busiest rank receives for one layer, as multiples of the q of its own tokens in bf16. Partial
 results and gradients travel in the dtype named. Without --causal: full attention, causal for schedules that are nothing
-else, with the mean over ranks in brackets where ranks differ. Schedules that do not fit the number are left out. Then
-the critical path, to the longer of computing and links, where these take equally long.
+else, with the mean over ranks in brackets where ranks differ. Schedules that do not fit the number are left out.
 
 With --causal, each schedule has the shape and what travels that bring it least; in brackets the triangle's strips,
 where it has more than one. The floor: a rank that has x query rows and y k/v rows, in its own tokens' number n, sees
@@ -17,21 +16,19 @@ likewise, with gradients in backward. No equal share of work has a smaller mean 
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 
 from benchmarks import tables
 from benchmarks.contenders import parse
 from ds_seqpar.compiler.actions import ACCUMULATORS
-from ds_seqpar.compiler.compile import pattern_of, side_of, weight
+from ds_seqpar.compiler.compile import pattern_of, side_of
 from ds_seqpar.compiler.layout import multiple
 from ds_seqpar.compiler.masks import CAUSAL, FULL
-from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.base import Own
 from ds_seqpar.compiler.shape import Shape, shape_of
 from ds_seqpar.compiler.shards import EvenShards, Shards, tokens_of
-from ds_seqpar.compiler.simulate import Costs, communication, computation, programs_of, simulate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 
@@ -63,15 +60,12 @@ def names(ranks: int) -> list[str]:
     teams = [f"wallfacer={team}" for team in sorted({2, side // 2})]
     shapes = [f"attention2d={rows}" for rows in (side, side * 2, side // 2)]
     found = ["ring", "ring+backward=q", f"double_ring={side}", "distflash", *shapes, *teams, mesh, f"{mesh}+backward=q"]
-    return [name for name in (*found, "triangle") if _fits(ranks, name)]
-
-
-def _fits(ranks: int, name: str) -> bool:
-    try:
-        config_of(ranks, name)
-    except ConfigError:
-        return False
-    return True
+    fitting = []
+    for name in (*found, "triangle"):
+        with contextlib.suppress(ConfigError):
+            config_of(ranks, name)
+            fitting.append(name)
+    return fitting
 
 
 def config_of(ranks: int, name: str) -> SequenceParallelConfig:
@@ -84,29 +78,14 @@ def causal(name: str) -> bool:
     return not SCHEDULES[parse(name).section["schedule"]].takes(0, 1)
 
 
-def plan_of(ranks: int, name: str, direction: str, shape: Shape, overlap: bool = False) -> tuple[Plan, Shards]:
-    config = dataclasses.replace(config_of(ranks, name), overlap=overlap)
-    shards = EvenShards(config.layout, 64 * multiple(config.layout, ranks, 1), ranks)
-    pattern = pattern_of(CAUSAL if causal(name) else FULL, shards)
-    return config.recipe(config.topology(ranks)).plan(direction, pattern, shape), shards
-
-
 def received(ranks: int, name: str, direction: str, shape: Shape) -> str:
-    plan, shards = plan_of(ranks, name, direction, shape)
+    config = config_of(ranks, name)
+    shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
+    pattern = pattern_of(CAUSAL if causal(name) else FULL, shards)
+    plan = config.recipe(config.topology(ranks)).plan(direction, pattern, shape)
     found = [value / unit(shape, shards) for value in plan.received(block_bytes(shape, direction, shards))]
     mean = sum(found) / len(found)
     return f"{max(found):.2f}" + (f" ({mean:.2f})" if max(found) > 1.001 * mean else "")
-
-
-def path(ranks: int, name: str) -> list[str]:
-    """Steps, and the critical path forward without and with overlap, over the longer of computing and links."""
-    shape = shape_for((32, 32), "bf16")
-    plan, shards = plan_of(ranks, name, "forward", shape)
-    share = weight(CAUSAL if causal(name) else FULL, shards)
-    costs = Costs(transfer=block_bytes(shape, "forward", shards), product=1.0, weight=share).balanced(plan)
-    bound = max(communication(plan, costs), computation(plan, costs))
-    plans = plan, plan_of(ranks, name, "forward", shape, overlap=True)[0]
-    return [str(len(plan.ranks[0])), *(f"{simulate(programs_of(p), costs).seconds / bound:.2f}" for p in plans)]
 
 
 def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, Own]:
@@ -161,11 +140,6 @@ def main() -> None:
                 tables.head("contender", *columns)
                 for name in names(ranks):
                     tables.row(name, *(received(ranks, name, *one) for one in shapes))
-    for ranks in () if args.causal else args.ranks or (16, 64):
-        print(f"\n{ranks} ranks, forward, MHA, bf16 partial results\n")
-        tables.head("contender", "steps", "critical path", "with overlap")
-        for name in names(ranks):
-            tables.row(name, *path(ranks, name))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link", nargs="+", type=on_ranks.link, default=["200mbit"],
                         help="rates of every node, out and in, in kbit, mbit or gbit")  # fmt: skip
     model_options(parser, vocab=1024, hidden=256, intermediate=512, layers=4, heads=8, kv_heads=8)
-    tables.add(parser, seq=4096, checkpointing=True, tiled_mlp=True, steps=2, rounds=3, timeout=900)
+    tables.add(parser, seq=4096, checkpointing=True, tiled_mlp=True, steps=2, rounds=3)
     args = on_ranks.checked(parser, given)
     # a layer's parameters stay from when a checkpoint is run again to its backward, as a large model's do
     args.zero = [("stage3_max_reuse_distance", 2**20), *args.zero]
@@ -70,10 +70,10 @@ def kind_of(spec: Spec, args: argparse.Namespace) -> Kind:
     return spec.peer or "ours", {"checkpointing": args.checkpointing, **options, **spec.section}
 
 
-def alone(kind: str, args: argparse.Namespace) -> Kind:
+def alone(spec: Spec, args: argparse.Namespace) -> Kind:
     """What ZeRO does by itself in this kind: every rank attends to its own tokens."""
-    options = {"checkpointing": args.checkpointing}
-    return ("ours", {**options, "size": 1}) if kind == "ours" else ("plain", {**options, "tiled_mlp": args.tiled_mlp})
+    more = {"tiled_mlp": args.tiled_mlp} if spec.peer else {"size": 1}
+    return "plain" if spec.peer else "ours", {"checkpointing": args.checkpointing, **more}
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -81,32 +81,30 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     and `cannot` where a peer cannot run. Raises RankFailure where one of ours failed, SystemExit where losses
     differ."""
     bench = Bench(args)
-    rows = [{"name": spec.name, "seconds": {rate: [] for rate in args.link}} for spec in args.contenders]
-    zero: dict[str, dict[str, list[int]]] = {}  # kind -> bytes of a step
+    rows = [{"name": spec.name, "seconds": {rate: [] for rate in args.link}, "plan": planned(spec, args)}
+            for spec in args.contenders]  # fmt: skip
+    zero: dict[str | None, dict[str, list[int]]] = {}  # whose -> bytes of a step
     with net.Network(args.nodes, args.link[0]) as network:
         for turn in range(args.rounds):
             for index in order(len(rows), turn):
-                row, kind = rows[index], kind_of(args.contenders[index], args)
+                row, spec = rows[index], args.contenders[index]
                 if "cannot" in row:
                     continue
                 try:
-                    found = turns(network, args, bench, row["name"], kind, args.seq)
+                    found = turns(network, args, bench, spec.name, kind_of(spec, args), args.seq)
                 except RankFailure as failure:
-                    if kind[0] == "ours":
+                    if not spec.peer:
                         raise
                     row["cannot"] = min(failure.errors.items())[1][1].splitlines()[0]
                     continue
                 for rate, (seconds, carried) in found.items():
                     row["seconds"][rate] += seconds
                     row |= carried
-                if network.names and kind[0] not in zero:
-                    name, short = f"ZeRO alone ({kind[0]})", args.seq // args.world
-                    its = turns(network, args, bench, name, alone(kind[0], args), short)
-                    zero[kind[0]] = its[args.link[0]][1]
-                row["zero"] = zero.get(kind[0])
+                if network.names and spec.peer not in zero:
+                    name, short = f"ZeRO alone, of {spec.name}", args.seq // args.world
+                    zero[spec.peer] = turns(network, args, bench, name, alone(spec, args), short)[args.link[0]][1]
+                row["zero"] = zero.get(spec.peer)
             tables.say(f"round {turn + 1} of {args.rounds}")
-    for row, spec in zip(rows, args.contenders, strict=True):
-        row["plan"] = planned(spec, args)
     return rows
 
 
@@ -114,7 +112,6 @@ def turns(network: net.Network, args: argparse.Namespace, bench: Bench, name: st
     """Of a contender in fresh processes."""
     found: Found = {}
     with on_ranks.started(args, network, PRELOAD) as ranks:
-        network.limit(args.link[-1])
         on_ranks.call(ranks, build, bench.model, *kind, seq)
         done = [on_ranks.turn(ranks)]
         for rate in args.link:

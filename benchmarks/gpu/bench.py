@@ -139,7 +139,7 @@ def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:
         "device": f"CPU, {os.cpu_count()} cores" if stand_in else torch.cuda.get_device_name(),
         "host": f"{os.cpu_count()} cores, {host_memory() / 2**30:.0f} GiB, Python {platform.python_version()}",
         "commit": commit(),
-        "versions": {name: version for name in PACKAGES if (version := installed(name))},
+        "versions": {one.name: one.version for one in importlib.metadata.distributions() if one.name in PACKAGES},
     }
     if not stand_in:
         properties = torch.cuda.get_device_properties()
@@ -147,13 +147,6 @@ def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:
         found["capability"] = f"{properties.major}.{properties.minor}"
         found["versions"]["CUDA"] = torch.version.cuda or torch.version.hip
     return found
-
-
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def commit() -> str:

@@ -254,17 +254,3 @@ def tiled_mlp(self: Any, x: Tensor) -> Tensor:
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def token_losses(model: Model, seq: int) -> Tensor:
-    """float64 (seq - 1,): what the whole model loses on each token, in one process. Attention is causal, so those of a
-    shorter sequence are the first of them."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    llama = model.make()
-    llama = llama.bfloat16() if model.bf16 else llama
-    ids, found = model.tokens(seq), []
-    with torch.no_grad():
-        hidden = llama.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-        for part, labels in zip(hidden.split(256), ids[0, 1:].split(256), strict=True):
-            found.append(F.cross_entropy(llama.lm_head(part).float(), labels, reduction="none").double())
-    return torch.cat(found)
