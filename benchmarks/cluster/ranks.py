@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from benchmarks import tables
 from benchmarks.cluster import net
-from ds_seqpar.cli import calibrate
 from tests.launch import RankFailure, Ranks
 
 PRELOAD = ["tests.preloading", "torch.distributed", "deepspeed", "benchmarks.cluster.ranks"]
@@ -140,8 +139,3 @@ def one_turn(index: int, start: float) -> tuple[float, float, Any]:
     worked = time.process_time()
     found = STEPS[index]()
     return time.monotonic() - start, time.process_time() - worked, found
-
-
-def calibrated() -> dict[str, Any]:
-    """This machine, as the planner is told of it."""
-    return calibrate.calibrate()

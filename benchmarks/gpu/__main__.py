@@ -3,8 +3,7 @@
     python -m benchmarks.gpu                  # about 8 minutes
     python -m benchmarks.gpu --stand-in       # small sizes on the CPU: shows that the script runs, and no more
 
-Prints tables, and writes them with a chart and all figures into --out: NAME.json, NAME.md, NAME.png. The JSON can be
-sent in: see docs/gpu_benchmarks.md. Without a GPU it is a stand-in by itself. Every section has a share of --seconds;
+Prints tables, and writes them and all figures into --out: NAME.md, NAME.json. The JSON can be sent in: see docs/gpu_benchmarks.md. Without a GPU it is a stand-in by itself. Every section has a share of --seconds;
 what did not fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
 """
 
@@ -37,7 +36,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     tables.add(parser, stand_in=False)
     parser.add_argument("--seconds", type=float, default=None, help="for all sections; default: 480, of a stand-in 60")
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
     args = parser.parse_args(given)
     args.stand_in = args.stand_in or not torch.cuda.is_available()
     args.seconds = args.seconds if args.seconds is not None else 60.0 if args.stand_in else 480.0
@@ -59,7 +58,7 @@ def measure(args: argparse.Namespace) -> Path:
         bench.free()
         found["about"]["seconds"] = round(time.perf_counter() - began, 1)
         file = gpu_tables.write(found, args.out)  # after every section: what ends the process takes no figure away
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and the page beside it")
     return file
 
 

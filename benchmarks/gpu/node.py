@@ -31,6 +31,7 @@ from benchmarks.gpu import tables as gpu_tables
 from benchmarks.gpu.bench import Bench, about
 from benchmarks.gpu.layers import shape_of
 from benchmarks.gpu.shares import Alone
+from benchmarks.memory.peers import unlike
 from benchmarks.turns import in_turns, order, slowest, together
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.masks import CAUSAL
@@ -56,7 +57,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = tables.parser(__doc__, stand_in=devices == 0, timeout=300.0)
     contenders.add(parser)
     parser.add_argument("--ranks", type=int, default=None, help="default: all GPUs; of a stand-in 2")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
     args = parser.parse_args(given)
     args.ranks = args.ranks or (2 if args.stand_in else devices)
     if not 2 <= args.ranks <= 8 or not (args.stand_in or args.ranks <= devices):
@@ -204,19 +205,11 @@ def together_found(args: argparse.Namespace) -> dict[str, Any]:
     rows = [some for name in names if (some := [one for one in steps if one["contender"] == name])]
     for some in rows:
         row = {**some[0], "seconds": statistics.median(one["seconds"] for one in some)}
-        if wrong := unlike(rows[0][0], row):
+        if wrong := unlike(*((one["losses"], one["norms"]) for one in (rows[0][0], row)), TOLERANCE):
             found["left_out"].append(f"step, {row['contender']}: {wrong}")
         else:
             found["records"].append(row)
     return {"about": about(args.stand_in, args.ranks), **found}  # last: it takes memory of a GPU
-
-
-def unlike(right: dict[str, Any], row: dict[str, Any]) -> str | None:
-    """How a contender's losses or norms differ from the first one's, if they do."""
-    for name in ("losses", "norms"):
-        if any(abs(a - b) > TOLERANCE * abs(a) for a, b in zip(right[name], row[name], strict=True)):
-            return f"not the same work: {name} {row[name]}, those of {right['contender']} are {right[name]}"
-    return None
 
 
 def main() -> None:
@@ -226,7 +219,7 @@ def main() -> None:
     found = together_found(args)
     found["about"]["seconds"] = round(time.perf_counter() - began, 1)
     file = gpu_tables.write(found, args.out)
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and the page beside it")
 
 
 if __name__ == "__main__":

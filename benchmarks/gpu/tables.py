@@ -1,4 +1,4 @@
-"""Tables and charts of files of figures, which `benchmarks.gpu` and `benchmarks.gpu.node` write.
+"""Tables of files of figures, which `benchmarks.gpu` and `benchmarks.gpu.node` write.
 
     python -m benchmarks.gpu.tables FILE ...     # prints their pages
     python -m benchmarks.gpu.tables --docs       # writes those of benchmarks/gpu/figures into docs/gpu_benchmarks.md
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import insert, parser, table
-from ds_seqpar.compiler.draw import new_figure, save
 
 FIGURES = Path(__file__).parent / "figures"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu_benchmarks.md"
@@ -43,15 +42,14 @@ def load(path: str | Path) -> Found:
 
 
 def write(found: Found, folder: Path) -> Path:
-    """The JSON, the page and the chart of what was found; returns the JSON's path."""
+    """The JSON and the page of what was found; returns the JSON's path."""
     about = found["about"]
     kind = "stand-in" if about["stand_in"] else re.sub(r"\W+", "-", about["device"]).strip("-")
     count = f"-x{about['ranks']}" if about["ranks"] > 1 else ""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{about['date']}-{kind}{count}.json"
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    chart(found, file.with_suffix(".png"))
-    file.with_suffix(".md").write_text(f"{page(found)}\n![Chart]({file.stem}.png)\n", encoding="utf-8")
+    file.with_suffix(".md").write_text(page(found), encoding="utf-8")
     return file
 
 
@@ -178,39 +176,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Records], str]]] = {
     "overlap": ("Hidden transfers", overlap),
     "step": ("A training step", step),
 }  # fmt: skip
-# section -> the fields that a bar is named by, its length, and what that is
-PANELS = {
-    "kernels": (("contender", "way"), "flops", "FLOP/s, causal, the greatest length"),
-    "ranks": (("contender", "tokens", "way"), "efficiency", "1 / ranks of a dense call over it"),
-    "checkpoints": (("tokens",), "speedup", "plain's time over ours"),
-    "longest": (("feature",), "tokens", "tokens"),
-    "overlap": (("contender",), "to_first", "the first's time over it"),
-    "step": (("contender",), "seconds", "seconds"),
-}
-
-
-def chart(found: Found, file: Path) -> None:
-    """Bars of each section that a picture says more of than a table."""
-    drawn = {name: rows for name in PANELS if (rows := of(found, name))}
-    if not drawn:
-        return
-    height, about = (len(drawn) + 1) // 2, found["about"]
-    figure = new_figure(11, 4 * height)
-    for place, (name, rows) in enumerate(drawn.items(), 1):
-        labels, field, words = PANELS[name]
-        if name == "kernels":
-            rows = [one for one in rows if one["mask"] == "causal"]
-            rows = [one for one in rows if one["tokens"] == max(other["tokens"] for other in rows)]
-        axes = figure.add_subplot(height, 2, place)
-        axes.barh([", ".join(str(one[label]) for label in labels) for one in rows], [one[field] for one in rows])
-        axes.bar_label(axes.containers[0], fmt="%.3g", fontsize=8)
-        axes.invert_yaxis()
-        axes.set_title(SECTIONS[name][0], fontsize=11)
-        axes.set_xlabel(words)
-    words = ": a stand-in, no figure is a GPU's" if about["stand_in"] else ""
-    figure.suptitle(f"{about['device']}, {about['date']}{words}", y=1.02)
-    figure.tight_layout()
-    save(figure, file)
 
 
 def docs(files: Iterable[Path]) -> str:

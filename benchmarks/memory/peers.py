@@ -104,9 +104,16 @@ class Bench:
     def check(self, name: str, seq: int, *found: Sequence[float]) -> None:
         """found: losses and gradient norms. Raises SystemExit where they are not those of the other contenders."""
         other, *first = self.first.setdefault(seq, (name, *found))
-        for what, right, its in zip(("losses", "gradient norms"), first, found, strict=True):
-            if any(abs(a - b) > self.tolerance * max(abs(a), abs(b)) for a, b in zip(right, its, strict=False)):
-                raise SystemExit(f"not the same work: {what} of {seq} tokens, {other} {right} and {name} {its}")
+        if wrong := unlike(first, found, self.tolerance):
+            raise SystemExit(f"{other} and {name}, {seq} tokens: {wrong}")
+
+
+def unlike(right: Sequence[Sequence[float]], found: Sequence[Sequence[float]], tolerance: float) -> str | None:
+    """How losses or gradient norms differ from others, if they do."""
+    for what, one, other in zip(("losses", "gradient norms"), right, found, strict=True):
+        if any(abs(a - b) > tolerance * max(abs(a), abs(b)) for a, b in zip(one, other, strict=False)):
+            return f"not the same work: {what} {one} and {other}"
+    return None
 
 
 MEASURES: dict[str, Callable[[Any], int]] = {

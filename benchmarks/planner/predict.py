@@ -24,6 +24,7 @@ from benchmarks.cluster.plan import DTYPES
 from benchmarks.contenders import Spec
 from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench
+from ds_seqpar.cli.calibrate import calibrate
 from ds_seqpar.compiler import heads as dealing
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.shards import EvenShards
@@ -72,7 +73,7 @@ def steps(given: list[str]) -> tuple[str, list[Row]]:
 
 
 def calibrated(ranks: Ranks) -> Machine:
-    return machine_of("calibrated", on_ranks.call(ranks, on_ranks.calibrated)[0])
+    return machine_of("calibrated", on_ranks.call(ranks, calibrate)[0])
 
 
 def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:

@@ -9,6 +9,7 @@ from benchmarks.gpu import node, tables
 from benchmarks.gpu.__main__ import SECTIONS, arguments, measure
 from benchmarks.gpu.bench import STAND_IN, about
 from benchmarks.gpu.layers import features
+from benchmarks.memory.peers import unlike
 from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
 from tests.launch import on_engine_ranks
 
@@ -38,12 +39,11 @@ def test_one_gpu(file):
     assert longest == [*features(2)][: len(longest)]
 
 
-def test_page_and_chart(file):
+def test_page(file):
     folder, found = tables.Path(file), tables.load(file)
     page = folder.with_suffix(".md").read_text()
-    assert page.startswith(tables.page(found))
+    assert page == tables.page(found)
     assert "no figure is a GPU's" in page
-    assert folder.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_docs_are_made_of_files_of_gpus(file, tmp_path):
@@ -116,6 +116,6 @@ def test_links_and_transfers_of_a_node():
 
 
 def test_steps_must_be_the_same_work():
-    right = {"contender": "u2", "losses": [2.0, 1.0], "norms": [1.0, 1.0]}
-    assert node.unlike(right, {**right, "losses": [2.001, 1.0]}) is None
-    assert "not the same work: norms" in node.unlike(right, {**right, "norms": [1.0, 1.1]})
+    right = [2.0, 1.0], [1.0, 1.0]
+    assert unlike(right, ([2.001, 1.0], [1.0, 1.0]), 1e-2) is None
+    assert "not the same work: gradient norms" in unlike(right, ([2.0, 1.0], [1.0, 1.1]), 1e-2)
