@@ -10,8 +10,7 @@ attention first. A time is from the moment at which all ranks begin to the end o
 
 MB out, in: what the interface of the busiest node carried in one call, headers and acknowledgements included. plan MB:
 of its busiest direction, by the plan. measured / plan: of the node where they differ most, out and in together. share
-of link: the time of these bytes at the link's rate, over the time of the call. busy: cores that ranks kept busy, on
-average.
+of link: the time of these bytes at the link's rate, over the time of the call.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from benchmarks.cluster import net
 from benchmarks.cluster import ranks as on_ranks
 from benchmarks.cluster.plan import DTYPES, bytes_between
 from benchmarks.contenders import Spec
-from benchmarks.turns import order
+from benchmarks.turns import in_turns
 from ds_seqpar.errors import SeqParError
 from tests.launch import Ranks
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 DEFAULT = ["ring", "mesh=4,1,4", "attention2d=4,4", "u4/attention2d=2,2", "u8/ring", "u16", "deepspeed"]
-COLUMNS = ["contender", "s", "spread", "against first", "busy", "MB out", "MB in", "plan MB", "measured / plan",
+COLUMNS = ["contender", "s", "spread", "against first", "MB out", "MB in", "plan MB", "measured / plan",
            "share of link"]  # fmt: skip
 RESULTS = ("out", "dq", "dk", "dv")
 
@@ -105,17 +104,15 @@ def _prepared(ranks: Ranks, network: net.Network, args: argparse.Namespace, spec
         on_ranks.call(ranks, on_ranks.STEPS.pop)
         return {"cannot": reason}
     _, out, into = on_ranks.carried(ranks, network, lambda: on_ranks.turn(ranks, index))
-    return {"error": max(errors), "out": out, "in": into, "seconds": [], "worked": [], "plan": planned}
+    return {"error": max(errors), "out": out, "in": into, "plan": planned}
 
 
 def take_turns(ranks: Ranks, rows: list[dict[str, Any]], rounds: int) -> None:
     """Adds the seconds of every round to the rows."""
-    for turn in range(rounds):
-        for index in order(len(rows), turn):
-            found = on_ranks.turn(ranks, index)
-            rows[index]["seconds"].append(found.seconds)
-            rows[index]["worked"].append(found.worked)
-        tables.say(f"round {turn + 1} of {rounds}")
+    steps = {row["name"]: index for index, row in enumerate(rows)}
+    found = in_turns(steps, rounds, lambda index: on_ranks.turn(ranks, index).seconds, warm=0)
+    for row in rows:
+        row["seconds"] = found[row["name"]]
 
 
 def tensors(args: argparse.Namespace) -> dict[str, Tensor]:
@@ -182,15 +179,10 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     for row in able:
         seconds, most = row["seconds"], max(*row["out"], *row["in"])
         median, first, ratio = statistics.median(seconds), statistics.median(able[0]["seconds"]), plan_ratio(row)
-        lines.append([
-            row["name"], f"{median:.3f}", tables.spread(seconds), f"{first / median:.2f}",
-            f"{statistics.median(row['worked']) / median:.2f}", f"{max(row['out']) / 1e6:.2f}",
-            f"{max(row['in']) / 1e6:.2f}", f"{max(map(max, row['plan'])) / 1e6:.2f}", f"{ratio:.3f}" if ratio else "-",
-            f"{most / net.rate_of(args.link) / median:.2f}",
-        ])  # fmt: skip
-    shown = len(COLUMNS) if args.nodes > 1 else COLUMNS.index("MB out")
-    reasons = (f"\n{row['name']}: {row['cannot']}" for row in rows if "cannot" in row)
-    return "\n".join([tables.table(COLUMNS[:shown], (cells[:shown] for cells in lines)), *reasons])
+        carried = (f"{size / 1e6:.2f}" for size in (max(row["out"]), max(row["in"]), max(map(max, row["plan"]))))
+        lines.append([row["name"], f"{median:.3f}", tables.spread(seconds), f"{first / median:.2f}", *carried,
+                      f"{ratio:.3f}" if ratio else "-", f"{most / net.rate_of(args.link) / median:.2f}"])  # fmt: skip
+    return on_ranks.report(COLUMNS, lines, rows, args)
 
 
 def plan_ratio(row: dict[str, Any]) -> float | None:

@@ -30,11 +30,9 @@ STEPS: list[Callable[[], Any]] = []  # on a rank: what it can be told to do
 
 
 class Turn(NamedTuple):
-    """A step of all ranks. seconds: until the slowest one is done. worked: those of processors, for all ranks together.
-    found: what it gave the first rank."""
+    """A step of all ranks. seconds: until the slowest one is done. found: what it gave the first rank."""
 
     seconds: float
-    worked: float
     found: Any
 
 
@@ -74,6 +72,13 @@ def places(args: argparse.Namespace, rate: str) -> str:
     return f"{args.nodes} nodes x {args.ranks_per_node}, {rate} a link each way"
 
 
+def report(columns: list[str], lines: list[list[str]], rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """The lines as Markdown, without columns of links where there are none; below, why other rows cannot run."""
+    shown = len(columns) if args.nodes > 1 else columns.index("MB out")
+    reasons = (f"\n{row['name']}: {row['cannot']}" for row in rows if "cannot" in row)
+    return "\n".join([tables.table(columns[:shown], (cells[:shown] for cells in lines)), *reasons])
+
+
 @contextlib.contextmanager
 def started(args: argparse.Namespace, network: net.Network, preload: list[str] | None = None) -> Iterator[Ranks]:
     """All ranks, each in its node, with torch.distributed up."""
@@ -92,8 +97,8 @@ def call(ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
 
 def turn(ranks: Ranks, index: int = 0) -> Turn:
     """All ranks begin a step together."""
-    seconds, worked, found = zip(*call(ranks, one_turn, index, time.monotonic() + 0.05), strict=True)
-    return Turn(max(seconds), sum(worked), found[0])
+    seconds, found = zip(*call(ranks, one_turn, index, time.monotonic() + 0.05), strict=True)
+    return Turn(max(seconds), found[0])
 
 
 def carried(ranks: Ranks, network: net.Network, run: Callable[[], Any]) -> tuple[Any, list[int], list[int]]:
@@ -132,10 +137,9 @@ def enter(names: list[str], per_node: int, folder: str, patience: float) -> None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
 
 
-def one_turn(index: int, start: float) -> tuple[float, float, Any]:
-    """A step, begun by all ranks at `start` of the machine's clock: seconds from then to its end here, those that
-    processors worked for this rank, threads and kernel included, and what it gives."""
+def one_turn(index: int, start: float) -> tuple[float, Any]:
+    """A step, begun by all ranks at `start` of the machine's clock: seconds from then to its end here, and what it
+    gives."""
     time.sleep(max(0.0, start - time.monotonic()))
-    worked = time.process_time()
     found = STEPS[index]()
-    return time.monotonic() - start, time.process_time() - worked, found
+    return time.monotonic() - start, found

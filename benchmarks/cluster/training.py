@@ -162,9 +162,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, rate: str) -> st
             carried = max(row["out"]), max(row["in"]), max(row["zero"]["out"]), attention(row), row["plan"]
             share = max(carried[:2]) / net.rate_of(rate) / median
             lines[-1] += [*(f"{size / 1e6:.1f}" for size in carried), f"{share:.2f}"]
-    reasons = (f"\n{row['name']}: {row['cannot']}" for row in rows if "cannot" in row)
-    shown = len(COLUMNS) if args.nodes > 1 else COLUMNS.index("MB out")
-    return "\n".join([tables.table(COLUMNS[:shown], lines), *reasons])
+    return on_ranks.report(COLUMNS, lines, rows, args)
 
 
 def attention(row: dict[str, Any]) -> int:

@@ -3,8 +3,9 @@
     python -m benchmarks.gpu                  # about 8 minutes
     python -m benchmarks.gpu --stand-in       # small sizes on the CPU: shows that the script runs, and no more
 
-Prints tables, and writes them and all figures into --out: NAME.md, NAME.json. The JSON can be sent in: see docs/gpu_benchmarks.md. Without a GPU it is a stand-in by itself. Every section has a share of --seconds;
-what did not fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
+Prints tables, and writes them and all figures into --out: NAME.md, and NAME.json, which can be sent in (see
+docs/gpu_benchmarks.md). Without a GPU it is a stand-in by itself. Every section has a share of --seconds. What did not
+fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
 """
 
 from __future__ import annotations
