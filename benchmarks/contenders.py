@@ -85,13 +85,9 @@ def _shape(text: str, schedule: str, shape: str) -> dict[str, Any]:
     if names is None:
         known = ", ".join((*SHAPES, "auto", *PEERS))
         raise ValueError(f"a contender must be uN, SCHEDULE or uN/SCHEDULE; got {text!r}, use one of {known}")
-    if not shape:
-        return {}
-    try:
-        counts = [int(word) for word in shape.split(",")]
-    except ValueError:
-        counts = []
-    if len(counts) not in ((3,) if schedule == "mesh" else range(1, len(names) + 1)):
+    counts, lengths = shape.split(",") if shape else [], (0, 3) if schedule == "mesh" else range(len(names) + 1)
+    if len(counts) not in lengths or not all(map(str.isdecimal, counts)):
         wanted = "a,b,R" if schedule == "mesh" else ",".join(names) or "nothing"
         raise ValueError(f"{schedule}'s shape is {wanted} in whole numbers; got {text!r}")
-    return {"mesh": counts} if schedule == "mesh" else dict(zip(names, counts, strict=False))
+    numbers = [*map(int, counts)]
+    return {"mesh": numbers} if schedule == "mesh" and numbers else dict(zip(names, numbers, strict=False))

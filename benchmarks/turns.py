@@ -26,11 +26,11 @@ def slowest(seconds: float, device: str = "cpu") -> float:
     return found.item()
 
 
-def wall(step: Step) -> float:
-    """Seconds until the step returns: on a GPU, those of the host alone."""
-    began = time.perf_counter()
+def wall(step: Step, read: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds until the step returns: on a GPU, those of the host alone. read: gives the time."""
+    began = read()
     step()
-    return time.perf_counter() - began
+    return read() - began
 
 
 def settle(device: str) -> None:
@@ -41,15 +41,7 @@ def settle(device: str) -> None:
 def together(device: str = "cpu") -> Clock:
     """All ranks begin together, and the slowest one's seconds count. All ranks make the same steps."""
 
-    def clock(step: Step) -> float:
-        dist.barrier()
-        settle(device)
-        began = time.perf_counter()
-        step()
-        settle(device)
-        return slowest(time.perf_counter() - began, device)
-
-    return clock
+    return lambda step: (dist.barrier(), slowest(until_done(device)(step), device))[1]
 
 
 def of_device(device: str, cover: int = 2**30) -> Clock:
@@ -73,14 +65,12 @@ def of_device(device: str, cover: int = 2**30) -> Clock:
 
 def of_host(device: str) -> Clock:
     """Seconds that the host works to launch a step, on a device that has nothing else to do."""
+    return lambda step: (settle(device), wall(step), settle(device))[1]
 
-    def clock(step: Step) -> float:
-        settle(device)
-        seconds = wall(step)
-        settle(device)
-        return seconds
 
-    return clock
+def until_done(device: str) -> Clock:
+    """Seconds until the device is done with a step."""
+    return lambda step: (settle(device), wall(lambda: (step(), settle(device))))[1]
 
 
 def in_turns(

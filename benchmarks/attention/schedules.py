@@ -1,37 +1,56 @@
-"""Prints what each schedule moves, calls and waits for, from the plans alone: the tables of docs/schedules.md.
+"""Prints what each schedule receives, from plans alone: the tables of docs/schedules.md and docs/triangle.md.
 
-    python -m benchmarks.attention.schedules [RANKS ...]
+    python -m benchmarks.attention.schedules                    # 16 and 64 ranks
+    python -m benchmarks.attention.schedules --causal 6 28 120  # the triangle, the best mesh, a ring, the floor
 
-Bytes are those a rank receives for one layer, as multiples of the q of its own tokens in bf16 (B n Hq D x 2 bytes): the
-greatest over ranks, and the mean in brackets where ranks differ. Full attention; causal for those that are nothing
-else. A schedule is left out where it does not fit the number of ranks.
+Bytes are those that the busiest rank receives for one layer, as multiples of the q of its own tokens in bf16. Partial
+results and gradients travel in the dtype named. Without --causal: full attention, causal for schedules that are nothing
+else, with the mean over ranks in brackets where ranks differ. Schedules that do not fit the number are left out.
+
+With --causal, each schedule has the shape and what travels that bring it least; in brackets the triangle's strips,
+where it has more than one. The floor: a rank that has x query rows and y k/v rows, in its own tokens' number n, sees
+x y n^2 pairs at most, less the half of its own n^2 that the mask hides. Its share of A n tokens' pairs is A n^2 / 2.
+So x y >= (A + 1) / 2. Each query row that is not its own is received, and its partial result by somebody; each k/v row
+likewise, with gradients in backward. No equal share of work has a smaller mean over ranks, whatever the schedule.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import sys
-from collections.abc import Sequence
+import contextlib
+import math
 
 from benchmarks import tables
-from benchmarks.attention.blocks import block_bytes, unit
 from benchmarks.contenders import parse
-from ds_seqpar.compiler.actions import Key
-from ds_seqpar.compiler.compile import pattern_of, weight
+from ds_seqpar.compiler.actions import ACCUMULATORS
+from ds_seqpar.compiler.compile import pattern_of, side_of
 from ds_seqpar.compiler.layout import multiple
 from ds_seqpar.compiler.masks import CAUSAL, FULL
-from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.base import Own
 from ds_seqpar.compiler.shape import Shape, shape_of
-from ds_seqpar.compiler.shards import EvenShards, Shards
-from ds_seqpar.compiler.simulate import Costs, communication, computation, programs_of, simulate
-from ds_seqpar.compiler.tiles import tiles
+from ds_seqpar.compiler.shards import EvenShards, Shards, tokens_of
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 
-HEAD_DIM = 128
-SHAPES = {"MHA (32/32 heads)": (32, 32), "GQA 8:1 (64/8 heads)": (64, 8)}
+HEADS = {"MHA": (32, 32), "GQA 4:1": (32, 8), "GQA 8:1": (64, 8)}
+WAYS = [(way, travel) for way in ("forward", "backward") for travel in ("fp32", "bf16")]
+SHOWN = ("triangle", "mesh", "ring")
+
+
+def shape_for(heads: tuple[int, int], travel: str) -> Shape:
+    return shape_of(travel, "bfloat16", 1, (*heads, 128))
+
+
+def block_bytes(shape: Shape, direction: str, shards: Shards) -> dict[str, int]:
+    """Bytes of one block of each kind, of even shards: what `Plan.received` and `Costs` take. A rank may own several
+    blocks, which travel apart."""
+    sizes = shape.bytes_per_token(direction)
+    return {kind: size * shards.tokens(side_of(kind), (0,)) for kind, size in sizes.items()}
+
+
+def unit(shape: Shape, shards: Shards) -> int:
+    """Bytes of the q of an inner rank's tokens."""
+    return shape.bytes_per_token("forward")["q"] * tokens_of(shards, "q", 0)
 
 
 def names(ranks: int) -> list[str]:
@@ -41,21 +60,17 @@ def names(ranks: int) -> list[str]:
     teams = [f"wallfacer={team}" for team in sorted({2, side // 2})]
     shapes = [f"attention2d={rows}" for rows in (side, side * 2, side // 2)]
     found = ["ring", "ring+backward=q", f"double_ring={side}", "distflash", *shapes, *teams, mesh, f"{mesh}+backward=q"]
-    return [name for name in (*found, "triangle") if _fits(ranks, name)]
-
-
-def _fits(ranks: int, name: str) -> bool:
-    try:
-        config_of(ranks, name)
-    except ConfigError:
-        return False
-    return True
+    fitting = []
+    for name in (*found, "triangle"):
+        with contextlib.suppress(ConfigError):
+            config_of(ranks, name)
+            fitting.append(name)
+    return fitting
 
 
 def config_of(ranks: int, name: str) -> SequenceParallelConfig:
-    section = parse(name).section
     both = {way: "kv" for way in ("forward", "backward") if not causal(name)}
-    return SequenceParallelConfig(**{"size": ranks, **both, **section}).resolve(ranks)
+    return SequenceParallelConfig(**{"size": ranks, **both, **parse(name).section}).resolve(ranks)
 
 
 def causal(name: str) -> bool:
@@ -63,81 +78,69 @@ def causal(name: str) -> bool:
     return not SCHEDULES[parse(name).section["schedule"]].takes(0, 1)
 
 
-def plan_of(ranks: int, name: str, direction: str, shape: Shape, overlap: bool = False) -> tuple[Plan, Shards]:
-    config = dataclasses.replace(config_of(ranks, name), overlap=overlap)
-    shards = EvenShards(config.layout, 64 * multiple(config.layout, ranks, 1), ranks)
-    pattern = pattern_of(CAUSAL if causal(name) else FULL, shards)
-    return config.recipe(config.topology(ranks)).plan(direction, pattern, shape), shards
-
-
-def shape_for(heads: tuple[int, int], travel: str) -> Shape:
-    return shape_of(travel, "bfloat16", 1, (*heads, HEAD_DIM))
-
-
 def received(ranks: int, name: str, direction: str, shape: Shape) -> str:
-    plan, shards = plan_of(ranks, name, direction, shape)
+    config = config_of(ranks, name)
+    shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
+    pattern = pattern_of(CAUSAL if causal(name) else FULL, shards)
+    plan = config.recipe(config.topology(ranks)).plan(direction, pattern, shape)
     found = [value / unit(shape, shards) for value in plan.received(block_bytes(shape, direction, shards))]
     mean = sum(found) / len(found)
     return f"{max(found):.2f}" + (f" ({mean:.2f})" if max(found) > 1.001 * mean else "")
 
 
-def bytes_table(ranks: int, heads: tuple[int, int]) -> None:
-    ways = [(way, travel) for way in ("forward", "backward") for travel in ("fp32", "bf16")]
-    print(tables.head("contender", *(f"{way}, {travel}" for way, travel in ways)))
-    for name in names(ranks):
-        tables.row(name, *(received(ranks, name, way, shape_for(heads, travel)) for way, travel in ways))
+def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, Own]:
+    """Units that the busiest rank receives, in the best of all shapes, and that; inf where the schedule has none."""
+    schedule = SCHEDULES[name]
+    found: tuple[float, Own] = math.inf, {}
+    heads = shape.q_heads, shape.kv_heads
+    for own in schedule.shapes(ranks):
+        config = SequenceParallelConfig(size=ranks, ulysses=1, schedule=name, **own).resolve(ranks, heads)
+        recipe = config.recipe(config.topology(ranks))
+        shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
+        sizes = block_bytes(shape, direction, shards)
+        for travels in schedule.travellers:
+            units = max(recipe.received(direction, travels, sizes)) / unit(shape, shards)
+            found = min(found, (units, own), key=lambda one: one[0])
+    return found
 
 
-def calls(plan: Plan, layout: str, square: bool) -> int:
-    """Kernel calls of the busiest rank in the busiest step, under a causal mask."""
-    shards = EvenShards(layout, 64 * multiple(layout, plan.size, 1), plan.size)
-
-    @functools.cache
-    def count(q: Key, kv: Key) -> int:
-        return len(tiles(shards.runs("q", q), shards.runs("kv", kv), CAUSAL, square))
-
-    return max(sum(count(c.q, c.kv) for c in step.computes) for steps in plan.ranks for step in steps)
-
-
-def shape_table(ranks: int) -> None:
-    print(tables.head("contender", "kernel calls a step, zigzag: top-left / square kernels", "striped", "steps",
-                      "critical path", "with overlap"))  # fmt: skip
-    for name in names(ranks):
-        shape = shape_for((32, 32), "bf16")
-        plan, shards = plan_of(ranks, name, "forward", shape)
-        share = weight(CAUSAL if causal(name) else FULL, shards)
-        costs = Costs(transfer=block_bytes(shape, "forward", shards), product=1.0, weight=share).balanced(plan)
-        bound = max(communication(plan, costs), computation(plan, costs))
-        over, _ = plan_of(ranks, name, "forward", shape, overlap=True)
-        own = config_of(ranks, name).layout
-        wide = "zigzag" in SCHEDULES[parse(name).section["schedule"]].layouts
-        count = " / ".join(str(calls(plan, "zigzag" if wide else own, square)) for square in (False, True))
-        count, striped = (count, calls(plan, "striped", False)) if wide else (f"{count} ({own})", "-")
-        times = [f"{simulate(programs_of(p), costs).seconds / bound:.2f}" for p in (plan, over)]
-        tables.row(name, count, striped, len(plan.ranks[0]), *times)
+def floor(ranks: int, direction: str, shape: Shape) -> float:
+    """Units that ranks receive on average at least."""
+    costs, sizes = {"q": 0.0, "kv": 0.0}, shape.bytes_per_token(direction)
+    for kind in ("q", "kv", *ACCUMULATORS[direction]):
+        costs[side_of(kind)] += sizes[kind] / shape.bytes_per_token("forward")["q"]
+    area = max(1.0, (ranks + 1) / 2)
+    x = min(area, max(1.0, math.sqrt(area * costs["kv"] / costs["q"])))
+    return costs["q"] * (x - 1) + costs["kv"] * (area / x - 1)
 
 
-def wallfacer_example() -> None:
-    """P = 64, 65,536 tokens, hidden 6,656, bf16 with bf16 partial outputs, forward, lse apart."""
-    one = 65536 // 64 * 6656 * 2 / 2**30
-    sizes = {"q": one, "kv": 2 * one, "out": one}
-    for shape in ("4,4,4", "4,1,16", "8,8,1", "1,1,64"):
-        plan, _ = plan_of(64, f"mesh={shape}", "forward", shape_for((52, 52), "bf16"))
-        tables.row(shape, f"{max(plan.received(sizes)):.3f}")
+def beside(ranks: int, direction: str, shape: Shape) -> str:
+    (ours, own), *others = (least(name, ranks, direction, shape) for name in SHOWN)
+    units = [ours, *(found for found, _ in others), floor(ranks, direction, shape)]
+    strips = f" ({own['strips']})" if own.get("strips", 1) > 1 else ""
+    return f"{ours:.2f}{strips} / {' / '.join(f'{x:.2f}' for x in units[1:])}: {units[0] / units[1]:.2f}"
 
 
-def main(numbers: Sequence[int] = (16, 64)) -> None:
-    for ranks in numbers:
-        for name, heads in SHAPES.items():
-            print(f"\n### Received bytes, {ranks} ranks, {name}\n")
-            bytes_table(ranks, heads)
-    print("\n### WallFacer's example, GiB received a rank (P = 64, 65,536 tokens, hidden 6,656)\n")
-    print(tables.head("mesh (a, b, R)", "GiB"))
-    wallfacer_example()
-    for ranks in numbers:
-        print(f"\n### Kernel calls and critical path, {ranks} ranks, forward, MHA, bf16 partial results\n")
-        shape_table(ranks)
+def main() -> None:
+    parser = tables.parser(__doc__, causal=False)
+    parser.add_argument("ranks", nargs="*", type=int, metavar="RANKS", default=[])
+    args = parser.parse_args()
+    columns = [f"{way}, {travel}" for way, travel in WAYS]
+    for words, heads in HEADS.items():
+        shapes = [(way, shape_for(heads, travel)) for way, travel in WAYS]
+        title = f"{words} ({heads[0]}/{heads[1]} heads of 128)"
+        if args.causal:
+            print(f"\n{title}: triangle / best mesh / ring / floor: triangle over mesh\n")
+            tables.head("ranks", *columns)
+            for ranks in args.ranks or (6, 12, 28, 120):
+                tables.row(ranks, *(beside(ranks, *one) for one in shapes))
+        else:
+            for ranks in args.ranks or (16, 64):
+                print(f"\n{ranks} ranks, {title}\n")
+                tables.head("contender", *columns)
+                for name in names(ranks):
+                    tables.row(name, *(received(ranks, name, *one) for one in shapes))
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or (16, 64))
+    main()

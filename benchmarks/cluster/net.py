@@ -57,14 +57,16 @@ def rate_of(link: str) -> float:
 
 
 class Network:
-    """`nodes` namespaces with an address each, from `with` to its end."""
+    """`nodes` namespaces with an address each, from `with` to its end; none of one node, which is this machine."""
 
     def __init__(self, nodes: int, link: str) -> None:
         self.nodes, self.link = nodes, link
         self.switch = f"{PREFIX}-{os.getpid()}-switch"
-        self.names = [f"{PREFIX}-{os.getpid()}-{node}" for node in range(nodes)]
+        self.names = [f"{PREFIX}-{os.getpid()}-{node}" for node in range(nodes)] if nodes > 1 else []
 
     def __enter__(self) -> Network:
+        if not self.names:
+            return self
         if reason := refusal():
             raise NetworkError(reason)
         sweep()
@@ -110,15 +112,11 @@ class Network:
 
     def limit(self, link: str) -> None:
         """Gives every link this rate from now on."""
-        self.link = link
-        for name in self.names:
-            run("tc", "-n", name, "-batch", "-", lines=[self._bucket(PORT)])
-        run("tc", "-n", self.switch, "-batch", "-", lines=[self._bucket(f"n{node}") for node in range(self.nodes)])
-
-    def _bucket(self, device: str) -> str:
-        """A bucket of a frame or 1 ms, which is all that an idle link gives for nothing; its queue loses nothing."""
-        burst = max(MTU + 1000, int(rate_of(self.link) * 0.001))
-        return f"qdisc replace dev {device} root tbf rate {self.link} burst {burst} limit 256000000"
+        # a bucket of a frame or 1 ms is all that an idle link gives for nothing; its queue loses nothing
+        bucket = f"tbf rate {link} burst {max(MTU + 1000, int(rate_of(link) * 0.001))} limit 256000000"
+        for node, name in enumerate(self.names):
+            for place, device in ((name, PORT), (self.switch, f"n{node}")):
+                run("tc", "-n", place, "qdisc", "replace", "dev", device, "root", *bucket.split())
 
 
 def address(node: int) -> str:

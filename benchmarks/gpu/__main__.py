@@ -3,9 +3,9 @@
     python -m benchmarks.gpu                  # about 8 minutes
     python -m benchmarks.gpu --stand-in       # small sizes on the CPU: shows that the script runs, and no more
 
-Prints tables, and writes them with a chart and all figures into --out: NAME.json, NAME.md, NAME.png. The JSON can be
-sent in: see docs/gpu_benchmarks.md. Without a GPU it is a stand-in by itself. Every section has a share of --seconds;
-what did not fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
+Prints tables, and writes them and all figures into --out: NAME.md, and NAME.json, which can be sent in (see
+docs/gpu_benchmarks.md). Without a GPU it is a stand-in by itself. Every section has a share of --seconds. What did not
+fit, or failed, is said at the end, and the others go on. Times on a GPU are of its events.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 
 from benchmarks import tables
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import GPU, STAND_IN, Bench
+from benchmarks.gpu.bench import Bench, about
 from benchmarks.gpu.kernels import kernels
 from benchmarks.gpu.layers import checkpoints, host, longest
-from benchmarks.gpu.machine import about
 from benchmarks.gpu.shares import ranks
 from ds_seqpar.engine import start
 
@@ -35,10 +34,10 @@ SECTIONS = {
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = tables.parser(__doc__)
-    parser.add_argument("--stand-in", action="store_true", help="small sizes on the CPU, even where there is a GPU")
+    tables.add(parser, stand_in=False)
     parser.add_argument("--seconds", type=float, default=None, help="for all sections; default: 480, of a stand-in 60")
     parser.add_argument("--sections", nargs="+", choices=[*SECTIONS], default=[*SECTIONS])
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
     args = parser.parse_args(given)
     args.stand_in = args.stand_in or not torch.cuda.is_available()
     args.seconds = args.seconds if args.seconds is not None else 60.0 if args.stand_in else 480.0
@@ -50,7 +49,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> Path:
     """Measures all sections; returns the JSON's path."""
     start()
-    bench = Bench("cpu" if args.stand_in else "cuda", STAND_IN if args.stand_in else GPU)
+    bench = Bench(args.stand_in)
     found: dict[str, Any] = {"about": about(args.stand_in), "records": bench.records, "left_out": bench.left_out}
     began, share = time.perf_counter(), args.seconds / sum(SECTIONS[name][1] for name in args.sections)
     for name in args.sections:
@@ -60,7 +59,7 @@ def measure(args: argparse.Namespace) -> Path:
         bench.free()
         found["about"]["seconds"] = round(time.perf_counter() - began, 1)
         file = gpu_tables.write(found, args.out)  # after every section: what ends the process takes no figure away
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and the page beside it")
     return file
 
 

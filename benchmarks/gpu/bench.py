@@ -1,11 +1,16 @@
-"""What all sections share: sizes, the time that is left, records, and what is said of what was left out."""
+"""What all sections share: sizes, the time that is left, records, and what a file says of its machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.metadata
+import os
+import platform
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +18,10 @@ from torch import Tensor
 
 from benchmarks.tables import say
 from benchmarks.turns import settle
+from ds_seqpar.runtime.devices import host_memory
 
 Result = TypeVar("Result")
+PACKAGES = ("torch", "deepspeed", "transformers", "flash-attn", "flash-attn-3", "nvidia-nccl-cu12", "nvidia-cudnn-cu12")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,16 +70,16 @@ STAND_IN = Sizes(
 class Bench:
     """records: figures, each with its section. left_out: sentences."""
 
-    def __init__(self, device: str, sizes: Sizes) -> None:
-        self.device, self.sizes = device, sizes
+    def __init__(self, stand_in: bool) -> None:
+        self.device, self.sizes = ("cpu", STAND_IN) if stand_in else ("cuda", GPU)
         self.records: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.name, self.seconds, self.until = "", 0.0, 0.0
 
-    def enter(self, name: str, seconds: float) -> None:
+    def enter(self, name: str, seconds: float = 0.0) -> None:
         """Begins a section, which has so many seconds."""
         self.name, self.seconds, self.until = name, seconds, time.perf_counter() + seconds
-        say(f"{name}: {seconds:.0f} s")
+        say(f"{name}: {seconds:.0f} s" if seconds else name)
 
     def note(self, **figures: Any) -> None:
         self.records.append({"section": self.name, **figures})
@@ -85,7 +92,7 @@ class Bench:
     def left(self) -> float:
         return self.until - time.perf_counter()
 
-    def has_time(self, what: str, seconds: float, share: float = 1.0) -> bool:
+    def has_time(self, what: str, seconds: float = 0.0, share: float = 1.0) -> bool:
         """Whether what takes so long fits what is left, and a share of the section's time. If not, that is said."""
         fits = seconds <= min(self.left, share * self.seconds)
         if not fits:
@@ -121,3 +128,31 @@ class Bench:
 def different(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """The greatest max|a - b| / max|b|; NaN where one has it."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, right, strict=True))
+
+
+def about(stand_in: bool, ranks: int = 1) -> dict[str, Any]:
+    """Machine and versions. stand_in: whether the figures are of a CPU that takes a GPU's place."""
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "stand_in": stand_in,
+        "ranks": ranks,
+        "device": f"CPU, {os.cpu_count()} cores" if stand_in else torch.cuda.get_device_name(),
+        "host": f"{os.cpu_count()} cores, {host_memory() / 2**30:.0f} GiB, Python {platform.python_version()}",
+        "commit": commit(),
+        "versions": {one.name: one.version for one in importlib.metadata.distributions() if one.name in PACKAGES},
+    }
+    if not stand_in:
+        properties = torch.cuda.get_device_properties()
+        found["memory"] = properties.total_memory
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["versions"]["CUDA"] = torch.version.cuda or torch.version.hip
+    return found
+
+
+def commit() -> str:
+    """That of this checkout, with a plus sign where files have changed since; "unknown" without git."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.bench import Bench, different
-from benchmarks.gpu.shares import Share
+from benchmarks.gpu.shares import Bare, Share
 from benchmarks.turns import in_turns, of_device, settle
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
@@ -65,22 +65,6 @@ def cases(tokens: int, window: int, document: int) -> list[Case]:
     ]  # fmt: skip
 
 
-class Bare:
-    """torch's own call. attend: q, k and v to the outs that it makes of them."""
-
-    def __init__(self, attend: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> None:
-        *own, self.do = given
-        self.attend, self.own = attend, [x.detach().requires_grad_() for x in own]
-
-    def forward(self) -> list[Tensor]:
-        self.outs = self.attend(*self.own)
-        return [self.outs[0].detach().reshape(self.do.shape)]
-
-    def backward(self) -> list[Tensor]:
-        grads = [self.do.reshape(out.shape) for out in self.outs]
-        return [*torch.autograd.grad(self.outs, self.own, grads, retain_graph=True)]
-
-
 def by_backend(backend: SDPBackend, case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """A pack is a batch of its documents; a striped pair of blocks is two causal ones."""
     parts, options = len(case.mask.documents) or 1, {"is_causal": case.mask.causal}
@@ -114,16 +98,11 @@ def contenders(bench: Bench, case: Case, given: Sequence[Tensor]) -> dict[str, C
         places = [*(case.mask.documents or (0,)), case.tokens]
         ends = torch.tensor(places, dtype=torch.int32, device=bench.device)
         found["torch varlen"] = lambda: Bare(functools.partial(by_lengths, case, ends), given)
-    for name in takers(bench):
+    spec = BlockSpec(bench.device, bench.sizes.dtype, *bench.sizes.heads, bench.sizes.head_dim)
+    for name in (name for name, kernel in KERNELS.items() if not kernel.reasons(spec)):
         section = {"kernel": name, "schedule": "ring", "layout": "striped" if case.ranks > 1 else "auto"}
         found[name] = lambda s=section: Share(s, case.ranks, 0, case.tokens, case.mask, given)
     return found
-
-
-def takers(bench: Bench) -> list[str]:
-    sizes = bench.sizes
-    spec = BlockSpec(bench.device, sizes.dtype, *sizes.heads, sizes.head_dim)
-    return [name for name, kernel in KERNELS.items() if not kernel.reasons(spec)]
 
 
 def kernels(bench: Bench) -> None:
@@ -132,7 +111,7 @@ def kernels(bench: Bench) -> None:
     matrix = lambda: a @ b  # noqa: E731
     for tokens in bench.sizes.tokens:
         for case in cases(tokens, bench.sizes.window, bench.sizes.document):
-            if bench.has_time(str(case), 0.0):
+            if bench.has_time(str(case)):
                 bench.tried(str(case), lambda case=case: _case(bench, case, matrix, clock, rates))
                 bench.free()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.memory.peers import search
 from benchmarks.memory.ranks import LONGEST, Model
-from benchmarks.turns import Step, in_turns, of_host, settle, wall
+from benchmarks.turns import Clock, in_turns, of_host, until_done, wall
 from hf_integration import share_sequences
 
 OVER = 2**62  # bytes
@@ -81,22 +81,36 @@ class Layers:
 
 def checkpoints(bench: Bench) -> None:
     """Plain checkpoints beside ours, which attend once."""
-    pair = _pair(bench, CHECKPOINTED, "ours")
-    for tokens in bench.sizes.checkpoints:
-        if not bench.has_time(f"{tokens} tokens", 0.0):
-            continue
-        steps = {name: functools.partial(layers.step, tokens) for name, layers in pair.items()}
-        found = bench.tried(f"{tokens} tokens", lambda steps=steps: _alike(bench, steps))
-        if found is not None:
-            share = bench.seconds / len(bench.sizes.checkpoints) / 2
-            seconds = in_turns(steps, 10, synchronous(bench), warm=0, seconds=share)
-            plain, ours = seconds[CHECKPOINTED], seconds["ours"]
-            bench.note(
-                tokens=tokens, plain=statistics.median(plain), ours=statistics.median(ours), rounds=len(ours),
-                speedup=statistics.median(a / b for a, b in zip(plain, ours, strict=True)),
-            )  # fmt: skip
+    clock = until_done(bench.device)
+    for tokens, found in _contest(bench, (CHECKPOINTED, "ours"), bench.sizes.checkpoints, clock, 10):
+        plain, ours = found.values()
+        bench.note(
+            tokens=tokens, plain=statistics.median(plain), ours=statistics.median(ours), rounds=len(ours),
+            speedup=statistics.median(a / b for a, b in zip(plain, ours, strict=True)),
+        )  # fmt: skip
+
+
+def host(bench: Bench) -> None:
+    """What the host works for a layer, whose tokens are so few that the device waits for it."""
+    names = "nothing", CHECKPOINTED, "ours"
+    for tokens, found in _contest(bench, names, (bench.sizes.host,), of_host(bench.device), 30):
+        for name, seconds in found.items():
+            bench.note(what=name, tokens=tokens, seconds=statistics.median(seconds) / bench.sizes.layers)
+
+
+def _contest(
+    bench: Bench, names: Sequence[str], lengths: Sequence[int], clock: Clock, rounds: int
+) -> Iterator[tuple[int, dict[str, list[float]]]]:
+    """Seconds of models without their vocabulary, which would hide the layers; of lengths that there is time for."""
+    shape = shape_of(bench, 1024 if bench.sizes.vocab > 1024 else 64)
+    models = {name: Layers(bench, shape, {} if name == "ours" else None, name != "nothing") for name in names}
+    for tokens in lengths:
+        steps = {name: functools.partial(layers.step, tokens) for name, layers in models.items()}
+        if bench.has_time(f"{tokens} tokens") and bench.tried(f"{tokens} tokens", lambda s=steps: _alike(bench, s)):
+            yield tokens, in_turns(steps, rounds, clock, warm=0, seconds=bench.seconds / len(lengths) / 2)
         bench.free()
-    _close(pair)
+    while models:
+        models.popitem()[1].close()
 
 
 def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
@@ -107,45 +121,12 @@ def _alike(bench: Bench, steps: dict[str, Callable[[], Tensor]]) -> list[float]:
     return losses
 
 
-def host(bench: Bench) -> None:
-    """What the host works for a layer, whose tokens are so few that the device waits for it."""
-    models = _pair(bench, "nothing", CHECKPOINTED, "ours")
-    tokens = bench.sizes.host
-    steps: dict[str, Step] = {name: functools.partial(layers.step, tokens) for name, layers in models.items()}
-    if bench.has_time(f"{tokens} tokens", 0.0) and bench.tried("a step", lambda: _alike(bench, steps)) is not None:
-        found = in_turns(steps, 30, of_host(bench.device), warm=2, seconds=bench.seconds / 2)
-        for name, seconds in found.items():
-            bench.note(what=name, tokens=tokens, seconds=statistics.median(seconds) / bench.sizes.layers)
-    _close(models)
-
-
-def _pair(bench: Bench, *names: str) -> dict[str, Layers]:
-    """Models without their vocabulary, which would hide the layers."""
-    shape = shape_of(bench, 1024 if bench.sizes.vocab > 1024 else 64)
-    return {name: Layers(bench, shape, {} if name == "ours" else None, name != "nothing") for name in names}
-
-
-def _close(models: dict[str, Layers]) -> None:
-    while models:
-        models.popitem()[1].close()
-
-
-def synchronous(bench: Bench) -> Callable[[Step], float]:
-    """Seconds until the device is done."""
-
-    def clock(step: Step) -> float:
-        settle(bench.device)
-        return wall(lambda: (step(), settle(bench.device)))
-
-    return clock
-
-
 def longest(bench: Bench) -> None:
     """The longest sequence whose step takes `room` bytes beside parameters and gradients, feature after feature."""
     settings, all_ = dict[str, Any](), features(bench.sizes.heads[1])
     for number, (name, more) in enumerate(all_.items()):
         settings |= more or {}
-        if bench.has_time(name, 0.0):
+        if bench.has_time(name):
             share = bench.left / (len(all_) - number)
             given = None if more is None else dict(settings)
             bench.tried(name, lambda n=name, g=given, s=share: _longest(bench, n, g, s))
@@ -201,7 +182,7 @@ def peak_of(bench: Bench, layers: Layers, tokens: int) -> tuple[int, float | Non
     module.reset_peak_memory_stats()
     before = module.memory_allocated()
     try:
-        seconds = synchronous(bench)(step)
+        seconds = until_done(bench.device)(step)
     except torch.OutOfMemoryError:
         return OVER, None
     return module.max_memory_allocated() - before, seconds

@@ -1,6 +1,6 @@
 """What 2 to 8 GPUs of one node do: links, attention with its transfers hidden or not, and training steps.
 
-    python -m benchmarks.gpu.node                       # all GPUs; it starts torchrun itself
+    python -m benchmarks.gpu.node                       # all GPUs; it starts the ranks itself
     python -m benchmarks.gpu.node --stand-in --ranks 2  # small sizes on CPU ranks: shows that the script runs
 
 Prints and writes what `python -m benchmarks.gpu` does. Links: each operation's bus bandwidth, as nccl-tests count it.
@@ -13,14 +13,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
-import re
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +28,17 @@ from benchmarks import contenders, tables
 from benchmarks.attention.peers import made, step
 from benchmarks.contenders import Spec, parse
 from benchmarks.gpu import tables as gpu_tables
-from benchmarks.gpu.bench import GPU, STAND_IN, Bench
-from benchmarks.gpu.machine import about
+from benchmarks.gpu.bench import Bench, about
+from benchmarks.gpu.layers import shape_of
+from benchmarks.gpu.shares import Alone
+from benchmarks.memory.peers import unlike
 from benchmarks.turns import in_turns, order, slowest, together
 from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.comm import ALL_GATHER
 from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
+from tests.launch import PRELOAD, Ranks
 
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_stages=2+overlap", "u{n}+head_stages=4+overlap", "ring", "u2/ring",
               "attention2d=2+overlap")  # fmt: skip
@@ -56,21 +53,16 @@ BUCKETS = (
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = tables.parser(__doc__)
-    contenders.add(parser)
-    parser.add_argument("--stand-in", action="store_true", help="small sizes on CPU ranks, even where there are GPUs")
-    parser.add_argument("--ranks", type=int, default=None, help="default: all GPUs; of a stand-in 2")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of the three files")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of each launch")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a launched rank does, and where it writes
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(given)
     devices = torch.cuda.device_count()
-    args.stand_in = args.stand_in or devices == 0
+    parser = tables.parser(__doc__, stand_in=devices == 0, timeout=300.0)
+    contenders.add(parser)
+    parser.add_argument("--ranks", type=int, default=None, help="default: all GPUs; of a stand-in 2")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of both files")
+    args = parser.parse_args(given)
     args.ranks = args.ranks or (2 if args.stand_in else devices)
     if not 2 <= args.ranks <= 8 or not (args.stand_in or args.ranks <= devices):
         parser.error(f"--ranks must be 2 to 8, each with a GPU of its own; got {args.ranks} and {devices} GPUs")
-    if "WORLD_SIZE" in os.environ and not args.part:
+    if "WORLD_SIZE" in os.environ:
         parser.error("benchmarks.gpu.node starts its ranks itself; got a launcher, start it with python -m")
     args.contenders = args.contenders or [parse(name.format(n=args.ranks)) for name in CONTENDERS]
     return args
@@ -79,20 +71,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 # ---- on every rank
 
 
-def on_rank(args: argparse.Namespace, part: str) -> dict[str, Any]:
+def on_rank(stand_in: bool, specs: list[Spec], part: str) -> dict[str, Any]:
     """What a launch measures: "links", or the training step of the contender of that name."""
     start()
-    device = "cpu" if args.stand_in else "cuda"
-    bench = Bench(device, STAND_IN if args.stand_in else GPU)
+    bench = Bench(stand_in)
     if part == "links":
-        bench.name = "bus"
+        bench.enter("bus")
         bus(bench)
-        bench.name = "overlap"
-        attention(bench, args.contenders)
+        bench.enter("overlap")
+        attention(bench, specs)
     else:
-        bench.name = "step"
+        bench.enter("step")
         training(bench, parse(part))
-    return {"about": about(args.stand_in, dist.get_world_size()), "records": bench.records, "left_out": bench.left_out}
+    return {"records": bench.records, "left_out": bench.left_out}
 
 
 def bus(bench: Bench) -> None:
@@ -135,25 +126,22 @@ def attention(bench: Bench, specs: list[Spec]) -> None:
             ours[spec.name] = found.sp
             steps[f"{spec.name} alone"] = functools.partial(alone, found.sp, local)
     rounds, warm = (3, 1) if bench.device == "cpu" else (10, 2)
-    found = in_turns(steps, rounds, together(bench.device), warm=warm)
-    seconds = {name: statistics.median(values) for name, values in found.items()}
+    seconds = in_turns(steps, rounds, together(bench.device), warm=warm)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     rate = max((one["rate"] for one in bench.records if one.get("operation") == "ring"), default=None)
-    first = next(iter(seconds.values()), 0.0)
-    for name in (name for name in seconds if not name.endswith(" alone")):
+    first = next(iter(medians.values()), 0.0)
+    for name in (name for name in medians if not name.endswith(" alone")):
         figures: dict[str, Any] = dict.fromkeys(("alone", "received", "transfer", "hidden"))
         if name in ours:
-            quiet, received = seconds[f"{name} alone"], ours[name].comm.received_bytes / (rounds + warm)
-            transfer = received / rate
-            seen = max(0.0, seconds[name] - quiet)
-            figures = {"alone": quiet, "received": received, "transfer": transfer,
-                       "hidden": max(0.0, 1 - seen / transfer) if transfer else None}  # fmt: skip
-        bench.note(contender=name, tokens=tokens, seconds=seconds[name], to_first=first / seconds[name], **figures)
+            quiet, received = medians[f"{name} alone"], ours[name].comm.received_bytes / (rounds + warm)
+            transfer, seen = received / rate, max(0.0, medians[name] - quiet)
+            hidden = max(0.0, 1 - seen / transfer) if transfer else None
+            figures = {"alone": quiet, "received": received, "transfer": transfer, "hidden": hidden}
+        bench.note(contender=name, tokens=tokens, seconds=medians[name], to_first=first / medians[name], **figures)
 
 
 def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     """A step of the same programs on noise, of which nothing is sent."""
-    from benchmarks.gpu.shares import Alone
-
     runtime, own = sp.runtime, sp.runtime.comm
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,7 +157,6 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
 
 def training(bench: Bench, spec: Spec) -> None:
     """Steps of one contender; its losses and norms come with them."""
-    from benchmarks.gpu.layers import shape_of
     from benchmarks.memory import ranks
 
     on_cpu, kind = bench.device == "cpu", spec.peer or "ours"
@@ -188,85 +175,51 @@ def training(bench: Bench, spec: Spec) -> None:
 
 def launched(args: argparse.Namespace, part: str) -> dict[str, Any] | str:
     """What a fresh set of ranks found, or why they found nothing."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}",
-             "-m", "benchmarks.gpu.node", "--ranks", str(args.ranks), *["--stand-in"] * args.stand_in]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder, "found.json"), Path(folder, "log")
-        words += ["--part", part, "--file", str(file), "--", *(spec.name for spec in args.contenders)]
-        tables.say(f"{part}: {args.ranks} ranks")
-        with log.open("w") as output:
-            ranks = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                code = ranks.wait(args.timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                if ranks.poll() is None:
-                    os.killpg(ranks.pid, signal.SIGKILL)  # torchrun and all its ranks
-                    ranks.wait()
-        if code == 0 and file.exists():
-            return json.loads(file.read_text(encoding="utf-8"))
-        said = log.read_text(encoding="utf-8", errors="replace")
-    tables.say(said[-4000:])
-    errors = [
-        line for line in said.splitlines() if re.match(r"(\[rank0\]: )?[\w.]+(Error|Exception|Interrupt)\b", line)
-    ]
-    ended = f"not done after {args.timeout:g} s" if code is None else f"ended with code {code}"
-    return f"{ended}: {errors[0][:200]}" if errors else ended
+    tables.say(f"{part}: {args.ranks} ranks")
+    # of GPUs nothing is imported before ranks are forked: CUDA could not begin in them
+    with Ranks(args.ranks, None, PRELOAD if args.stand_in else []) as ranks:
+        results, errors = ranks.call(on_rank, args.stand_in, args.contenders, part, timeout=args.timeout)
+    if not errors:
+        return results[0]
+    kind, said, trace = min(errors.values(), key=lambda error: error[0] in ("Hang", "Died"))
+    tables.say(trace[-4000:])
+    if kind == "Hang":
+        return f"not done after {args.timeout:g} s"
+    return f"{kind}: {said.splitlines()[0][:200] if said else ''}"
 
 
 def together_found(args: argparse.Namespace) -> dict[str, Any]:
     """Of all launches."""
     found: dict[str, Any] = {"records": [], "left_out": []}
-    names, steps = [name.format(n=args.ranks) for name in TRAINING], dict[str, list[dict[str, Any]]]()
-    turns = [names[index] for turn in range(2) for index in order(len(names), turn)]
-    for part in ("links", *turns):
+    names = [name.format(n=args.ranks) for name in TRAINING]
+    for part in ("links", *(names[index] for turn in range(2) for index in order(len(names), turn))):
         its = launched(args, part)
         if isinstance(its, str):
             found["left_out"].append(f"{part}: {its}")
-            continue
-        found["left_out"] += its["left_out"]
-        for one in its["records"]:
-            if one["section"] == "step":
-                steps.setdefault(one["contender"], []).append(one)
-            else:
-                found["records"].append(one)
-    rows = [joined(steps[name]) for name in names if name in steps]
-    for row in rows:
-        if wrong := unlike(rows[0], row):
+        else:
+            found["left_out"] += its["left_out"]
+            found["records"] += its["records"]
+    found["records"], steps = (
+        [one for one in found["records"] if (one["section"] == "step") is wanted] for wanted in (False, True)
+    )
+    rows = [some for name in names if (some := [one for one in steps if one["contender"] == name])]
+    for some in rows:
+        row = {**some[0], "seconds": statistics.median(one["seconds"] for one in some)}
+        if wrong := unlike(*((one["losses"], one["norms"]) for one in (rows[0][0], row)), TOLERANCE):
             found["left_out"].append(f"step, {row['contender']}: {wrong}")
         else:
             found["records"].append(row)
     return {"about": about(args.stand_in, args.ranks), **found}  # last: it takes memory of a GPU
 
 
-def joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all launches of a contender."""
-    return {**rows[0], "seconds": statistics.median(row["seconds"] for row in rows)}
-
-
-def unlike(right: dict[str, Any], row: dict[str, Any]) -> str | None:
-    """How a contender's losses or norms differ from the first one's, if they do."""
-    for name in ("losses", "norms"):
-        if any(abs(a - b) > TOLERANCE * abs(a) for a, b in zip(right[name], row[name], strict=True)):
-            return f"not the same work: {name} {row[name]}, those of {right['contender']} are {right[name]}"
-    return None
-
-
 def main() -> None:
-    args = arguments()
-    if args.part:
-        found = on_rank(args, args.part)
-        if dist.get_rank() == 0:
-            args.file.write_text(json.dumps(found), encoding="utf-8")
-        dist.barrier()
-        dist.destroy_process_group()
-        return
-    began = time.perf_counter()
+    args, began = arguments(), time.perf_counter()
+    if args.stand_in:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
     found = together_found(args)
     found["about"]["seconds"] = round(time.perf_counter() - began, 1)
     file = gpu_tables.write(found, args.out)
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and the page beside it")
 
 
 if __name__ == "__main__":

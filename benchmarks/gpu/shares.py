@@ -7,13 +7,13 @@ the device's own memory, so no link is in the time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention.peers import dense
 from benchmarks.contenders import parse
 from benchmarks.gpu.bench import Bench
 from benchmarks.turns import in_turns, of_device
@@ -86,32 +86,33 @@ class Share:
         return run(self.all.backward(self.runtime, self.do, self.own, self.found, 1, self.settings))
 
 
-class Dense:
-    """torch's attention of a whole causal sequence."""
+class Bare:
+    """torch's own call. attend: q, k and v to the outs that it makes of them."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, attend: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> None:
         *own, self.do = given
-        self.own = [x.detach().requires_grad_() for x in own]
+        self.attend, self.own = attend, [x.detach().requires_grad_() for x in own]
 
-    def forward(self) -> None:
-        heads = (x.transpose(1, 2) for x in self.own)
-        self.out = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+    def forward(self) -> list[Tensor]:
+        self.outs = self.attend(*self.own)
+        return [self.outs[0].detach().reshape(self.do.shape)]
 
-    def backward(self) -> None:
-        torch.autograd.grad(self.out, self.own, self.do, retain_graph=True)
+    def backward(self) -> list[Tensor]:
+        grads = [self.do.reshape(out.shape) for out in self.outs]
+        return [*torch.autograd.grad(self.outs, self.own, grads, retain_graph=True)]
 
 
 def ranks(bench: Bench) -> None:
     clock = of_device(bench.device)
     for tokens in bench.sizes.shares:
-        dense = Dense(bench.attended(tokens))
+        whole = Bare(lambda *own: [dense(*own)], bench.attended(tokens))
         for name, count in CONTENDERS.items():
             what = f"{name} of {count}, {tokens} tokens"
-            if bench.has_time(what, 0.0):
-                bench.tried(what, lambda n=name, c=count, t=tokens, d=dense: _compared(bench, n, c, t, d, clock))
+            if bench.has_time(what):
+                bench.tried(what, lambda given=(name, count, tokens, whole): _compared(bench, *given, clock))
 
 
-def _compared(bench: Bench, name: str, count: int, tokens: int, dense: Dense, clock: Any) -> None:
+def _compared(bench: Bench, name: str, count: int, tokens: int, whole: Bare, clock: Any) -> None:
     """Notes the slowest rank's share beside 1 / count of the dense call, of as many pairs."""
     section = parse(name).section
     config = SequenceParallelConfig(size=count, **section).resolve(count, bench.sizes.heads)
@@ -120,13 +121,13 @@ def _compared(bench: Bench, name: str, count: int, tokens: int, dense: Dense, cl
     given = bench.attended(near // count)
     shares = [Share(section, count, rank, near, CAUSAL, given) for rank in range(count)]
     for way in ("forward", "backward"):
-        steps = {"dense": getattr(dense, way), **{str(r): getattr(share, way) for r, share in enumerate(shares)}}
+        steps = {"dense": getattr(whole, way), **{str(r): getattr(share, way) for r, share in enumerate(shares)}}
         found = in_turns(steps, 15, clock, seconds=bench.seconds / (4 * len(CONTENDERS) * len(bench.sizes.shares)))
-        whole = found.pop("dense")
+        once = found.pop("dense")
         slowest = [max(turn) for turn in zip(*found.values(), strict=True)]
         part = (near / tokens) ** 2 / count
         bench.note(
             contender=name, ranks=count, tokens=tokens, way=way, seconds=statistics.median(slowest),
-            dense=statistics.median(whole),
-            efficiency=statistics.median(a * part / b for a, b in zip(whole, slowest, strict=True)),
+            dense=statistics.median(once),
+            efficiency=statistics.median(a * part / b for a, b in zip(once, slowest, strict=True)),
         )  # fmt: skip

@@ -1,13 +1,14 @@
 """What `benchmarks.memory.peers` runs on a rank: one contender's training steps on one sequence, and what they took.
 
-All contenders train the same LLaMA on the same tokens with the same ZeRO-3 settings; `STEPS` has a function a kind,
-which returns how to make one step. Imported by ranks, so nothing here reads arguments.
+All contenders train the same LLaMA on the same tokens with the same ZeRO-3 settings. `KINDS` has a function for each
+kind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import threading
@@ -25,7 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import ds_seqpar
-from benchmarks.memory.live import Entry, Sites
+from benchmarks.turns import wall
+from tests.live import Live
 
 LONGEST = 2**19  # tokens of the text; a shorter sequence is its beginning
 # the same for all: ZeRO's own buffers are small beside activations, and parameters go once they were used
@@ -38,9 +40,10 @@ ZERO = {
     "stage3_max_reuse_distance": 0,
 }
 Mark = Callable[[str], None]
-Step = Callable[[Mark], float]
-# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section. tiled_mlp:
-# DeepSpeed's TiledMLP; on ours it shows what there is beside the MLP
+Step = Callable[..., tuple[float, float]]  # of a Mark
+Kind = tuple[Any, Callable[[], Tensor], Callable[[Tensor], float]]  # engine; a rank's loss; that of all ranks of it
+OVER = 77  # the exit code of a rank that went over its limit
+# settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section
 OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
 
 
@@ -57,14 +60,17 @@ class Model:
     bf16: bool = False
     zero: Sequence[tuple[str, Any]] = ()
 
-    def make(self) -> LlamaForCausalLM:
-        torch.manual_seed(0)
-        config = LlamaConfig(
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
             vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
             max_position_embeddings=LONGEST, rope_theta=5e5, use_cache=False, attn_implementation="sdpa",
         )  # fmt: skip
-        return LlamaForCausalLM(config)
+
+    def make(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(self.config)
 
     def tokens(self, seq: int) -> Tensor:
         return torch.randint(self.vocab, (1, LONGEST), generator=torch.Generator().manual_seed(1))[:, :seq].clone()
@@ -101,102 +107,112 @@ def measure(
 ) -> Figures:
     """One step to warm up, `timed` ones with a clock and the RSS reset before, and with `follow` one whose tensors are
     followed. limit: bytes of RSS at which this process ends, before the machine has no more."""
-    watch(limit)
+    threading.Thread(target=watch, args=(limit,), daemon=True).start()
     step = made(model, kind, options, seq)
-    rest, losses, norms, seconds = memory("VmRSS"), [], [], []
-    highest = 0
-    for turn in range(1 + timed):
-        reset_peak()
+    rest, found, seconds, highest = memory("VmRSS"), [], [], 0
+    for _ in range(1 + timed):
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # VmHWM begins again
         dist.barrier()
-        began = time.perf_counter()
-        losses.append(step(lambda _: None))
-        if turn:
-            seconds.append(time.perf_counter() - began)
-        norms.append(NORM[0]())
+        seconds.append(wall(lambda: found.append(step())))
         highest = max(highest, memory("VmHWM"))
-    return Figures(rest, highest, seconds, losses, norms, followed(step)[0] if follow else {})
+    losses, norms = map(list, zip(*found, strict=True))
+    return Figures(rest, highest, seconds[1:], losses, norms, followed(step) if follow else {})
 
 
-def followed(step: Step) -> tuple[dict[str, int], list[Entry]]:
-    """Of what one step made: by phase the most bytes alive at once, and what was alive when there were the most."""
+def memory(name: str) -> int:
+    """Bytes, of a line of /proc/self/status."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def watch(limit: int) -> None:
+    """Ends this process once its RSS is above the limit."""
+    while memory("VmRSS") < limit:
+        time.sleep(0.05)
+    os._exit(OVER)
+
+
+class Followed(Live):
+    inside = ("ds_seqpar", "deepspeed")
+
+
+def tensors() -> list[Tensor]:
+    """All in memory that Python knows of."""
+    found = [x for x in gc.get_objects() if type.__instancecheck__(Tensor, x)]
+    return [x for x in found if x.device.type == "cpu" and x.layout == torch.strided]
+
+
+def followed(step: Step) -> dict[str, int]:
+    """Of what one step makes, the most bytes alive at once, by phase."""
     phases: dict[str, int] = {}
-    with Sites() as live:
+    with Followed(*tensors()) as live:
 
         def mark(phase: str) -> None:
             phases[phase] = live.peak
             live.restart()
 
         step(mark)
-    return phases, live.at_peak
+    return phases
 
 
 def made(model: Model, kind: str, options: dict[str, Any], seq: int) -> Step:
-    """How to make a step of a contender, once in a process."""
-    own = own_of(options)
+    """How to make a step of a contender, once in a process. It gives loss and gradient norm of the whole batch."""
+    own, section = divided(options, seq)
     if own["tiled_mlp"]:
         modeling_llama.LlamaMLP.forward = tiled_mlp
-    section = {name: value for name, value in options.items() if name not in OWN}
-    return STEPS[kind](model, own, section, seq)
+    llama = model.make().train()
+    if own["checkpointing"]:
+        llama.gradient_checkpointing_enable({"use_reentrant": kind != "ours"})
+    engine, forward, mean = KINDS[kind](model, llama, own, section, seq)
 
-
-def own_of(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options.get(name, default) for name, default in OWN.items()}
-
-
-NORM: list[Callable[[], float]] = []  # how to ask the engine for the norm of its last gradients
-ENGINE: list[Any] = []  # of this process
-
-
-def _engine(engine: Any) -> Any:
-    NORM[:], ENGINE[:] = [lambda: float(engine.get_global_grad_norm())], [engine]
-    return engine
-
-
-def plain(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
-    """Every rank the whole sequence, the same one: ranks share states only."""
-    llama = checkpointed(model.make(), own, reentrant=True)
-    engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0])
-    ids = model.tokens(seq).to(engine.device)
-
-    def step(mark: Mark) -> float:
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        return finish(engine, loss, mark)
+    def step(mark: Mark = lambda _: None) -> tuple[float, float]:
+        loss = forward()
+        mark("forward")
+        engine.backward(loss)
+        mark("backward")
+        engine.step()
+        mark("step")
+        return mean(loss), float(engine.get_global_grad_norm())
 
     return step
 
 
-def ours(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
-    llama = checkpointed(model.make(), own, reentrant=False)
-    section = planned_for(section, seq)
+def divided(options: dict[str, Any], seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The benchmark's own settings, and the section; with the length, where "memory": "auto" needs one."""
+    own = {name: options.get(name, default) for name, default in OWN.items()}
+    section = {name: value for name, value in options.items() if name not in OWN}
+    return own, {"seq_len": seq, **section} if section.get("memory") == "auto" else section
+
+
+def plain(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
+    """Every rank the whole sequence, the same one: ranks share states only."""
+    engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=model.settings())[0]
+    ids = model.tokens(seq).to(engine.device)
+    return engine, lambda: engine(input_ids=ids, labels=ids, use_cache=False).loss, Tensor.item
+
+
+def ours(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     config = model.settings() | {"sequence_parallel": {"size": dist.get_world_size(), **section}}
-    engine = _engine(ds_seqpar.initialize(model=llama, model_parameters=list(llama.parameters()), config=config)[0])
+    engine = ds_seqpar.initialize(model=llama, model_parameters=list(llama.parameters()), config=config)[0]
     sp, ids = engine.sequence_parallel, model.tokens(seq)
 
-    def step(mark: Mark) -> float:
+    def forward() -> Tensor:
         (batch,) = sp.shard_batches([{"input_ids": ids, "labels": ids}], device=engine.device)
-        loss = engine(**batch).loss
-        finish(engine, loss, mark)
-        return sp.mean_loss([loss])
+        return engine(**batch).loss
 
-    return step
+    return engine, forward, lambda loss: sp.mean_loss([loss])
 
 
-def planned_for(section: dict[str, Any], seq: int) -> dict[str, Any]:
-    """With the length, where "memory": "auto" needs one."""
-    return {"seq_len": seq, **section} if section.get("memory") == "auto" else section
-
-
-def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -> Step:
+def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
-    tutorial sets it up: tiles of the MLP and of logits with loss, and reentrant checkpointing. (Keeping checkpoints on
-    the CPU is nothing here.) Tokens are sharded by hand as UlyssesSPDataLoaderAdapter does.
+    tutorial sets it up: tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are sharded by
+    hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for GPUs.
 
-    TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so what the loss is divided by
-    must be divided by inside of it. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for GPUs.
+    TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so the loss is divided inside.
     """
     deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
-    llama = checkpointed(model.make(), own, reentrant=True)
     share = (seq - 1) / world
     tiles = math.ceil(seq // world * model.vocab * 4 / own["tile_bytes"])
 
@@ -204,30 +220,30 @@ def alst(model: Model, own: dict[str, Any], section: dict[str, Any], seq: int) -
         logits = head.lm_head(hidden).float()
         return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / share
 
-    def forward(**inputs: Tensor) -> Tensor:
+    def inner(**inputs: Tensor) -> Tensor:
         hidden = llama.model(**inputs, use_cache=False).last_hidden_state
         return TiledFusedLogitsLoss.apply(tile, llama, hidden, labels, None, tiles, [llama.lm_head.weight], "sum")
 
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
-    llama.forward = forward  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
+    llama.forward = inner  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
     config = model.settings() | {"sequence_parallel_size": world}
-    engine = _engine(deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0])
+    engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0]
     group = deepspeed.utils.groups._get_sequence_parallel_group()
-    ids = model.tokens(seq)
-    here = slice(rank * seq // world, (rank + 1) * seq // world)
+    ids, here = model.tokens(seq), slice(rank * seq // world, (rank + 1) * seq // world)
     shifted = F.pad(ids, (0, 1), value=-100)[:, 1:]
     whole = {"input_ids": ids, "position_ids": torch.arange(seq)[None], "labels": shifted}
     batch = {name: x[:, here].contiguous().to(engine.device) for name, x in whole.items()}
     labels = batch.pop("labels")
 
-    def step(mark: Mark) -> float:
-        part = engine(**batch)
-        loss = torch.stack(torch.distributed.nn.functional.all_gather(part, group=group)).mean()
-        return finish(engine, loss, mark)
+    def forward() -> Tensor:
+        return torch.stack(torch.distributed.nn.functional.all_gather(engine(**batch), group=group)).mean()
 
-    return step
+    return engine, forward, Tensor.item
+
+
+KINDS = {"plain": plain, "deepspeed": alst, "ours": ours}
 
 
 def tiled_mlp(self: Any, x: Tensor) -> Tensor:
@@ -238,60 +254,3 @@ def tiled_mlp(self: Any, x: Tensor) -> Tensor:
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-STEPS = {"plain": plain, "deepspeed": alst, "ours": ours}
-
-
-def checkpointed(llama: LlamaForCausalLM, own: dict[str, Any], *, reentrant: bool) -> LlamaForCausalLM:
-    if own["checkpointing"]:
-        llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return llama.train()
-
-
-def finish(engine: Any, loss: Tensor, mark: Mark) -> float:
-    mark("forward")
-    engine.backward(loss)
-    mark("backward")
-    engine.step()
-    mark("step")
-    return loss.item()
-
-
-def token_losses(model: Model, seq: int) -> Tensor:
-    """float64 (seq - 1,): what the whole model loses on each token, in one process. Attention is causal, so those of a
-    shorter sequence are the first of them."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    llama = model.make()
-    llama = llama.bfloat16() if model.bf16 else llama
-    ids, found = model.tokens(seq), []
-    with torch.no_grad():
-        hidden = llama.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-        for part, labels in zip(hidden.split(256), ids[0, 1:].split(256), strict=True):
-            found.append(F.cross_entropy(llama.lm_head(part).float(), labels, reduction="none").double())
-    return torch.cat(found)
-
-
-def memory(name: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
-    with open("/proc/self/status", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def reset_peak() -> None:
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # VmHWM begins again
-
-
-OVER = 77  # the exit code of a rank that went over its limit
-
-
-def watch(limit: int, every: float = 0.05) -> None:
-    """Ends this process once its RSS is above `limit`."""
-
-    def look() -> None:
-        while memory("VmRSS") < limit:
-            time.sleep(every)
-        os._exit(OVER)
-
-    threading.Thread(target=look, daemon=True).start()

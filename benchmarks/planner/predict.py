@@ -5,26 +5,26 @@
     python -m benchmarks.planner.predict steps --nodes 4 --ranks-per-node 2 --link 100mbit --steps 2 -- u4/ring ring u8
 
 `calls` are of attention, forward and backward, with the options of `benchmarks.cluster.attention`; `steps` are of
-training, with the options of `benchmarks.cluster.training`. Ranks of one node talk over loopback. First the ranks
-calibrate their machine, as `python -m ds_seqpar calibrate` does; each prediction is made of that and of the contender
-alone, before it is measured.
+training, with the options of `benchmarks.cluster.training`. First the ranks calibrate their machine, as
+`python -m ds_seqpar calibrate` does. Each prediction is made of that and of the contender alone, before it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import tables
-from benchmarks.cluster import attention, harness, net, plan, training
-from benchmarks.cluster import ranks as on_rank
+from benchmarks.cluster import attention, net, training
+from benchmarks.cluster import ranks as on_ranks
+from benchmarks.cluster.plan import DTYPES
 from benchmarks.contenders import Spec
 from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench
+from ds_seqpar.cli.calibrate import calibrate
 from ds_seqpar.compiler import heads as dealing
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.shards import EvenShards
@@ -44,22 +44,16 @@ Row = tuple[str, list[float], float]  # name, seconds measured, seconds predicte
 
 
 def main() -> None:
-    modes = {"calls": calls, "steps": steps}
-    if len(sys.argv) < 2 or sys.argv[1] not in modes:
-        tables.parser(__doc__).parse_args(sys.argv[1:2])
-        raise SystemExit(f"the first word must be one of {', '.join(modes)}")
-    title, rows = modes[sys.argv[1]](sys.argv[2:])
+    title, rows = tables.mode(__doc__, {"calls": calls, "steps": steps})(sys.argv[2:])
     print(f"\n{title}\n\n{table(rows)}\n\n{summary(rows)}", flush=True)
 
 
 def calls(given: list[str]) -> tuple[str, list[Row]]:
     args = attention.arguments(tables.parser(__doc__), CALLS, given)
-    harness.ready()
-    problem = attention.problem_of(args)
-    with attention.set_up(args, problem) as (ranks, file):
+    with attention.set_up(args) as (ranks, network):
         machine = calibrated(ranks)
-        rows = attention.prepare(ranks, args, file, problem)
-        predicted = {spec.name: of_call(spec, problem, machine) for spec in args.contenders if not spec.peer}
+        predicted = {spec.name: of_call(spec, args, machine) for spec in args.contenders if not spec.peer}
+        rows = attention.prepare(ranks, network, args)
         able = [row for row in rows if "cannot" not in row and row["name"] in predicted]
         attention.take_turns(ranks, able, args.rounds)
     return attention.title(args), [(row["name"], row["seconds"], predicted[row["name"]]) for row in able]
@@ -67,42 +61,39 @@ def calls(given: list[str]) -> tuple[str, list[Row]]:
 
 def steps(given: list[str]) -> tuple[str, list[Row]]:
     args = training.arguments(given)
-    harness.ready()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # DeepSpeed's and transformers' of their own calls, of every rank
     bench, rows = Bench(args), []
     with net.Network(args.nodes, args.link[0]) as network:
-        with Ranks(args.world, None, PRELOAD) as ranks:
-            harness.call(ranks, on_rank.enter, network.names, args.ranks_per_node, ranks.folder.name, args.patience)
+        with on_ranks.started(args, network, PRELOAD) as ranks:
             machine = calibrated(ranks)
         for spec in (spec for spec in args.contenders if not spec.peer):
             predicted = of_step(spec, bench.model, args, machine)
-            found = training.turns(network, args, bench, spec.name, training.contender(spec, args), args.seq)
+            found = training.turns(network, args, bench, spec.name, training.kind_of(spec, args), args.seq)
             rows.append((spec.name, found[args.link[0]][0], predicted))
     return training.title(args, args.link[0]), rows
 
 
 def calibrated(ranks: Ranks) -> Machine:
-    return machine_of("calibrated", harness.call(ranks, on_rank.calibrated)[0])
+    return machine_of("calibrated", on_ranks.call(ranks, calibrate)[0])
 
 
-def of_call(spec: Spec, problem: plan.Problem, machine: Machine) -> float:
+def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of one call, forward and backward, and of comparing its inputs."""
-    config = SequenceParallelConfig.from_dict({"size": problem.world, **spec.section})
-    config = config.resolve(problem.world, (problem.heads, problem.kv_heads))
-    first = dealing.stages(problem.heads, problem.kv_heads, config.head_stages)[0]
+    config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
+    config = config.resolve(args.world, (args.heads, args.kv_heads))
+    first = dealing.stages(args.heads, args.kv_heads, config.head_stages)[0]
     call = Call(
-        config=config, world=problem.world, mask=CAUSAL if problem.causal else FULL,
-        shards=EvenShards(config.layout, problem.seq, config.size // config.ulysses),
-        heads=(*first.counts, problem.head_dim), dtype=plan.DTYPES[problem.dtype], stages=config.head_stages,
+        config=config, world=args.world, mask=CAUSAL if args.causal else FULL,
+        shards=EvenShards(config.layout, args.seq, config.size // config.ulysses),
+        heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], stages=config.head_stages,
         kept=config.kept(config.head_stages, False, False),
     )  # fmt: skip
-    wire = machine.between if problem.nodes > 1 else machine.inside
-    return len(distances(problem.world)) * wire.latency + sum(call_seconds(machine, call, way) for way in DIRECTIONS)
+    wire = machine.between if args.nodes > 1 else machine.inside
+    return len(distances(args.world)) * wire.latency + sum(call_seconds(machine, call, way) for way in DIRECTIONS)
 
 
 def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of a training step."""
-    step = step_of(model, training.contender(spec, args)[1], args.seq, args.world)
+    step = step_of(model, training.kind_of(spec, args)[1], args.seq, args.world)
     stages = step.config.head_stages
     one = call_of(step, stages)
     forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)

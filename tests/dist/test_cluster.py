@@ -7,31 +7,26 @@ import sys
 
 import pytest
 
-from benchmarks.cluster import attention, net, plan, training
-from benchmarks.contenders import parse
+from benchmarks.cluster import attention, net, ranks, training
 from tests import launch
 
 needs_network = pytest.mark.skipif(net.refusal() is not None, reason=str(net.refusal()))
-PROBLEM = plan.Problem(
-    nodes=2, per_node=2, seq=256, heads=8, kv_heads=4, head_dim=32, dtype="fp32", causal=True
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _preloaded(monkeypatch):
     """A test worker has one server of ranks, whichever test starts it, and others need more of it."""
-    monkeypatch.setattr(attention, "PRELOAD", launch.PRELOAD)
+    monkeypatch.setattr(ranks, "PRELOAD", launch.PRELOAD)
 
 
 @pytest.mark.usefixtures("compiled")  # DeepSpeed is among them
 @needs_network
 def test_bytes_on_links_are_the_plans():
-    contenders = [parse(name) for name in ("attention2d=2,2", "u2/ring", "deepspeed")]
-    args = argparse.Namespace(
-        nodes=2, ranks_per_node=2, link="200mbit", contenders=contenders, rounds=1, patience=60.0,
-    )  # fmt: skip
-    rows = attention.measure(args, PROBLEM)
-    assert [row["name"] for row in rows] == [spec.name for spec in contenders]
+    contenders = ["attention2d=2,2", "u2/ring", "deepspeed"]
+    words = "--nodes 2 --ranks-per-node 2 --link 200mbit --rounds 1 --seq 256 --heads 8 --kv-heads 4 --head-dim 32 --"
+    args = attention.arguments(argparse.ArgumentParser(), [], [*words.split(), *contenders])
+    rows = attention.measure(args)
+    assert [row["name"] for row in rows] == contenders
     for row in rows:
         assert row["error"] < 1e-4
         assert attention.plan_ratio(row) == pytest.approx(1, rel=0.05), row

@@ -3,18 +3,14 @@
 import statistics
 
 import pytest
-import torch
 
-from benchmarks.attention import overlap, schedules, triangle
-from benchmarks.attention.blocks import block_bytes, unit
-from ds_seqpar.compiler.compile import Compiler, pattern_of, weight
+from benchmarks.attention import schedules
+from benchmarks.attention.schedules import block_bytes, unit
+from ds_seqpar.compiler.compile import pattern_of
 from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.program import Product
 from ds_seqpar.compiler.shape import shape_of
 from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.compiler.simulate import Costs, computation
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.runtime.kernels import KERNELS
 from tests.unit.plans import DIRECTIONS
 
 SHAPE = shape_of("bf16", "bfloat16", 1, (2, 2, 64))
@@ -44,39 +40,14 @@ def test_the_tables_have_the_bytes_of_docs_triangle():
     assert "triangle" not in schedules.names(16)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "triangle"])
-def test_products_sleep_for_the_pairs_that_are_visible(schedule, monkeypatch):
-    slept, now = [], [0.0]
-    monkeypatch.setattr(overlap.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(overlap.time, "sleep", slept.append)
-    recipe, shards = made(schedule)
-    plan = recipe.plan("forward", pattern_of(CAUSAL, shards), SHAPE)
-    costs = Costs(transfer={}, product=1.0, weight=weight(CAUSAL, shards))
-    work = overlap.Sleeping(KERNELS["reference"], 1.0, *(torch.zeros(1, 8, 2, 64) for _ in range(3)))
-    work.pair = 1 / (shards.tokens("q", (0,)) * shards.tokens("kv", (0,)))
-    total = []
-    for rank in range(6):
-        bound = Compiler(recipe, rank).bound("forward", CAUSAL, shards, SHAPE)
-        for one in bound.program.code:
-            if isinstance(one, Product):
-                work.product((), (), 0, bound.tiles(one.q, one.kv), [Placed()])
-        total.append(sum(slept))
-        slept.clear()
-    assert max(total) == pytest.approx(computation(plan, costs))
-
-
-class Placed:
-    def placed(self): ...
-
-
 @pytest.mark.parametrize("ranks", [3, 6, 12, 24, 28])
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8)])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_nothing_receives_less_than_the_floor(ranks, heads, direction):
     for travel in ("fp32", "bf16"):
         shape = shape_of(travel, "bfloat16", 1, (*heads, 128))
-        floor = triangle.floor(ranks, direction, shape)
-        assert floor <= min(triangle.least(name, ranks, direction, shape)[0] for name in triangle.SHOWN)
+        floor = schedules.floor(ranks, direction, shape)
+        assert floor <= min(schedules.least(name, ranks, direction, shape)[0] for name in schedules.SHOWN)
         # the least over a grid of rows that have enough pairs is what is said, from above
         sizes, own = shape.bytes_per_token(direction), shape.bytes_per_token("forward")["q"]
         of_q = (sizes["q"] + sizes["out" if direction == "forward" else "dq"]) / own
@@ -95,5 +66,5 @@ def test_the_triangle_is_as_said_by_its_plan_and_near_the_floor(ranks):
     shards = EvenShards(config.layout, 4 * ranks, ranks)
     plan = config.recipe(config.topology(ranks)).plan("forward", pattern_of(CAUSAL, shards), shape)
     found = [size / unit(shape, shards) for size in plan.received(block_bytes(shape, "forward", shards))]
-    assert max(found) == pytest.approx(triangle.least("triangle", ranks, "forward", shape)[0])
-    assert 0 < statistics.fmean(found) - triangle.floor(ranks, "forward", shape) < 1
+    assert max(found) == pytest.approx(schedules.least("triangle", ranks, "forward", shape)[0])
+    assert 0 < statistics.fmean(found) - schedules.floor(ranks, "forward", shape) < 1

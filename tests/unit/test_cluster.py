@@ -1,10 +1,12 @@
 """The parts of the benchmarks of a cluster that need none: how contenders are spelled, what plans say of links, the
 tables."""
 
+import argparse
+
 import pytest
 
 from benchmarks.cluster import attention, net
-from benchmarks.cluster.plan import Figures, Problem, figures
+from benchmarks.cluster.plan import bytes_between
 from benchmarks.contenders import parse
 from benchmarks.planner import predict
 
@@ -51,41 +53,41 @@ def test_rates_that_are_none(link):
         net.rate_of(link)
 
 
-def problem(nodes, per_node, causal=True, **other):
-    return Problem(nodes=nodes, per_node=per_node, causal=causal, **{**MHA, **other})
+def between(name, nodes, per_node):
+    """Bytes out of and into every node."""
+    args = argparse.Namespace(nodes=nodes, ranks_per_node=per_node, world=nodes * per_node, causal=True, **MHA)
+    return bytes_between(parse(name), args)
 
 
 def test_bytes_of_a_ring():
     """k and v go round; in backward once more with their gradients, or q, do, lse, delta and dq in their place."""
     for name, blocks in (("ring+backward=kv", 2 + 4), ("ring", 2 + 3 + 2 / 64)):
-        assert figures(parse(name), problem(16, 1)).out == pytest.approx([15 * blocks * ROW] * 16)
+        assert between(name, 16, 1)[0] == pytest.approx([15 * blocks * ROW] * 16)
 
 
 def test_bytes_of_ulysses_are_those_of_deepspeed():
-    ours, theirs = (figures(parse(name), problem(16, 1)) for name in ("u16", "deepspeed"))
-    assert ours.out == pytest.approx(theirs.out)
-    assert ours.into == pytest.approx([8 * 15 * ROW / 16] * 16)
+    ours, theirs = (between(name, 16, 1) for name in ("u16", "deepspeed"))
+    assert ours == theirs == ([8 * 15 * ROW // 16] * 16,) * 2
 
 
 def test_neighbours_in_a_node_send_nothing_over_links():
-    assert figures(parse("u4/ring"), problem(1, 4)).out == (0.0,)
-    inside, across = figures(parse("u4/ring"), problem(4, 4)), figures(parse("ring"), problem(4, 4))
-    assert max(inside.out) < max(across.out) * 1.01
+    assert between("u4/ring", 1, 4) == ([0], [0])
+    inside, across = between("u4/ring", 4, 4)[0], between("ring", 4, 4)[0]
+    assert max(inside) < max(across) * 1.01
     # one ring in four, of which one link in and one out of a node: as much as all heads on four ranks
-    assert max(across.out) == pytest.approx(max(figures(parse("ring"), problem(16, 1)).out))
+    assert max(across) == pytest.approx(max(between("ring", 16, 1)[0]))
 
 
 def test_table():
-    row = {"name": "ring", "out": [2e6, 2e6], "in": [2e6, 2.1e6], "seconds": [0.5, 0.4, 0.6], "worked": [0.6, 0.5, 0.7],
-           "plan": Figures(out=(2e6, 2e6), into=(2e6, 2e6))}  # fmt: skip
+    row = {"name": "ring", "out": [2e6, 2e6], "in": [2e6, 2.1e6], "seconds": [0.5, 0.4, 0.6],
+           "plan": ([2e6, 2e6], [2e6, 2e6])}  # fmt: skip
     other = {**row, "name": "peer", "seconds": [0.25]}
-    text = attention.table([row, other, {"name": "more", "cannot": "needs a GPU"}], "40mbit")
-    _, _, first, second, *rest = text.splitlines()
-    cells = [cell.strip() for cell in first.strip("|").split("|")]
-    assert cells[:8] == ["ring", "0.500", "0.400-0.600", "1.00", "2.00", "2.10", "2.00", "1.025"]
-    assert cells[8:] == ["0.84", "1.20"]
-    assert [cell.strip() for cell in second.strip("|").split("|")][:4] == ["peer", "0.250", "0.250-0.250", "2.00"]
+    rows = [row, other, {"name": "more", "cannot": "needs a GPU"}]
+    _, _, first, second, *rest = attention.table(rows, argparse.Namespace(nodes=2, link="40mbit")).splitlines()
+    assert first == "| ring | 0.500 | 0.400-0.600 | 1.00 | 2.00 | 2.10 | 2.00 | 1.025 | 0.84 |"
+    assert second.startswith("| peer | 0.250 | 0.250-0.250 | 2.00 |")
     assert rest[-1] == "more: needs a GPU"
+    assert first[:35] + " |" in attention.table(rows, argparse.Namespace(nodes=1, link="40mbit"))  # without links
 
 
 def test_predictions_are_judged_by_errors_order_and_pick():

@@ -3,7 +3,7 @@
 import json
 import re
 
-from benchmarks.settings import HEAD, MACHINES, NODES, PAGE, row
+from benchmarks.planner.settings import HEAD, MACHINES, NODES, PAGE, row
 from ds_seqpar.config import SequenceParallelConfig
 
 ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
