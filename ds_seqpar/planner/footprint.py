@@ -3,7 +3,7 @@
 A step has a few moments at which the most can be alive; each is a sum of parts, and the greatest is the peak. A layer
 is followed operation by operation as transformers writes it (norms in fp32, RoPE, gate, up, down), its attention by
 `planner.calls`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel takes for
-itself is not in it. docs/memory.md derives the same in formulas.
+itself is not in it. docs/archive/2026-11-24-memory.md has the formulas.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ CLEAN = (
     "docs/trainer.md",
     "docs/performance.md",
     "docs/measurements.md",
+    "docs/planner.md",
     "docs/triangle.md",
     "docs/gpu_benchmarks.md",
 )
