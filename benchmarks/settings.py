@@ -1,6 +1,6 @@
-"""The settings page: hardware x model x length -> the section to paste, as the planner predicts it. Nothing is run.
+"""Ready settings: hardware x model x length -> the section to paste, as the planner predicts it. Nothing is run.
 
-    python -m benchmarks.settings          # writes the table of docs/settings.md anew
+    python -m benchmarks.settings          # writes the table of docs/settings_reference.md anew
     python -m benchmarks.settings --print
 
 bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make.
@@ -19,31 +19,46 @@ from ds_seqpar.planner.request import Request
 
 from .memory.longest import SHAPES, model_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings_reference.md"
 MARK = "<!-- python -m benchmarks.settings -->\n"
 GIB = 2**30
 NODES = {"8B (Llama-3)": 1, "32B (Qwen2.5)": 4, "70B (Llama-3)": 8}
 MACHINES = ("a100-ib", "h100-ib", "h200-ib")
 LENGTHS = (32_768, 131_072, 524_288)
-HEAD = ["model", "machine", "GPUs", "tokens", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
+HEAD = ["model, GPUs", "tokens", "machine", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
 
 
-def row(name: str, place: str, seq: int) -> list[str]:
+def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
+    """(section, seconds a sequence, GiB a GPU) of what is predicted to be fastest."""
     machine = Machine.load(place)
     request = Request(model=model_of(name), machine=machine, world=NODES[name] * machine.per_node, seq=seq)
-    said = [name, f"`{place}`", str(request.world), f"{seq:,}"]
     try:
         choice = plan(request)
     except ConfigError:
-        return [*said, "does not fit", "", ""]
-    best = choice.best
-    return [*said, f"`{json.dumps(choice.section)}`", f"{best.seconds:.2f}", f"{best.memory.peak.total / GIB:.0f}"]
+        return "does not fit", "", ""
+    # a section that does not say them has a ring, and on one rank no Ulysses
+    unsaid = {"schedule": "ring"} | ({"ulysses": 1} if choice.section["size"] == 1 else {})
+    section = {key: value for key, value in choice.section.items() if unsaid.get(key) != value}
+    found = choice.best
+    return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", f"{found.memory.peak.total / GIB:.0f}"
+
+
+def rows(name: str, seq: int) -> list[list[str]]:
+    """One of each section: machines that share it stand in one row."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for place in MACHINES:
+        section, seconds, size = best(name, place, seq)
+        found.setdefault(section, []).append((f"`{place}`", seconds, size))
+    said = f"{name}, {NODES[name] * Machine.load(MACHINES[0]).per_node}", f"{seq:,}"
+    return [
+        [*said, places, section, seconds, size]
+        for section, its in found.items()
+        for places, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
+    ]
 
 
 def table() -> str:
-    return (
-        tables.table(HEAD, [row(name, place, seq) for name in SHAPES for place in MACHINES for seq in LENGTHS]) + "\n"
-    )
+    return tables.table(HEAD, [row for name in SHAPES for seq in LENGTHS for row in rows(name, seq)]) + "\n"
 
 
 def main() -> None:
