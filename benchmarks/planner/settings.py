@@ -1,6 +1,6 @@
 """What the planner predicts by hardware, model and length: sections, and the longest sequences. Nothing is run.
 
-    python -m benchmarks.planner.settings            # writes the table of docs/settings.md anew
+    python -m benchmarks.planner.settings            # writes the table of docs/settings_reference.md anew
     python -m benchmarks.planner.settings --longest  # prints the longest sequences
 
 Sections: bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make. Longest:
@@ -29,7 +29,7 @@ from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model, Request, Room, Step
 from hf_integration.job import numbers
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings_reference.md"
 MARK = "<!-- python -m benchmarks.planner.settings -->\n"
 GIB = 2**30
 # name -> nodes; hidden, intermediate, layers, heads, vocabulary; 8 key/value heads
@@ -38,7 +38,7 @@ SHAPES = {"8B (Llama-3)": (4096, 14336, 32, 32, 128256), "32B (Qwen2.5)": (5120,
           "70B (Llama-3)": (8192, 28672, 80, 64, 128256)}  # fmt: skip
 MACHINES = ("a100-ib", "h100-ib", "h200-ib")
 LENGTHS = (32_768, 131_072, 524_288)
-HEAD = ["model", "machine", "GPUs", "tokens", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
+HEAD = ["model, GPUs", "tokens", "machine", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
 LEAN: dict[str, Any] = {"ulysses": 1, "head_stages": 8, "mlp_tiles": "auto", "loss_tiles": "auto",
                         "offload_checkpoints": True, "keep_attention": False}  # fmt: skip
 OPTIMISER = {"on the GPU": "none", "in host memory": "cpu"}
@@ -54,16 +54,33 @@ def model_of(name: str) -> Model:
     ))  # fmt: skip
 
 
-def row(name: str, place: str, seq: int) -> list[str]:
+def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
+    """(section, seconds a sequence, GiB a GPU) of what is predicted to be fastest."""
     machine = Machine.load(place)
     request = Request(model=model_of(name), machine=machine, world=NODES[name] * machine.per_node, seq=seq)
-    said = [name, f"`{place}`", str(request.world), f"{seq:,}"]
     try:
         choice = plan(request)
     except ConfigError:
-        return [*said, "does not fit", "", ""]
-    best = choice.best
-    return [*said, f"`{json.dumps(choice.section)}`", f"{best.seconds:.2f}", f"{best.memory.peak.total / GIB:.0f}"]
+        return "does not fit", "", ""
+    # a section that does not say them has a ring, and on one rank no Ulysses
+    unsaid = {"schedule": "ring"} | ({"ulysses": 1} if choice.section["size"] == 1 else {})
+    section = {key: value for key, value in choice.section.items() if unsaid.get(key) != value}
+    found = choice.best
+    return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", f"{found.memory.peak.total / GIB:.0f}"
+
+
+def rows(name: str, seq: int) -> list[list[str]]:
+    """One of each section: machines that share it stand in one row."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for place in MACHINES:
+        section, seconds, size = best(name, place, seq)
+        found.setdefault(section, []).append((f"`{place}`", seconds, size))
+    said = f"{name}, {NODES[name] * Machine.load(MACHINES[0]).per_node}", f"{seq:,}"
+    return [
+        [*said, places, section, seconds, size]
+        for section, its in found.items()
+        for places, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
+    ]
 
 
 def longest_row(name: str, place: str, nodes: int) -> list[str]:
@@ -86,11 +103,11 @@ def longest_row(name: str, place: str, nodes: int) -> list[str]:
 def main() -> None:
     if tables.parser(__doc__, longest=False).parse_args().longest:
         where = [name for place in OPTIMISER for name in (f"optimiser {place}: tokens", "then full", "GiB a host")]
-        rows = itertools.starmap(longest_row, itertools.product(SHAPES, MACHINES[1:], (1, 2, 4)))
-        print(tables.table(["model", "machine", "GPUs", *where], rows))
+        lines = itertools.starmap(longest_row, itertools.product(SHAPES, MACHINES[1:], (1, 2, 4)))
+        print(tables.table(["model", "machine", "GPUs", *where], lines))
     else:
-        rows = itertools.starmap(row, itertools.product(SHAPES, MACHINES, LENGTHS))
-        tables.insert(PAGE, MARK, f"{tables.table(HEAD, rows)}\n")
+        lines = [row for name in SHAPES for seq in LENGTHS for row in rows(name, seq)]
+        tables.insert(PAGE, MARK, f"{tables.table(HEAD, lines)}\n")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def test_the_launcher_of_deepspeed_starts_it(tmp_path):
     assert norms == pytest.approx([norms[-1]] * 3, rel=1e-5)
 
 
-def test_there_is_a_snippet_for_each_of_the_four_ways_and_for_masks():
-    names = ["train.py", "finetune.py", "loop.py", "own_model.py", "masks.py"]
+def test_there_is_a_snippet_for_each_of_the_four_ways():
+    names = ["train.py", "finetune.py", "loop.py", "own_model.py"]
     assert [command_of(snippet)[0] for snippet in PYTHON] == names
     assert len(printed(PRINTED)) == 7
 

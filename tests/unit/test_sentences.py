@@ -28,7 +28,6 @@ CLEAN = (
     "docs/launching.md",
     "docs/loaders.md",
     "docs/coming_from.md",
-    "docs/settings.md",
     "docs/whole.md",
     "docs/trainer.md",
     "docs/performance.md",
