@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import InputError
-from .layout import LAYOUTS, Run, Runs, dealt
+from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
 
@@ -224,6 +224,6 @@ def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards
     """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
-    held = [dealt(layout, sum(lengths), ranks, rank) for rank in range(ranks)]
+    held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]
     parts = LAYOUTS[layout].parts
     return UnevenShards(held if parts == 1 else [(run,) for runs in held for run in runs], parts=parts)

@@ -337,8 +337,8 @@ class _Growing:
 
 
 def run_length(shards: Shards) -> int:
-    """Of every run, where a named layout gives them."""
-    return shards.runs("q", (0,))[0].length
+    """Of every run, where a named layout gives them; 0 where there are no tokens."""
+    return next((run.length for run in shards.runs("q", (0,))), 0)
 
 
 def side_of(kind: str) -> str:

@@ -3,52 +3,19 @@ some heads of the inner rank's tokens. `compiler.exchange` has the names of what
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compiler.compile import Bound
-from ..compiler.exchange import Heads
 from ..compiler.program import Trade
 from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_gradient
 from .work import Backward, Forward, Work, rowsum
-
-
-class Call(Protocol):
-    """own: the caller's tensors (B, s, H, D), by name. heads: who has which."""
-
-    device: torch.device
-    heads: Heads
-
-    def part(self, stage: int, field: str) -> Tensor:
-        """The stage's heads of the caller's own tokens, (B, s, h, D), D 1 for a number a row."""
-        ...
-
-    def arrive(self, trade: Trade, joined: Tensor) -> None:
-        """The stage's inner tensors that travelled together, (T, B, h of all, D)."""
-        ...
-
-    def enter(self, stage: int) -> Work:
-        """The work of the stage's inner tensors."""
-        ...
-
-    def leave(self, stage: int, result: Tensors) -> None:
-        """The inner program's result."""
-        ...
-
-    def give(self, field: str) -> Tensor:
-        """A result (B, T, h, D) of the stage that was left, to be sent; it is given up."""
-        ...
-
-    def put(self, stage: int, field: str, part: Tensor) -> None:
-        """A result of own tokens, (B, s, h, D), of the stage's heads."""
-        ...
-
-    def results(self) -> list[Tensor]: ...
 
 
 class Saved(NamedTuple):
@@ -60,8 +27,9 @@ class Saved(NamedTuple):
     outs: Sequence[Tensor]
 
 
-class _Call:
-    """What both directions share. inner: of the stage that is walked; left: its results; whole: of all stages."""
+class Call(abc.ABC):
+    """What both directions share. own: the caller's tensors (B, s, H, D), by name. heads: who has which. inner: tensors
+    of the stage that is walked; left: its results; whole: results of all stages."""
 
     def __init__(self, bound: Bound, own: dict[str, Tensor], sinks: Tensor | None) -> None:
         assert bound.heads is not None
@@ -71,7 +39,20 @@ class _Call:
         self.left: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}
 
+    @abc.abstractmethod
+    def enter(self, stage: int) -> Work:
+        """The work of the stage's inner tensors."""
+
+    @abc.abstractmethod
+    def leave(self, stage: int, result: Tensors) -> None:
+        """Takes the inner program's result."""
+
+    @abc.abstractmethod
+    def results(self) -> list[Tensor]:
+        """What the call gives."""
+
     def part(self, stage: int, field: str) -> Tensor:
+        """The stage's heads of the caller's own tokens, (B, s, h, D), D 1 for a number a row."""
         return self.some(self.own[field], stage, field)
 
     def some(self, x: Tensor, stage: int, field: str) -> Tensor:
@@ -80,12 +61,15 @@ class _Call:
         return x if x.shape[2] == held.stop - held.start else x[:, :, held]
 
     def arrive(self, trade: Trade, joined: Tensor) -> None:
+        """Takes the stage's inner tensors that travelled together, (T, B, h of all, D)."""
         self.inner.update(zip(trade.fields, split_in(joined, self.heads.widths(trade)), strict=True))
 
     def give(self, field: str) -> Tensor:
+        """A result (B, T, h, D) of the stage that was left, to be sent; it is given up."""
         return self.left.pop(field)
 
     def put(self, stage: int, field: str, part: Tensor) -> None:
+        """Takes a result of own tokens, (B, s, h, D), of the stage's heads."""
         if len(self.heads.stages) == 1:
             self.whole[field] = part
             return
@@ -113,7 +97,7 @@ class _Call:
         return self.sinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
 
 
-class ForwardCall(_Call):
+class ForwardCall(Call):
     """own: q, k and v. Ends with out, the inner lse of each stage and what is kept for backward (see `Kept`; nothing
     where there are no other members). With `lse` and other members also with the lse of own tokens."""
 
@@ -156,7 +140,7 @@ class ForwardCall(_Call):
         return [self.whole["out"], *self.lses, *self.arrived, *self.out, *own]
 
 
-class BackwardCall(_Call):
+class BackwardCall(Call):
     """own: do, and where they are needed q, k, v and out, or delta in its place. lses, arrived, outs: see `Saved`. Ends
     with dq, dk and dv, and the gradient of sinks where there are some."""
 

@@ -10,7 +10,7 @@ import torch
 
 from ds_seqpar.compiler.balance import shards_of
 from ds_seqpar.compiler.compile import PROBE, Compiler, Recipe, pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS, dealt, multiple
+from ds_seqpar.compiler.layout import multiple
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
@@ -101,7 +101,6 @@ def test_any_number_of_tokens_is_dealt_in_chunks_that_differ_by_one_at_most():
         lengths = [shards.tokens("q", (block,)) for block in range(2 * shards.size)]
         assert sum(lengths) == tokens
         assert max(lengths) - min(lengths) <= 1
-    assert dealt("pairs", 12, 3, 1) == LAYOUTS["pairs"].runs(12, 3, 1)
 
 
 # ---- what is computed

@@ -8,7 +8,7 @@ from ...errors import ConfigError
 from ..actions import Compute, Move, Step, Steps
 from ..layout import Axes, Topology
 from ..plan import Pattern, StepsOf
-from .base import Own, Schedule
+from .base import Schedule
 
 
 def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
@@ -79,10 +79,6 @@ def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
     return tuple(sorted(mine, key=lambda move: (move.kind, move.key, move.dst)))
 
 
-def axes(ranks: int, own: Own) -> Axes:
-    return (("ring", ranks),)
-
-
 def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
     """Not the same on all ranks: early ones are sent late ones' queries, late ones what was computed for them."""
     ((_, size),) = axes
@@ -102,7 +98,7 @@ SCHEDULE = Schedule(
     name="distflash",
     summary="DistFlashAttn's: ranks without work left help late ones; causal attention only",
     build=distflash,
-    axes=axes,
+    axes=lambda ranks, own: (("ring", ranks),),
     received=received,
     layouts=("contiguous",),
     default_layout="contiguous",

@@ -15,7 +15,7 @@ from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceSc
 from ..layout import Axes, Topology, divisors
 from ..plan import Counted, Pattern, bits
 from .base import Heads, Own, Schedule, blocks_received, count, three_counts
-from .ring import Round, rotation
+from .ring import Rotation, Round
 
 
 def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
@@ -54,13 +54,13 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
     ).facing(travels)
     if a * b == 1:
-        return rotation(way, turns, direction, travels, pattern)
+        return Rotation(way, turns, direction, travels, pattern)
     groups = _groups(way, turns, travels)
     reads = [_read(q, kv, pattern) for q, kv in groups]
     # a gather brings all that its group has
     if pattern.even and reads == [(_mask(q), kv) for q, kv in groups]:
-        return rotation(way, turns, direction, travels, pattern)
-    return direct(
+        return Rotation(way, turns, direction, travels, pattern)
+    return Direct(
         way.size, direction, lambda rank: _pairs(way, rank, turns, travels, pattern), lambda rank: reads[rank]
     )
 
@@ -242,22 +242,14 @@ WALLFACER = Schedule(
 Pairs = Sequence[tuple[int, int]]
 
 
-def direct(
-    size: int,
-    direction: str,
-    products: Callable[[int], Sequence[Pairs]],
-    reads: Callable[[int], tuple[int, int]],
-) -> Counted:
+class Direct(Counted):
     """The steps of any rank. products(rank)[t]: the (q block, kv block) pairs that it computes in step t; those of step
     0 of its own blocks only. reads(rank): bitmasks of the q and the kv blocks in these pairs.
 
     A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. No block is sent that its
     receiver does not read, and results go straight home. As many bytes as the collectives at most.
     """
-    return _Direct(size, direction, products, reads)
 
-
-class _Direct(Counted):
     def __init__(
         self,
         size: int,

@@ -232,7 +232,7 @@ def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
 
 def _layout(strips: int, name: str) -> Layout:
     dealing = functools.partial(pairs, strips=strips)
-    return Layout(name=name, runs=dealing, dealt=dealing, chunks=2, parts=2)
+    return Layout(name=name, runs=dealing, chunks=2, parts=2)
 
 
 def shapes(ranks: int) -> list[Own]:
