@@ -47,8 +47,7 @@ class _Given(NamedTuple):
         cls, handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int, lse: bool
     ) -> _Given:
         """Of what `_numbers` gives."""
-        given = None if shards == CONFIGURED else of_handle(shards)
-        return cls(of_handle(handle), of_handle(mask), given, Scores(scale, softcap), stages, keep, lse)
+        return cls(of_handle(handle), of_handle(mask), _shards_of(shards), Scores(scale, softcap), stages, keep, lse)
 
     def attended(self, tokens: int) -> tuple[Mask, Shards, Scores]:
         """tokens: of q that this rank holds."""
@@ -145,41 +144,23 @@ def handle_of_shards(shards: UnevenShards | None) -> int:
     return CONFIGURED if shards is None else shards.handle
 
 
+def _shards_of(handle: int) -> UnevenShards | None:
+    return None if handle == CONFIGURED else of_handle(handle)
+
+
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
 def agree_on(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: int,
-    mask: int,
-    shards: int,
-    scale: float | None,
-    backward: bool,
-    lse: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
+    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
-    given = None if shards == CONFIGURED else of_handle(shards)
-    asked = Asked(of_handle(mask), given, scale, backward, lse, softcap, sinks)
+    asked = Asked(of_handle(mask), _shards_of(shards), scale, backward, lse, softcap, sinks)
     agree_on_inputs(of_handle(handle), q, k, v, asked)
-    return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
+    return _nothing(q)
 
 
 @agree_on.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: int,
-    mask: int,
-    shards: int,
-    scale: float | None,
-    backward: bool,
-    lse: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _nothing(q: Tensor, *more: object) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
