@@ -19,13 +19,12 @@ from ..compiler.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
 from ..handles import held, hold, of_handle
 from . import keeping
-from .buffers import Tensors
+from .buffers import Tensors, wide
 from .call import Saved
 from .inputs import Asked, agree_on_inputs, of_one_head_dim, traceable
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
-from .work import wide
 
 Context: TypeAlias = Any  # of a backward to come: torch's own type of it has none of the attributes that one gives it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.tiles import Tile
-from .buffers import Tensors
+from .buffers import Tensors, wide
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
 
@@ -156,8 +156,3 @@ def _project(do: Tensor, delta: Tensor) -> Tensor:
     unit = do / top  # its greatest element is 1, or all are 0
     square = unit.square().sum(-1, keepdim=True).clamp_min_(1.0)
     return unit.mul_(delta[..., None].div(top).div_(square))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What results are accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
