@@ -28,11 +28,11 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
     0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
 
-    Ranks differ by one token at most. In causal products (the pairs that a causal mask of these documents leaves) they
-    differ by parts in a thousand, unless there are so few tokens that one more or less shows. At most 2 * (ranks - 1)
-    documents are cut, all others are whole on one rank, and all have at most len(lengths) + 4 * (ranks - 1) runs
-    together. A block of k/v travels only where it has a part of a document that is cut. One document alone is dealt as
-    zigzag deals it: 2 * ranks chunks, an early and a late one for each rank, whose lengths differ by one token at most.
+    Ranks differ by one token at most. Their causal products (the pairs that a causal mask of these documents leaves)
+    differ by parts in a thousand, or by what one token brings. At most 2 * (ranks - 1) documents are cut, all others
+    are whole on one rank. All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels
+    only where it has a part of a document that is cut. One document alone is dealt as zigzag deals it: 2 * ranks
+    chunks, an early and a late one for each rank, whose lengths differ by one token at most.
 
     Raises InputError for a length or a number of ranks below 1.
     """

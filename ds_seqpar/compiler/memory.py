@@ -1,5 +1,6 @@
-"""How much memory a call takes beyond the tensors that it is given: its program's slots, running results and kernels'
-results, followed from instruction to instruction as the walker makes and frees them. Bytes; no tensor.
+"""How much memory a call takes beyond the tensors that it is given: slots, running results and kernels' results.
+
+They are followed from instruction to instruction, as the walker makes and frees them. Bytes; no tensor.
 
 What a kernel allocates for itself and frees before it returns is not in it.
 """
@@ -53,8 +54,8 @@ def peak(bound: Bound) -> int:
 
 @dataclasses.dataclass
 class _Result:
-    """A running result. loose: bytes outside of slots; whole: of all rows; wide: in the dtype of sums; placed: in the
-    slot that it is sent from; end: the rows from that one on are blank."""
+    """A running result. loose: bytes outside of slots. whole: of all rows. wide: in the dtype of sums. placed: in the
+    slot that it is sent from. end: the rows from that one on are blank."""
 
     loose: int = 0
     whole: bool = False
@@ -84,8 +85,8 @@ class _Part(NamedTuple):
 
 
 class _Follower:
-    """slots: bytes of each that is there; left: of the results of the stage that was left last; whole: of results of
-    own tokens; saved: of what is kept for backward."""
+    """slots: bytes of each that is there. left: bytes of the results of the stage that was left last. whole: bytes of
+    results of own tokens. saved: bytes of what is kept for backward."""
 
     def __init__(self, bound: Bound, kept: Kept = NOTHING) -> None:
         self.bound, self.kept, self.shape, self.program = bound, kept, bound.shape, bound.program
@@ -220,8 +221,8 @@ class _Follower:
         return kept
 
     def copied(self, one: op.Product, call: Tile, found: list[int]) -> int:
-        """Copies of operands, in reverse order or with the groups of several sequences side by side, or of results in
-        reverse order; and the mask of a block of a band."""
+        """Bytes of copies of operands, in reverse order or with the groups of several sequences side by side. Or of
+        results in reverse order; and the mask of a block of a band."""
         turned = call.kind == "upper"
         sides = ((call.q0, call.q1, call.q_step, "q", one.q), (call.k0, call.k1, call.k_step, "kv", one.kv))
         copies = 0
@@ -343,8 +344,9 @@ FOLLOW = methods_of(_Follower)
 
 
 def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
-    """Of heads, given a rank's own q, k and v: as few that attention takes no more than its q, k, v and out, in the
-    program of the first inner rank, which all know. members: of Ulysses; travel: the setting of `shape_of`."""
+    """The fewest stages of heads with which attention takes no more memory than its q, k, v and out. own: a rank's own
+    tensors. It looks at the program of the first inner rank, which all know. members: of Ulysses; travel: the setting
+    of `shape_of`."""
     compiler, free = Compiler(recipe, 0), dealing.free_stages(own.q_heads, own.kv_heads, members)
     for count in free:
         heads = (*dealing.most(own.q_heads // count, own.kv_heads // count, members), own.head_dim)

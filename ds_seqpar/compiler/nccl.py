@@ -41,7 +41,7 @@ class Operation(NamedTuple):
 def check(calls: Sequence[Sequence[Program]], members: int = 1) -> None:
     """Raises PlanError where a rank would wait for ever, or would receive another message than it asked for.
 
-    calls: the calls of attention in order, forward and backward of each layer; of each the programs of all ranks that
+    calls: the calls of attention in order, forward and backward of each layer. Each is the programs of all ranks that
     share a sequence, by rank = member + members * inner rank. members: of a Ulysses group. Between two calls all
     ranks meet in a collective, as in the gathers of ZeRO.
     """

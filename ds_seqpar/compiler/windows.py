@@ -1,7 +1,7 @@
 """Tiles joined to calls of a kernel that has windows, and segments, of its own.
 
-What is visible of neighbouring rows is joined to regions: in a region both ends of a row's columns first stand still or
-move, by one column a row, as a window's edges do. Regions of one window, one after the other, are one call.
+What is visible of neighbouring rows is joined to regions. In a region both ends of a row's columns stand still or move,
+by one column a row, as a window's edges do. Regions of one window, one after the other, are one call.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ class Runtime:
         return shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
     def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        """Of heads, given a rank's own q and k: as few that attention takes no more than its q, k, v and out, in the
-        program of the first inner rank, which all know."""
+        """`memory.fewest_stages` of heads for a rank's own q and k."""
         key = q.shape, k.shape, q.dtype, mask, shards
         if self.staged is None or self.staged[0] != key:
             from ..compiler.memory import fewest_stages  # which only "auto" asks for

@@ -131,8 +131,8 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 def project(do: Tensor, delta: Tensor) -> Tensor:
     """An output whose rowsum with do is delta: do * delta / |do|^2, and 0 where do is 0.
 
-    It is all that a backward kernel reads of out. do is divided by its row's maximum first: |do|^2 underflows in fp32.
-    do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
+    That rowsum is all that a backward kernel reads of out. do is divided by its row's maximum first, since |do|^2
+    underflows in fp32. do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
     """
     if do[0].numel() <= PIECE * do.shape[3]:
         return _project(do, delta).to(do.dtype)

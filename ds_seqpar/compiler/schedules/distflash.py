@@ -13,7 +13,7 @@ from .base import Schedule
 
 def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
     """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it computes the queries of
-    the late worker p - t + A against its own k/v and sends the result back.
+    the late worker p - t + A against its own k/v. It sends the result back.
 
     floor(A/2) + 1 steps. Helpers work at every t except 2t = A, where both would do the same product. (The paper's
     Algorithm 2 as printed also leaves them out at the last step of odd A.) A mask that leaves out more than the causal

@@ -24,7 +24,7 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
     meet once, on rank (x1, y0, z0) where k/v travels.
 
     (1, 1, A) is Ring Attention. (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). (C, C, A / C^2) is WallFacer
-    with teams of C; because q and k/v are gathered along different axes, its initial transfer of k/v is not needed.
+    with teams of C. Its initial transfer of k/v is not needed, because q and k/v are gathered along different axes.
     Collectives need blocks of one length that all their members read; elsewhere blocks go straight from their owners.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
@@ -116,8 +116,8 @@ def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) ->
 
 
 def sides(ranks: int, heads: Heads | None) -> tuple[int, int]:
-    """(a, b R) that receive the fewest elements for these heads, forward and backward together: (a - 1) 5 Hq and
-    (b R - 1) 6 Hkv for every token and D."""
+    """(a, b R) that receive the fewest elements for these heads, forward and backward together. They are (a - 1) 5 Hq
+    and (b R - 1) 6 Hkv for every token and D."""
     q_heads, kv_heads = heads or (1, 1)
     a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
     return a, ranks // a

@@ -1,7 +1,7 @@
 """What a kernel is, and the definition in torch's own operations, for any device.
 
-The definition comes with a dense score matrix, for tests and odd cases, and a few query rows at a time, for what no
-fast kernel does, such as a softcap.
+The definition comes with a dense score matrix, for tests and odd cases. It also comes a few query rows at a time, for
+what no fast kernel does, such as a softcap.
 """
 
 from __future__ import annotations

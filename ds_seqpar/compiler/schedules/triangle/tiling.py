@@ -102,10 +102,10 @@ class Tiling:
     # ---- the staircase
 
     def fetched(self, strip: int) -> int:
-        """How many of the k/v chunks before a strip, in its block, the row takes: at most 2, 6 or 12 a rank for 2, 4 or
-        8 strips, the first ones. Where no column can take the others, it takes all. A query with its result costs
-        as much as R k/v chunks where R queries share a key; some more make work more even. The n-th chunk goes to the
-        row's rank n % i."""
+        """How many of the k/v chunks before a strip, in its block, the row takes. They are the first ones, at most 2, 6
+        or 12 a rank for 2, 4 or 8 strips. Where no column can take the others, it takes all. A query with its result
+        costs as much as R k/v chunks where R queries share a key; some more make work more even. The n-th chunk goes to
+        the row's rank n % i."""
         block, before = strip // self.strips, strip % self.strips * self.long
         return min(before, 3 * self.strips // 4 * 2 * block) if block < self.long else before
 
