@@ -7,7 +7,7 @@ What is no tensor or number goes by its handle there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -241,13 +241,19 @@ def _save_of_op(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
 
 
 def _differentiate_op(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
-    do, (sinks, *saved) = grads[0], ctx.saved_tensors
+    found = _gradients(ctx, grads[0], lambda *given: attend_backward(*given, ctx.k_shape, *ctx.numbers))
+    return *found, *[None] * 10
+
+
+def _gradients(ctx: Context, do: Tensor | None, backward: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
+    """Those of q, k, v and sinks. backward: takes do, sinks and what was saved."""
     if do is None:
-        return (None,) * 14
+        return [None] * 4
+    sinks, *saved = ctx.saved_tensors
     with torch.no_grad():
-        found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.numbers)
-    dq, dk, dv, *more = _final(found, saved)
-    return dq, dk, dv, more[0] if more else None, *[None] * 10
+        found = backward(do, sinks, saved)
+    grads = _final(found, saved)
+    return grads if len(grads) == 4 else [*grads, None]
 
 
 attend.register_autograd(_differentiate_op, setup_context=_save_of_op)
@@ -271,13 +277,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple:
-        do, (sinks, *saved) = grads[0], ctx.saved_tensors
-        if do is None:
-            return (None,) * 5
-        with torch.no_grad():
-            found = _backward(ctx.given, do, sinks, saved, ctx.k_shape[2])
-        dq, dk, dv, *more = _final(found, saved)
-        return dq, dk, dv, more[0] if more else None, None
+        def backward(do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+            return _backward(ctx.given, do, sinks, saved, ctx.k_shape[2])
+
+        return *_gradients(ctx, grads[0], backward), None
 
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,7 +148,8 @@ class Walk:
         keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
         for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
             for target, tensor in zip(whole, part, strict=True):
-                _put(target, tensor, self.rows(gather.kind, gather.whole, key))
+                for place, piece in _rows(target, tensor, self.rows(gather.kind, gather.whole, key)):
+                    place.copy_(piece)
 
     def product(self, one: op.Product) -> None:
         calls = self.bound.calls(one.q, one.kv)
@@ -185,7 +186,8 @@ class Walk:
         others = [part for part in order if part != mine]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
             for target, tensor in zip(part, whole, strict=True):
-                _take(target, tensor, self.rows(kind, reduce.whole, key))
+                for place, piece in _rows(tensor, target, self.rows(kind, reduce.whole, key)):
+                    piece.copy_(place)
         own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
         self.running((kind, mine), one.kept).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
         going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
@@ -223,12 +225,7 @@ class Walk:
 EXECUTE = methods_of(Walk)
 
 
-def _put(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> None:
-    """The tokens of a part go to their rows of the whole."""
-    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
-        whole[:, row] = piece
-
-
-def _take(part: Tensor, whole: Tensor, rows: tuple[slice, ...]) -> None:
-    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
-        piece.copy_(whole[:, row])
+def _rows(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of the whole that a part has, each with the part's tokens."""
+    pieces = part.split([row.stop - row.start for row in rows], dim=1)
+    return ((whole[:, row], piece) for row, piece in zip(rows, pieces, strict=True))

@@ -75,12 +75,6 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
     )
 
 
-def _keys(way: Round, rank: int, t: int, travels: str) -> tuple[Key, Key]:
-    """The (q, kv) keys of a rank's product in step t."""
-    moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
-    return (staying[0], moving[1]) if travels == "kv" else (moving[0], staying[1])
-
-
 def _groups(way: Round, turns: int, travels: str) -> list[tuple[Key, int]]:
     """All q blocks that come to each rank, and all kv blocks as a bitmask."""
     keys = [way.keys(rank) for rank in range(way.size)]
@@ -110,7 +104,8 @@ def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) ->
     own = [(rank, rank)] if pattern(rank, rank) else []
     steps: list[Pairs] = [own]
     for t in range(turns):
-        q, kv = _keys(way, rank, t, travels)
+        moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
+        q, kv = (staying[0], moving[1]) if travels == "kv" else (moving[0], staying[1])
         steps.append([(i, j) for i in q for j in kv if pattern(i, j) and (i, j) != (rank, rank)])
     return steps
 
