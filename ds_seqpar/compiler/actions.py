@@ -137,7 +137,6 @@ def owned(rank: int, parts: int) -> Key:
 
 
 def owner(block: int, parts: int) -> int:
-    """The rank that owns it."""
     return block // parts
 
 

@@ -81,7 +81,7 @@ class _Piece(NamedTuple):
         )
 
     def parts(self) -> list[_Piece]:
-        """Each part for itself."""
+        """Each of its parts as a piece."""
         return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
 
 
@@ -97,7 +97,7 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
 
 
 def _dealt(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
-    """What each rank holds."""
+    """The pieces that each rank gets."""
     if ranks == 1 or not pieces:
         return [pieces] + [[]] * (ranks - 1)
     if len(pieces) == 1 and pieces[0].q == pieces[0].s:
@@ -158,7 +158,7 @@ class _Row:
         self.last = self.starts[-1] - tokens  # the last position of a window
 
     def reaches(self, products: int) -> bool:
-        """Whether a window has so many, surely."""
+        """Whether some window surely has so many causal products."""
         return 0 < self.wide < self.starts[-1] and self.products(0) <= products <= self.products(self.last)
 
     def place(self, at: int) -> tuple[int, int, int, int]:
@@ -171,7 +171,7 @@ class _Row:
         return first, tokens, end, at + self.wide - self.starts[end]
 
     def products(self, at: int) -> int:
-        """Of a window."""
+        """The causal products of the window that begins at `at`."""
         first, tokens, end, more = self.place(at)
         found = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
         return found + self.pieces[end].of_ends(*self.pieces[end].ends(more)) if more else found

@@ -144,7 +144,7 @@ class Bound:
         return exchange.traffic(self.heads, trade, self.shapes[trade.stage], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
-        """What a unit takes of a slot."""
+        """Bytes of a slot that a unit takes."""
         return self.size(slot, kind, key)[1]
 
     def _places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
@@ -242,7 +242,7 @@ class Compiler:
 
 
 def pattern_of(mask: Mask, shards: Shards) -> Pattern:
-    """Which blocks meet."""
+    """Which pairs of blocks meet: some query of the one sees some key of the other."""
     q, kv = ([shards.runs(side, (block,)) for block in range(shards.size * shards.parts)] for side in ("q", "kv"))
     return Pattern(visibility(q, kv, mask), even=shards.even)
 

@@ -120,7 +120,7 @@ class Traffic(NamedTuple):
         return ITEMSIZE[self.dtype]
 
     def arriving(self, member: int) -> int:
-        """From other members."""
+        """Elements that arrive from other members."""
         return sum(self.incoming) - self.incoming[member]
 
 

@@ -54,14 +54,12 @@ class Topology:
         return dict(self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's coordinate on every axis."""
         found = {}
         for name, size in self.axes:
             rank, found[name] = divmod(rank, size)
         return found
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank at these coordinates."""
         rank = 0
         for name, size in reversed(self.axes):
             rank = rank * size + coordinates[name]
@@ -103,7 +101,7 @@ def place(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tup
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d < number]
 

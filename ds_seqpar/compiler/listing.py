@@ -35,7 +35,6 @@ def listing(bound: Bound) -> str:
 
 
 def _words(one: Instruction) -> str:
-    """The text of an instruction."""
     shown = {field: _shown(one, field) for field in one._fields}
     if isinstance(one, op.Post):
         sends = [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in one.sends]

@@ -155,7 +155,7 @@ class _Lowering:
         return gather, ticket, received
 
     def start_scatter(self, index: int, reduce: ReduceScatter) -> list[Instruction]:
-        """Starts it; returns what ends it."""
+        """Starts a reduce-scatter; returns the instructions that end it."""
         ticket, part = next(self.tickets), reduce.part(self.rank)
         unit = reduce.kind, part
         own, kept = self.results.pop((reduce.kind, reduce.whole)), self.running(unit)
@@ -167,7 +167,7 @@ class _Lowering:
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """What is due together is posted together."""
+    """Moves by when they are due: those that are due together are posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)

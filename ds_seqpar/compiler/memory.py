@@ -115,7 +115,7 @@ class _Follower:
         return self.saved + sum(self.whole.values())
 
     def see(self, more: int = 0) -> None:
-        """more: what is there for a moment."""
+        """Notes how many bytes are there now. more: those that are there for a moment."""
         loose = sum(result.loose for result in self.results.values())
         held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.left, self.whole))
         self.most = max(self.most, held + self.saved + loose + more)

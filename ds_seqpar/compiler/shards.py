@@ -121,7 +121,7 @@ def rows_in(shards: Shards, side: str, block: int) -> slice:
 
 
 def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
-    """How many tokens each of them holds."""
+    """How many tokens each Ulysses member of an inner rank holds."""
     held = tokens_of(shards, side, inner)
     return [held * (member + 1) // members - held * member // members for member in range(members)]
 

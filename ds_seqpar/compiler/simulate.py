@@ -118,7 +118,7 @@ def programs_of(plan: Plan, around: Around = ALONE) -> list[Program]:
 
 
 def _by_itself(program: Program) -> Program:
-    """Its exchanges wait for no other rank's."""
+    """The program, in which exchanges wait for no other rank's."""
     code = (one._replace(ranks=(program.rank,)) if isinstance(one, op.ExchangeStart) else one for one in program.code)
     return dataclasses.replace(program, code=tuple(code))
 
@@ -263,7 +263,7 @@ def _label(unit: Unit, src: int, dst: int) -> str:
 
 
 def blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int:
-    """Those that a member receives."""
+    """How many blocks a member receives."""
     collective: Collective = start.collective
     if isinstance(start, op.GatherStart):
         return len(collective.whole) - len(collective.part(rank))

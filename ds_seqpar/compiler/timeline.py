@@ -104,7 +104,7 @@ class Timeline:
         return Timeline((*other.events, *moved))
 
     def save(self, file: str | Path) -> None:
-        """Writes it as a trace: see `save_trace`."""
+        """Writes the time line as a trace: see `save_trace`."""
         save_trace({"": self}, file)
 
 

@@ -136,7 +136,7 @@ def _side_by_side(lines: list[Line]) -> Iterator[tuple[int, list[Line]]]:
 
 
 def _from(line: Line, row: int) -> tuple[int, int, int, int]:
-    """(a, b, a_moves, b_moves) at that row."""
+    """What a line sees from that row on: (a, b, a_moves, b_moves)."""
     more = row - line.q0
     return line.a + more * line.a_moves, line.b + more * line.b_moves, line.a_moves, line.b_moves
 
@@ -149,7 +149,7 @@ class _Call:
         self.free = _free(region)
 
     def take(self, region: _Region) -> bool:
-        """Whether the region could join."""
+        """Adds the region, where it can join. Returns whether it could."""
         last = self.regions[-1]
         if not (0 <= region.q0 - last.q1 <= GAP and 0 <= region.a0 - last.b1 <= GAP):
             return False
@@ -184,7 +184,7 @@ class _Call:
         return Tile(first.q0, last.q1, first.a0, last.b1, "segments", segments=segments)
 
     def alone(self, one: Tile) -> Tile:
-        """A full tile with the window."""
+        """A full tile, with the window of this call."""
         rows, columns = one.q1 - one.q0, one.k1 - one.k0
         if self.left < 0 and (self.right < 0 or (self.right == 0 and rows == columns)):
             return one if self.right < 0 else one._replace(kind="causal")

@@ -154,7 +154,7 @@ def _explain(
 
 
 def gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
-    """Every rank's, by rank."""
+    """What every rank has given, by rank."""
     if group is None or _size(group) == 1:
         return [mine]
     seen: list[Any] = [None] * _size(group)

@@ -35,7 +35,7 @@ class Buffers:
         self.seen: dict[int, tuple[tuple[Place, ...], Tensors]] = {}  # by slot: as what it was seen last
 
     def raw(self, slot: int, size: int) -> Tensor:
-        """The first bytes of a slot."""
+        """The first `size` bytes of a slot."""
         made = self._buffer(slot)
         return made if made.numel() == size else made[:size]
 
@@ -77,7 +77,7 @@ class Buffers:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What results are accumulated in."""
+    """The dtype that results are accumulated in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -56,7 +56,7 @@ class Call(abc.ABC):
         return self.some(self.own[field], stage, field)
 
     def some(self, x: Tensor, stage: int, field: str) -> Tensor:
-        """Of all heads those of the stage."""
+        """Those of all heads that are the stage's."""
         held = self.heads.held(stage, field)
         return x if x.shape[2] == held.stop - held.start else x[:, :, held]
 

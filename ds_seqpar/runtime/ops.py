@@ -45,11 +45,11 @@ class _Given(NamedTuple):
     def of(
         cls, handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int, lse: bool
     ) -> _Given:
-        """Of what `_numbers` gives."""
+        """Made from what `_numbers` gives."""
         return cls(of_handle(handle), of_handle(mask), _shards_of(shards), Scores(scale, softcap), stages, keep, lse)
 
     def attended(self, tokens: int) -> tuple[Mask, Shards, Scores]:
-        """tokens: of q that this rank holds."""
+        """Mask, shards and scores for `tokens` of q on this rank."""
         if self.shards is not None:
             return self.mask, self.shards, self.scores
         return self.mask, self.runtime.shards(tokens * self.runtime.members.degree), self.scores
@@ -139,7 +139,7 @@ def _place(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> l
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
-    """None: those of the configured layout."""
+    """The number of shards; None are those of the configured layout."""
     return CONFIGURED if shards is None else shards.handle
 
 

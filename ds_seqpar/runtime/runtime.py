@@ -76,7 +76,7 @@ class Runtime:
         return self.compiler.call(direction, mask, shards, own, self.members, kernel.takes, *more), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
-        """Of a rank's own tensors."""
+        """The shape of a rank's own tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
         return shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 

@@ -50,7 +50,6 @@ class Walk:
         return self.call.results()
 
     def advance(self) -> None:
-        """Executes one instruction."""
         program, at = self.program, self.at
         instruction = program.code[at]
         EXECUTE[type(instruction)](self, instruction)

@@ -134,7 +134,7 @@ class Running:
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
-        """Ends as those tensors, in their dtype."""
+        """Writes the result into these tensors, in their dtype."""
         for target, x in zip(targets, self._settled(), strict=True):
             target.copy_(x)
 
@@ -149,7 +149,7 @@ class Running:
         return tuple(_own(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
-        """All rows, wide."""
+        """The tensors, which become wide and of all rows."""
         self._widen()
         self._write_blank()
         return self._held or ()
@@ -160,7 +160,7 @@ class Running:
             self._move(self._make(), placed=True)
 
     def _move(self, into: Tensors, placed: bool = False) -> None:
-        """What is held goes there."""
+        """Moves what is held into these tensors."""
         rows, held = self._rows or Rows(0, self._end), self._held
         self._held, self._rows, self._placed = into, None, placed
         if held is None:
@@ -216,7 +216,7 @@ def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 
 
 def _sides(call: Tile) -> tuple[Rows, Rows]:
-    """Its rows and columns."""
+    """The rows and the columns of a call."""
     q0, q1, k0, k1, _, _, groups, q_step, k_step, _ = call
     return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
 

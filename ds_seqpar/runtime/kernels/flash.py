@@ -283,7 +283,7 @@ class FlashAttn(CudaKernel):
         return grads
 
     def function(self, direction: str, asked: Asked) -> tuple[Any, tuple]:
-        """And the lengths that it takes."""
+        """A function of the package, and the lengths that it takes."""
         package = importlib.import_module("flash_attn.flash_attn_interface")
         if asked.first_rows is None:
             return getattr(package, f"_flash_attn_{direction}"), ()

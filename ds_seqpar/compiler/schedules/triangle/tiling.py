@@ -52,7 +52,7 @@ class Tiling:
         self.chunks = sorted(range(2 * ranks), key=self.place.__getitem__)
 
     def tile(self, rank: int) -> tuple[int, int, int]:
-        """(i, p, j)."""
+        """The tile (i, p, j) that a rank computes."""
         pair, strip = divmod(rank, self.strips)
         block, column = pair_of(pair)
         return block, strip, column
@@ -71,12 +71,12 @@ class Tiling:
         return range(first, first + self.strips)
 
     def groups(self) -> list[tuple[str, int]]:
-        """Every strip, and every block."""
+        """(side, number) of every strip, and of every block."""
         counts = {"q": self.blocks * self.strips, "kv": self.blocks}
         return [(side, number) for side, count in counts.items() for number in range(count)]
 
     def group(self, side: str, number: int) -> list[int]:
-        """A row, or a column."""
+        """The ranks of a row (side q) or of a column (side kv)."""
         return self.row(number) if side == "q" else self.column(number)
 
     def length(self, side: str) -> int:
