@@ -158,8 +158,8 @@ def whole(
     ins, outs = list(_inward(direction, together, kept)), list(_outward(direction, lse))
     if members == 1:
         ins, outs = [], []
-    coming: list[_Started] = []
-    leaving: list[_Started] = []
+    coming: list[op.ExchangeStart] = []
+    leaving: list[op.ExchangeStart] = []
     for stage, program in enumerate(inner):
         arrived = [building.end(one) for one in coming]
         if not arrived:
@@ -197,16 +197,6 @@ def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
         yield ("lse",)
 
 
-class _Started(NamedTuple):
-    """An exchange under way."""
-
-    trade: Trade
-    step: int
-    ticket: int
-    sent: int
-    received: int
-
-
 class _Building:
     def __init__(self, members: int) -> None:
         self.ranks = tuple(range(members))
@@ -224,25 +214,26 @@ class _Building:
         self.slots.append(Slot("+".join(trade.fields), role, ((),), trade.stage, trade))
         return len(self.slots) - 1
 
-    def start(self, trade: Trade) -> _Started:
+    def start(self, trade: Trade) -> op.ExchangeStart:
         step, ticket = len(self.words), next(self.tickets)
         self.words.append(f"exchange of heads: {trade.words}")
         sent, received = self.slot(trade, "sent"), self.slot(trade, "received")
         self.add(op.PackHeads(step, trade, sent))
-        self.add(op.ExchangeStart(step, ticket, trade, self.ranks, sent, received))
-        return _Started(trade, step, ticket, sent, received)
+        start = op.ExchangeStart(step, ticket, trade, self.ranks, sent, received)
+        self.add(start)
+        return start
 
-    def end(self, one: _Started) -> tuple[Trade, int]:
+    def end(self, one: op.ExchangeStart) -> tuple[Trade, int]:
         """Returns the slot of what has arrived, and what that is."""
         step = self.later(one)
         self.add(op.Wait(step, one.ticket), one.sent)
         return one.trade, one.received
 
-    def unpack(self, one: _Started) -> None:
+    def unpack(self, one: op.ExchangeStart) -> None:
         self.end(one)
         self.add(op.UnpackHeads(self.later(one), one.trade, one.received), one.received)
 
-    def later(self, one: _Started) -> int:
+    def later(self, one: op.ExchangeStart) -> int:
         """The step in which what follows stands: that of the start, unless there are others since."""
         if one.step == len(self.words) - 1:
             return one.step

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from typing import NamedTuple
 
 from . import program as op
 from .actions import ACCUMULATORS, OPERANDS, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit, owned
@@ -64,10 +63,10 @@ class _Lowering:
 
     def step(self, index: int, step: Step) -> None:
         started = [self.start_gather(index, gather) for gather in step.gathers]
-        for gather, ticket, received in started:  # all are under way before the first is waited for
-            self.code.append(op.Wait(index, ticket))
-            whole = self.operands[gather.kind, gather.whole] = self.buffer(gather.kind, "operand", gather.whole)
-            self.code.append(op.Assemble(index, gather, received, whole))
+        for start in started:  # all are under way before the first is waited for
+            gather = start.collective
+            whole = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.whole)
+            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, whole)]
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
             receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
@@ -147,12 +146,13 @@ class _Lowering:
         self.code.append(op.Export(index, unit, own, into))
         return into
 
-    def start_gather(self, index: int, gather: Gather) -> tuple[Gather, int, int]:
+    def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
         ticket, part = next(self.tickets), gather.part(self.rank)
         sent = self.message(index, (gather.kind, part))
         received = self.buffer(gather.kind, "operand", gather.whole)
-        self.code.append(op.GatherStart(index, ticket, gather, sent, received))
-        return gather, ticket, received
+        start = op.GatherStart(index, ticket, gather, sent, received)
+        self.code.append(start)
+        return start
 
     def start_scatter(self, index: int, reduce: ReduceScatter) -> list[Instruction]:
         """Starts a reduce-scatter; returns the instructions that end it."""
@@ -233,13 +233,6 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
 # ---- asking early
 
 
-class Ask(NamedTuple):
-    """What one step has to receive. step: in which it leaves."""
-
-    step: int
-    post: op.Post
-
-
 def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> list[Instruction]:
     """The code, in which each message is asked for at the start of an earlier step: `early` steps before it leaves, or
     more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing else
@@ -249,16 +242,16 @@ def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> lis
     return _with(code, asks, _sooner(_with(code, asks, at), buffers, asks, at))
 
 
-def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[Ask]]:
+def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
     """The code without what is received, which gets tickets of its own, and that."""
     tickets = itertools.count(1 + max((one.ticket for one in code if isinstance(one, op.Post | op.Wait)), default=0))
-    asks: list[Ask] = []
+    asks: list[op.Post] = []
     left: list[Instruction] = []
     waits: dict[int, list[int]] = {}  # ticket -> those that stand for it
     for one in code:
         if isinstance(one, op.Post) and one.receives:
-            asks.append(Ask(one.step, one._replace(ticket=next(tickets), sends=())))
-            waits[one.ticket] = [asks[-1].post.ticket, *([one.ticket] if one.sends else [])]
+            asks.append(one._replace(ticket=next(tickets), sends=()))
+            waits[one.ticket] = [asks[-1].ticket, *([one.ticket] if one.sends else [])]
             left += [one._replace(receives=())] if one.sends else []
         elif isinstance(one, op.Wait) and one.ticket in waits:
             left += [one._replace(ticket=ticket) for ticket in waits[one.ticket]]
@@ -267,10 +260,10 @@ def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[Ask]]:
     return left, asks
 
 
-def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instruction]:
+def _with(code: list[Instruction], asks: list[op.Post], at: list[int]) -> list[Instruction]:
     """The code with each of the asks at the start of a step."""
     starting, begun = defaultdict[int, list[Instruction]](list), 0
-    for (_, post), step in zip(asks, at, strict=True):
+    for post, step in zip(asks, at, strict=True):
         starting[step].append(post._replace(step=step))
     found: list[Instruction] = []
     for one in code:
@@ -281,7 +274,7 @@ def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instr
     return found
 
 
-def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[Ask], at: list[int]) -> list[int]:
+def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[op.Post], at: list[int]) -> list[int]:
     """The first steps in which the asks may stand, each in its turn, without more living buffers of any pool than this
     code has at its most. In it they stand at `at`. Messages of one tag keep their order."""
     first: dict[int, int] = {}
@@ -296,7 +289,7 @@ def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[Ask], at: l
     begins = {step: next(p for p, one in enumerate(code) if one.step >= step) for step in range(max(at, default=0) + 1)}
     before: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step in which the message before it is asked for
     found = []
-    for (_, post), step in zip(asks, at, strict=True):
+    for post, step in zip(asks, at, strict=True):
         wanted = Counter(pool_of(buffers[transfer.slot]) for transfer in post.receives)
         least = max(before.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
         place = first[post.receives[0].slot]

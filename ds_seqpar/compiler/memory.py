@@ -136,8 +136,10 @@ class _Follower:
     def wait(self, one: op.Wait) -> None:
         """Nothing is made or freed."""
 
-    def gather_start(self, one: op.GatherStart) -> None:
+    def gather_start(self, one: op.GatherStart | op.ExchangeStart) -> None:
         self.make(one.received)
+
+    exchange_start = gather_start
 
     def assemble(self, one: op.Assemble) -> None:
         self.outs.pop(one.into, None)
@@ -298,9 +300,6 @@ class _Follower:
             self.slots[one.into] = there
         for field in fields:
             del self.left[field]
-
-    def exchange_start(self, one: op.ExchangeStart) -> None:
-        self.make(one.received)
 
     def enter(self, one: op.Enter) -> None:
         self.shape = self.bound.shapes[one.stage]

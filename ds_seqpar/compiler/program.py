@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from .actions import Collective, Key, Unit, name_of, unit_name
 
 LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
+SlotNumber = Annotated[int, "slot"]  # or `own_slot`
 OWN = -1  # in place of a slot: the stage's own tensors, or those of its first block; see `own_slot`
 
 
@@ -40,7 +41,7 @@ class Pack(NamedTuple):
 
     step: int
     unit: Unit
-    into: int
+    into: SlotNumber
 
 
 class Post(NamedTuple):
@@ -63,8 +64,8 @@ class GatherStart(NamedTuple):
     step: int
     ticket: int
     collective: Collective
-    sent: int
-    received: int
+    sent: SlotNumber
+    received: SlotNumber
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -80,8 +81,8 @@ class Assemble(NamedTuple):
 
     step: int
     collective: Collective
-    received: int
-    into: int
+    received: SlotNumber
+    into: SlotNumber
 
     @property
     def unit(self) -> Unit:
@@ -94,8 +95,8 @@ class Product(NamedTuple):
     step: int
     q: Key
     kv: Key
-    q_slot: int
-    kv_slot: int
+    q_slot: SlotNumber
+    kv_slot: SlotNumber
     results: tuple[tuple[Unit, int], ...]
 
 
@@ -104,9 +105,9 @@ class Merge(NamedTuple):
 
     step: int
     unit: Unit
-    arrived: int
-    own: int
-    into: int
+    arrived: SlotNumber
+    own: SlotNumber
+    into: SlotNumber
 
 
 class Export(NamedTuple):
@@ -114,8 +115,8 @@ class Export(NamedTuple):
 
     step: int
     unit: Unit
-    own: int
-    into: int
+    own: SlotNumber
+    into: SlotNumber
 
 
 class ScatterStart(NamedTuple):
@@ -124,10 +125,10 @@ class ScatterStart(NamedTuple):
     step: int
     ticket: int
     collective: Collective
-    own: int
-    kept: int
-    sent: int
-    received: int
+    own: SlotNumber
+    kept: SlotNumber
+    sent: SlotNumber
+    received: SlotNumber
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -143,8 +144,8 @@ class Fold(NamedTuple):
 
     step: int
     unit: Unit
-    received: int
-    own: int
+    received: SlotNumber
+    own: SlotNumber
     parts: int
 
 
@@ -173,7 +174,7 @@ class PackHeads(NamedTuple):
 
     step: int
     trade: Trade
-    into: int
+    into: SlotNumber
 
 
 class ExchangeStart(NamedTuple):
@@ -183,8 +184,8 @@ class ExchangeStart(NamedTuple):
     ticket: int
     trade: Trade
     ranks: tuple[int, ...]
-    sent: int
-    received: int
+    sent: SlotNumber
+    received: SlotNumber
 
     @property
     def label(self) -> str:
@@ -211,7 +212,7 @@ class UnpackHeads(NamedTuple):
 
     step: int
     trade: Trade
-    received: int
+    received: SlotNumber
 
 
 Instruction = (
@@ -220,23 +221,9 @@ Instruction = (
 )  # fmt: skip
 Started = Post | GatherStart | ScatterStart | ExchangeStart  # what a `Wait` ends
 # the fields of each that are slots; transfers and results name more
-SLOTS: dict[type, tuple[str, ...]] = {
-    Pack: ("into",),
-    Post: (),
-    Wait: (),
-    GatherStart: ("sent", "received"),
-    Assemble: ("received", "into"),
-    Product: ("q_slot", "kv_slot"),
-    Merge: ("arrived", "own", "into"),
-    Export: ("own", "into"),
-    ScatterStart: ("own", "kept", "sent", "received"),
-    Fold: ("received", "own"),
-    Finish: (),
-    PackHeads: ("into",),
-    ExchangeStart: ("sent", "received"),
-    Enter: (),
-    Leave: (),
-    UnpackHeads: ("received",),
+SLOTS: dict[type, list[str]] = {
+    kind: [field for field, hint in get_type_hints(kind, include_extras=True).items() if hint == SlotNumber]
+    for kind in get_args(Instruction)
 }
 # what each that takes its rank's time is called in a time line
 KINDS = {Product: "product", Merge: "merge", Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post",
