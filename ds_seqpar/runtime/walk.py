@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -224,7 +224,7 @@ class Walk:
 EXECUTE = methods_of(Walk)
 
 
-def _rows(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+def _rows(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
     """The rows of the whole that a part has, each with the part's tokens."""
     pieces = part.split([row.stop - row.start for row in rows], dim=1)
-    return ((whole[:, row], piece) for row, piece in zip(rows, pieces, strict=True))
+    return [(whole[:, row], piece) for row, piece in zip(rows, pieces, strict=True)]
