@@ -94,6 +94,11 @@ class Line(NamedTuple):
     b: int
     b_moves: int
 
+    def at(self, row: int) -> tuple[int, int]:
+        """The columns [a, b) that a row sees."""
+        more = row - self.q0
+        return self.a + more * self.a_moves, self.b + more * self.b_moves
+
 
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
     """What covers exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, any other pair in

@@ -49,9 +49,8 @@ class _Region(NamedTuple):
 
     def followed(self, line: Line) -> _Region | None:
         """With the line's rows; None where that is no region."""
-        more = line.q1 - line.q0 - 1
-        last = line.a + more * line.a_moves, line.b + more * line.b_moves
-        found = _Region(self.q0, line.q1, self.a0, last[0], self.b0, last[1])
+        a1, b1 = line.at(line.q1 - 1)
+        found = _Region(self.q0, line.q1, self.a0, a1, self.b0, b1)
         same = found.seen(self.q1 - 1) == (self.a1, self.b1) and found.seen(line.q0) == (line.a, line.b)
         return found if same else None
 
@@ -95,9 +94,8 @@ def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
                     growing[index] = longer
                     break
             else:
-                more = line.q1 - line.q0 - 1
-                last = line.a + more * line.a_moves, line.b + more * line.b_moves
-                growing.append(_Region(line.q0, line.q1, line.a, last[0], line.b, last[1]))
+                a1, b1 = line.at(line.q1 - 1)
+                growing.append(_Region(line.q0, line.q1, line.a, a1, line.b, b1))
     yield from growing
 
 
@@ -126,19 +124,13 @@ def _side_by_side(lines: list[Line]) -> Iterator[tuple[int, list[Line]]]:
             held.append(lines[begun])
             begun += 1
         found: list[Line] = []
-        for a, b, a_moves, b_moves in sorted(_from(line, row) for line in held):
+        for a, b, a_moves, b_moves in sorted((*line.at(row), line.a_moves, line.b_moves) for line in held):
             before = found[-1] if found else None
             if before and before.b == a and (before.b_moves == a_moves or end == row + 1):
                 found[-1] = before._replace(b=b, b_moves=b_moves)
             else:
                 found.append(Line(row, end, a, a_moves, b, b_moves))
         yield row, found
-
-
-def _from(line: Line, row: int) -> tuple[int, int, int, int]:
-    """What a line sees from that row on: (a, b, a_moves, b_moves)."""
-    more = row - line.q0
-    return line.a + more * line.a_moves, line.b + more * line.b_moves, line.a_moves, line.b_moves
 
 
 class _Call:

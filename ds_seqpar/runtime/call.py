@@ -31,9 +31,11 @@ class Call(abc.ABC):
     """What both directions share. own: the caller's tensors (B, s, H, D), by name. heads: who has which. inner: tensors
     of the stage that is walked; left: its results; whole: results of all stages."""
 
-    def __init__(self, bound: Bound, own: dict[str, Tensor], sinks: Tensor | None) -> None:
+    def __init__(
+        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None
+    ) -> None:
         assert bound.heads is not None
-        self.heads, self.own, self.sinks = bound.heads, own, sinks
+        self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
         self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
         self.inner: dict[str, Tensor] = {}
         self.left: dict[str, Tensor] = {}
@@ -105,8 +107,8 @@ class ForwardCall(Call):
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
         keep: int, lse: bool,
     ) -> None:  # fmt: skip
-        super().__init__(bound, own, sinks)
-        self.kernel, self.scores, self.keep, self.lse = kernel, scores, keep, lse
+        super().__init__(bound, kernel, scores, own, sinks)
+        self.keep, self.lse = keep, lse
         self.lses: list[Tensor] = []
         self.arrived: list[Tensor] = []
         self.out: list[Tensor] = []
@@ -120,7 +122,7 @@ class ForwardCall(Call):
         if self.alone:
             self.inner = self.own_inner(stage)
         q, k, v = (self.inner[field] for field in ("q", "k", "v"))
-        return Forward(self.kernel, self.scores.scale, q, k, v)
+        return Forward(self.kernel, self.scale, q, k, v)
 
     def leave(self, stage: int, result: Tensors) -> None:
         out, lse = result
@@ -148,8 +150,8 @@ class BackwardCall(Call):
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
         lses: Sequence[Tensor], arrived: Sequence[Tensor], outs: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        super().__init__(bound, own, sinks)
-        self.kernel, self.scores, self.lses, self.arrived, self.outs = kernel, scores, lses, arrived, outs
+        super().__init__(bound, kernel, scores, own, sinks)
+        self.lses, self.arrived, self.outs = lses, arrived, outs
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
     def part(self, stage: int, field: str) -> Tensor:
@@ -176,7 +178,7 @@ class BackwardCall(Call):
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
             mine = self.dsinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
             mine.copy_(sinks_gradient(delta, lse, sinks))
-        return Backward(self.kernel, self.scores.scale, do, q, k, v, out, lse)
+        return Backward(self.kernel, self.scale, do, q, k, v, out, lse)
 
     def leave(self, stage: int, result: Tensors) -> None:
         dq, dk, dv = result
