@@ -78,6 +78,10 @@ class Collective:
     def whole(self) -> Key:
         return tuple(sorted(block for part in self.parts for block in part))
 
+    @property
+    def unit(self) -> Unit:
+        return self.kind, self.whole
+
     def part(self, rank: int) -> Key:
         return self.parts[self.ranks.index(rank)]
 
@@ -133,7 +137,6 @@ def owned(rank: int, parts: int) -> Key:
 
 
 def owner(block: int, parts: int) -> int:
-    """The rank that owns it."""
     return block // parts
 
 

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..errors import InputError
-from .layout import LAYOUTS, Run, Runs, dealt
+from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
 
@@ -28,11 +28,11 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
     0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
 
-    Ranks differ by one token at most. In causal products (the pairs that a causal mask of these documents leaves) they
-    differ by parts in a thousand, unless there are so few tokens that one more or less shows. At most 2 * (ranks - 1)
-    documents are cut, all others are whole on one rank, and all have at most len(lengths) + 4 * (ranks - 1) runs
-    together. A block of k/v travels only where it has a part of a document that is cut. One document alone is dealt as
-    zigzag deals it: 2 * ranks chunks, an early and a late one for each rank, whose lengths differ by one token at most.
+    Ranks differ by one token at most. Their causal products (the pairs that a causal mask of these documents leaves)
+    differ by parts in a thousand, or by what one token brings. At most 2 * (ranks - 1) documents are cut, all others
+    are whole on one rank. All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels
+    only where it has a part of a document that is cut. One document alone is dealt as zigzag deals it: 2 * ranks
+    chunks, an early and a late one for each rank, whose lengths differ by one token at most.
 
     Raises InputError for a length or a number of ranks below 1.
     """
@@ -81,7 +81,7 @@ class _Piece(NamedTuple):
         )
 
     def parts(self) -> list[_Piece]:
-        """Each part for itself."""
+        """Each of its parts as a piece."""
         return [_piece(self.base, lo, hi, hi, hi) for lo, hi in ((self.p, self.q), (self.r, self.s)) if lo < hi]
 
 
@@ -97,7 +97,7 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
 
 
 def _dealt(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
-    """What each rank holds."""
+    """The pieces that each rank gets."""
     if ranks == 1 or not pieces:
         return [pieces] + [[]] * (ranks - 1)
     if len(pieces) == 1 and pieces[0].q == pieces[0].s:
@@ -158,7 +158,7 @@ class _Row:
         self.last = self.starts[-1] - tokens  # the last position of a window
 
     def reaches(self, products: int) -> bool:
-        """Whether a window has so many, surely."""
+        """Whether some window surely has so many causal products."""
         return 0 < self.wide < self.starts[-1] and self.products(0) <= products <= self.products(self.last)
 
     def place(self, at: int) -> tuple[int, int, int, int]:
@@ -171,7 +171,7 @@ class _Row:
         return first, tokens, end, at + self.wide - self.starts[end]
 
     def products(self, at: int) -> int:
-        """Of a window."""
+        """The causal products of the window that begins at `at`."""
         first, tokens, end, more = self.place(at)
         found = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
         return found + self.pieces[end].of_ends(*self.pieces[end].ends(more)) if more else found
@@ -224,6 +224,6 @@ def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards
     """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
-    held = [dealt(layout, sum(lengths), ranks, rank) for rank in range(ranks)]
+    held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]
     parts = LAYOUTS[layout].parts
     return UnevenShards(held if parts == 1 else [(run,) for runs in held for run in runs], parts=parts)

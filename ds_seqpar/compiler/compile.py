@@ -20,7 +20,7 @@ from .layout import LAYOUTS, Topology
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
-from .program import Program, Slot, Trade
+from .program import Program, Trade
 from .schedules import Schedule
 from .shape import Field, Place, Shape, buffer_bytes, places_of
 from .shards import EvenShards, Shards, members_tokens
@@ -112,78 +112,53 @@ class Bound:
         self.program, self.shapes, self.shards, self.mask, self.takes = program, shapes, shards, mask, takes
         self.shape, self.heads = shapes[0], heads
         self._growing, self._run = growing, run_length(shards) if growing else 0
-        self._tiles: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
-        self._calls: dict[tuple[Key, Key], tuple[Tile, ...]] = {}
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
-        self._fields = tuple(self._fields_of(slot) for slot in program.slots)
-        self._sizes: dict[tuple[int, str, Key], tuple[int, int]] = {}
-        self._places: dict[tuple[int, str, Key], tuple[Place, ...]] = {}
-        self._of_tokens: dict[tuple[int, int], tuple[Place, ...]] = {}
-        self._traffic: dict[Trade, Traffic] = {}
+        # asked for at every walk, and made once
+        self.fields = functools.cache(self._fields)
+        self.tiles, self.calls = functools.cache(self._tiles), functools.cache(self._calls)
+        self.size, self.traffic = functools.cache(self._size), functools.cache(self._traffic)
+        self.places, self._placed = functools.cache(self._places), functools.cache(self._places_of)
 
-    def tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+    def _tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         """What is visible of a product."""
-        found = self._tiles.get((q, kv))
-        if found is None:
-            found = self._tiles[q, kv] = self._made(q, kv)
-        return found
-
-    def calls(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """The same as calls that the kernel takes."""
-        found = self._calls.get((q, kv))
-        if found is None:
-            found = self._calls[q, kv] = calls(self.tiles(q, kv), self.takes)
-        return found
-
-    def _made(self, q: Key, kv: Key) -> tuple[Tile, ...]:
         if self._growing:
             return self._growing.tiles(q, kv, self._run)
         return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.takes.square)
+
+    def _calls(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+        """The same as calls that the kernel takes."""
+        return calls(self.tiles(q, kv), self.takes)
 
     def tokens(self, kind: str, key: Key) -> int:
         """Of some blocks of q (or its results), or of k/v."""
         return self.shards.tokens(side_of(kind), key)
 
-    def size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
+    def _size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
         """(elements that a unit in a slot brings, bytes that it takes of the slot)."""
-        found = self._sizes.get((slot, kind, key))
-        if found is None:
-            tokens, each = self.tokens(kind, key), self._per_token[self.program.slots[slot].stage][kind]
-            found = tokens * each, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
-            self._sizes[slot, kind, key] = found
-        return found
+        tokens, each = self.tokens(kind, key), self._per_token[self.program.slots[slot].stage][kind]
+        return tokens * each, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
-    def traffic(self, trade: Trade) -> Traffic:
+    def _traffic(self, trade: Trade) -> Traffic:
         """What an exchange of heads sends and receives."""
-        found = self._traffic.get(trade)
-        if found is None:
-            assert self.heads is not None  # who has no exchanges is not asked
-            settings = self.shapes[trade.stage], self.shards, self.program.rank
-            found = self._traffic[trade] = exchange.traffic(self.heads, trade, *settings)
-        return found
+        assert self.heads is not None  # who has no exchanges is not asked
+        return exchange.traffic(self.heads, trade, self.shapes[trade.stage], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
-        """What a unit takes of a slot."""
+        """Bytes of a slot that a unit takes."""
         return self.size(slot, kind, key)[1]
 
-    def places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
+    def _places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
         """Where a unit's tensors stand in its part of a slot: the same object for units of as many tokens."""
-        found = self._places.get((slot, kind, key))
-        if found is None:
-            tokens = self.tokens(kind, key)
-            found = places_of(self.fields(slot), self.shape.batch, tokens)
-            found = self._places[slot, kind, key] = self._of_tokens.setdefault((slot, tokens), found)
-        return found
+        return self._placed(slot, self.tokens(kind, key))
 
-    def fields(self, slot: int) -> tuple[Field, ...]:
-        """The tensors of a unit in this slot."""
-        return self._fields[slot]
+    def _places_of(self, slot: int, tokens: int) -> tuple[Place, ...]:
+        return places_of(self.fields(slot), self.shape.batch, tokens)
 
-    def _fields_of(self, slot: Slot) -> tuple[Field, ...]:
-        if slot.trade:
-            return ()
-        shape = self.shapes[slot.stage]
-        return shape.fields(self.program.direction, slot.kind, shape.wide if slot.role == "wide" else None)
+    def _fields(self, slot: int) -> tuple[Field, ...]:
+        """The tensors of a unit in this slot, which is none of an exchange."""
+        kind, role, _, stage, _ = self.program.slots[slot]
+        shape = self.shapes[stage]
+        return shape.fields(self.program.direction, kind, shape.wide if role == "wide" else None)
 
     def slot_bytes(self, slot: int) -> int:
         """What it must hold: the largest of its units, or one part after the other."""
@@ -209,13 +184,12 @@ class Compiler:
 
     def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, takes: Takes = PLAIN) -> Bound:
         """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
-        key = direction, mask, shards, shape, takes
-        found = self._bound.get(key)
-        if found is None:
+
+        def make() -> Bound:
             program = self.program(direction, mask, shards, shape)
-            growing = self.growing(mask, shards, takes.square)
-            found = _kept(self._bound, key, lambda: Bound(program, (shape,), shards, mask, takes, growing))
-        return found
+            return Bound(program, (shape,), shards, mask, takes, self.growing(mask, shards, takes.square))
+
+        return _kept(self._bound, (direction, mask, shards, shape, takes), make)
 
     def call(
         self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, takes: Takes,
@@ -223,25 +197,23 @@ class Compiler:
     ) -> Bound:  # fmt: skip
         """Of a whole call. own: the shape of a rank's own tensors, of all heads; members: of Ulysses. Raises as `bound`
         does."""
-        key = direction, mask, shards, own, members, takes, stages, kept, lse
-        found = self._bound.get(key)
-        if found is None:
-            heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
-            found = _kept(self._bound, key, lambda: self._call(direction, mask, shards, own, heads, takes, kept, lse))
-        return found
 
-    def _call(
-        self, direction: str, mask: Mask, shards: Shards, own: Shape, heads: Heads, takes: Takes, kept: Kept, lse: bool
-    ) -> Bound:
-        shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(len(heads.stages)))
-        inner = tuple(self.program(direction, mask, shards, shape) for shape in shapes)
-        count, rank = heads.members.degree, self.rank
-        together = members_tokens(shards, "q", rank, count) == members_tokens(shards, "kv", rank, count)
-        key = "call", tuple(map(id, inner)), count, together, kept, lse
+        def make() -> Bound:
+            heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
+            shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(stages))
+            inner = tuple(self.program(direction, mask, shards, shape) for shape in shapes)
+            program = self.whole(inner, members.degree, shards, kept, lse)
+            return Bound(program, shapes, shards, mask, takes, self.growing(mask, shards, takes.square), heads)
+
+        return _kept(self._bound, (direction, mask, shards, own, members, takes, stages, kept, lse), make)
+
+    def whole(self, inner: tuple[Program, ...], members: int, shards: Shards, kept: Kept, lse: bool) -> Program:
+        """The program of a call, from that of each stage."""
+        q, kv = (members_tokens(shards, side, self.rank, members) for side in ("q", "kv"))
+        more = members, q == kv, kept, lse, self.recipe.overlap
         # the inner programs are kept with it: a number of `id` is good for as long as they are
-        more = count, together, kept, lse, self.recipe.overlap
-        _, program = _kept(self._calls, key, lambda: (inner, exchange.whole(inner, *more)))
-        return Bound(program, shapes, shards, mask, takes, self.growing(mask, shards, takes.square), heads)
+        key = tuple(map(id, inner)), *more
+        return _kept(self._calls, key, lambda: (inner, exchange.whole(inner, *more)))[1]
 
     def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
         pattern = self.pattern(mask, shards)
@@ -249,20 +221,13 @@ class Compiler:
         # of the shape only what a choice hangs on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
         travels = self.recipe.travels(direction, pattern, shape.bytes_per_token(direction))
-        return _kept(
-            self._programs,
-            (direction, pattern, travels, wide_travel, sizes),
-            lambda: lower(
-                self.recipe.schedule.name,
-                direction,
-                self.rank,
-                self.recipe.size,
-                self.recipe.steps(direction, pattern, shape, self.rank),
-                wide_travel,
-                self.recipe.schedule.parts,
-                self.early if self.recipe.overlap else 0,
-            ),
-        )
+
+        def make() -> Program:
+            steps, its = self.recipe.steps(direction, pattern, shape, self.rank), self.recipe.schedule
+            early = self.early if self.recipe.overlap else 0
+            return lower(its.name, direction, self.rank, self.recipe.size, steps, wide_travel, its.parts, early)
+
+        return _kept(self._programs, (direction, pattern, travels, wide_travel, sizes), make)
 
     def growing(self, mask: Mask, shards: Shards, square: bool) -> _Growing | None:
         """What gives tiles for these shards by their length alone, where there is such a thing."""
@@ -277,7 +242,7 @@ class Compiler:
 
 
 def pattern_of(mask: Mask, shards: Shards) -> Pattern:
-    """Which blocks meet."""
+    """Which pairs of blocks meet: some query of the one sees some key of the other."""
     q, kv = ([shards.runs(side, (block,)) for block in range(shards.size * shards.parts)] for side in ("q", "kv"))
     return Pattern(visibility(q, kv, mask), even=shards.even)
 
@@ -337,8 +302,8 @@ class _Growing:
 
 
 def run_length(shards: Shards) -> int:
-    """Of every run, where a named layout gives them."""
-    return shards.runs("q", (0,))[0].length
+    """Of every run, where a named layout gives them; 0 where there are no tokens."""
+    return next((run.length for run in shards.runs("q", (0,))), 0)
 
 
 def side_of(kind: str) -> str:

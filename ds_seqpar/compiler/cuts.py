@@ -94,8 +94,8 @@ def _squares(tile: Tile) -> Iterator[Tile]:
 
 
 def _square(q0: int, k0: int, rows: int, width: int, count: int) -> Iterator[Tile]:
-    """`count` bands of so many rows (at most their width), one after the other: each row sees the end of its square
-    from the diagonal on, what is between, and the beginning of the square after that up to before the diagonal."""
+    """`count` bands of so many rows (at most their width), one after the other. Each row sees the end of its square,
+    from the diagonal on. Then it sees what is between, and of the next square the beginning, up to the diagonal."""
     last = k0 + width + rows - 1
     parts = [Tile(q0, q0 + rows, k0, k0 + rows, "upper" if rows > 1 else "full")]
     if width > rows:

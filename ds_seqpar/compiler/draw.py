@@ -46,6 +46,8 @@ def draw_timelines(
     begins at 0. second: how many seconds are one `unit` of it. Raises as `draw` does."""
     height = 1.2 + 0.62 * len(ranks)
     figure = new_figure(13 * len(timelines), height)
+    from matplotlib.patches import Patch  # after it: that says so where matplotlib is not installed
+
     width = max(timeline.seconds for timeline in timelines.values()) / second
     for number, (title, timeline) in enumerate(timelines.items(), 1):
         axes = figure.add_subplot(1, len(timelines), number)
@@ -54,15 +56,11 @@ def draw_timelines(
         axes.set_ylim(len(ranks) - 0.45, -0.55)
         axes.set_xlabel(f"time, in {unit}")
         axes.set_title(title, fontsize=11)
-        _legend(axes, [kind for kind in NAMES if any(event.kind == kind for event in timeline.events)], -0.9 / height)
+        shown = {event.kind for event in timeline.events}
+        handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in NAMES if kind in shown]
+        below = (0.5, -0.9 / height)
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncol=max(1, len(handles)))
     save(figure, file)
-
-
-def _legend(axes: Axes, kinds: Sequence[str], below: float) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, below), ncol=max(1, len(handles)))
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -17,24 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from . import heads as dealing
+from . import program as op
 from .heads import Deal, Stage
-from .program import (
-    Enter,
-    ExchangeStart,
-    GatherStart,
-    Instruction,
-    Leave,
-    PackHeads,
-    Post,
-    Program,
-    ScatterStart,
-    Slot,
-    Trade,
-    UnpackHeads,
-    Wait,
-    is_own,
-    renamed,
-)
+from .program import Instruction, Program, Slot, Trade, renamed
 from .shape import ITEMSIZE, Shape
 from .shards import Shards, members_tokens
 
@@ -135,7 +120,7 @@ class Traffic(NamedTuple):
         return ITEMSIZE[self.dtype]
 
     def arriving(self, member: int) -> int:
-        """From other members."""
+        """Elements that arrive from other members."""
         return sum(self.incoming) - self.incoming[member]
 
 
@@ -173,8 +158,8 @@ def whole(
     ins, outs = list(_inward(direction, together, kept)), list(_outward(direction, lse))
     if members == 1:
         ins, outs = [], []
-    coming: list[_Started] = []
-    leaving: list[_Started] = []
+    coming: list[op.ExchangeStart] = []
+    leaving: list[op.ExchangeStart] = []
     for stage, program in enumerate(inner):
         arrived = [building.end(one) for one in coming]
         if not arrived:
@@ -212,16 +197,6 @@ def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
         yield ("lse",)
 
 
-class _Started(NamedTuple):
-    """An exchange under way."""
-
-    trade: Trade
-    step: int
-    ticket: int
-    sent: int
-    received: int
-
-
 class _Building:
     def __init__(self, members: int) -> None:
         self.ranks = tuple(range(members))
@@ -239,25 +214,26 @@ class _Building:
         self.slots.append(Slot("+".join(trade.fields), role, ((),), trade.stage, trade))
         return len(self.slots) - 1
 
-    def start(self, trade: Trade) -> _Started:
+    def start(self, trade: Trade) -> op.ExchangeStart:
         step, ticket = len(self.words), next(self.tickets)
         self.words.append(f"exchange of heads: {trade.words}")
         sent, received = self.slot(trade, "sent"), self.slot(trade, "received")
-        self.add(PackHeads(step, trade, sent))
-        self.add(ExchangeStart(step, ticket, trade, self.ranks, sent, received))
-        return _Started(trade, step, ticket, sent, received)
+        self.add(op.PackHeads(step, trade, sent))
+        start = op.ExchangeStart(step, ticket, trade, self.ranks, sent, received)
+        self.add(start)
+        return start
 
-    def end(self, one: _Started) -> tuple[Trade, int]:
+    def end(self, one: op.ExchangeStart) -> tuple[Trade, int]:
         """Returns the slot of what has arrived, and what that is."""
         step = self.later(one)
-        self.add(Wait(step, one.ticket), one.sent)
+        self.add(op.Wait(step, one.ticket), one.sent)
         return one.trade, one.received
 
-    def unpack(self, one: _Started) -> None:
+    def unpack(self, one: op.ExchangeStart) -> None:
         self.end(one)
-        self.add(UnpackHeads(self.later(one), one.trade, one.received), one.received)
+        self.add(op.UnpackHeads(self.later(one), one.trade, one.received), one.received)
 
-    def later(self, one: _Started) -> int:
+    def later(self, one: op.ExchangeStart) -> int:
         """The step in which what follows stands: that of the start, unless there are others since."""
         if one.step == len(self.words) - 1:
             return one.step
@@ -271,15 +247,15 @@ class _Building:
         slots, steps, tickets = len(self.slots), len(self.words), {}
         self.slots += [slot._replace(stage=stage) for slot in program.slots]
         self.words += program.words
-        self.add(Enter(steps, stage, tuple(arrived)))
+        self.add(op.Enter(steps, stage, tuple(arrived)))
         for one, frees in zip(program.code, program.frees, strict=True):
-            if isinstance(one, Post | GatherStart | ScatterStart):
+            if isinstance(one, op.Started):
                 tickets[one.ticket] = next(self.tickets)
-            one = renamed(one, lambda slot: slot if is_own(slot) else slot + slots)._replace(step=one.step + steps)
-            if isinstance(one, Post | GatherStart | ScatterStart | Wait):
+            one = renamed(one, lambda slot: slot + slots)._replace(step=one.step + steps)
+            if isinstance(one, op.Started | op.Wait):
                 one = one._replace(ticket=tickets[one.ticket])
             self.add(one, *(slot + slots for slot in frees))
-        self.add(Leave(max(steps, len(self.words) - 1), stage), *(slot for _, slot in arrived))
+        self.add(op.Leave(max(steps, len(self.words) - 1), stage), *(slot for _, slot in arrived))
 
     def program(self, inner: Program) -> Program:
         return dataclasses.replace(

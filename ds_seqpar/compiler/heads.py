@@ -90,8 +90,8 @@ def equally(q_heads: int, kv_heads: int, members: int) -> bool:
 
 
 def share_of(heads: int, kv_heads: int, members: int, member: int) -> slice:
-    """The heads that a member works on, of one tensor of `heads` in all: of k or v where these are kv_heads, or else of
-    q. (Where q has as many as k it is dealt as k is.)"""
+    """The heads that a member works on, of a tensor of `heads` in all. That is k or v where these are kv_heads, else q.
+    (Where q has as many as k it is dealt as k is.)"""
     q, kv = heads_of(heads, kv_heads, members, member)
     return kv if heads == kv_heads else q
 

@@ -54,14 +54,12 @@ class Topology:
         return dict(self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's coordinate on every axis."""
         found = {}
         for name, size in self.axes:
             rank, found[name] = divmod(rank, size)
         return found
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank at these coordinates."""
         rank = 0
         for name, size in reversed(self.axes):
             rank = rank * size + coordinates[name]
@@ -103,7 +101,7 @@ def place(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tup
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d < number]
 
@@ -131,36 +129,22 @@ Runs = tuple[Run, ...]
 Dealing = Callable[[int, int, int], Runs]  # tokens, ranks, rank
 
 
-def contiguous(seq: int, ranks: int, rank: int) -> Runs:
-    """Rank r holds the r-th of `ranks` equal slices."""
-    size = seq // ranks
-    return (Run(rank * size, 1, size),)
-
-
-def zigzag(seq: int, ranks: int, rank: int) -> Runs:
-    """Rank r holds chunks r and 2A-1-r of 2A: the same causal work for every rank in every ring step."""
-    size = seq // (2 * ranks)
-    return Run(rank * size, 1, size), Run((2 * ranks - 1 - rank) * size, 1, size)
-
-
-def striped(seq: int, ranks: int, rank: int) -> Runs:
-    """Rank r holds every A-th token from r (Striped Attention, section 3.1)."""
-    return (Run(rank, ranks, seq // ranks),)
-
-
-def dealt_contiguous(tokens: int, ranks: int, rank: int) -> Runs:
+def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
+    """Rank r holds the r-th of `ranks` slices."""
     first, end = _share(tokens, ranks, rank)
     return _some(Run(first, 1, end - first))
 
 
-def dealt_zigzag(tokens: int, ranks: int, rank: int) -> Runs:
-    """From the outermost tokens inwards, half of a rank's in front."""
+def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
+    """Rank r holds chunks r and 2A-1-r of 2A: the same causal work for every rank in every ring step. Where tokens are
+    no multiple of 2A they are taken from the outermost ones inwards, half of a rank's in front."""
     first, end = _share(tokens, ranks, rank)
     low, high = (first + 1) // 2, (end + 1) // 2
     return _some(Run(low, 1, high - low), Run(tokens - end // 2, 1, end // 2 - first // 2))
 
 
-def dealt_striped(tokens: int, ranks: int, rank: int) -> Runs:
+def striped(tokens: int, ranks: int, rank: int) -> Runs:
+    """Rank r holds every A-th token from r (Striped Attention, section 3.1)."""
     return _some(Run(rank, ranks, len(range(rank, tokens, ranks))))
 
 
@@ -176,15 +160,14 @@ def _some(*runs: Run) -> Runs:
 class Layout:
     """How a sequence is dealt to ranks.
 
-    name: what settings call it. runs(tokens, ranks, rank): what a rank holds of a sequence whose length is a multiple
-    of ranks * chunks. dealt(tokens, ranks, rank): the same for any length; ranks' shares differ by one token at most.
-    chunks: equal parts that a rank's tokens are cut into. parts: blocks that a rank holds, each a run of its own, also
-    where it is empty; with 1 all that it holds is one block.
+    name: what settings call it. runs(tokens, ranks, rank): what a rank holds of a sequence of any length; ranks' shares
+    differ by one token at most. chunks: parts that a rank's tokens are cut into, equal where the length is a multiple
+    of ranks * chunks. parts: blocks that a rank holds, each a run of its own, also where it is empty; with 1 all that
+    it holds is one block.
     """
 
     name: str
     runs: Dealing
-    dealt: Dealing
     chunks: int = 1
     parts: int = 1
 
@@ -192,10 +175,10 @@ class Layout:
 # those that every number of ranks has. "balanced" is zigzag where a sequence is one document; documents it deals as
 # compiler.balance does
 COMMON = (
-    Layout(name="balanced", runs=zigzag, dealt=dealt_zigzag, chunks=2),
-    Layout(name="contiguous", runs=contiguous, dealt=dealt_contiguous),
-    Layout(name="striped", runs=striped, dealt=dealt_striped),
-    Layout(name="zigzag", runs=zigzag, dealt=dealt_zigzag, chunks=2),
+    Layout(name="balanced", runs=zigzag, chunks=2),
+    Layout(name="contiguous", runs=contiguous),
+    Layout(name="striped", runs=striped),
+    Layout(name="zigzag", runs=zigzag, chunks=2),
 )
 LAYOUTS = {layout.name: layout for layout in COMMON}  # and those that schedules bring with them
 
@@ -210,11 +193,6 @@ def register(*layouts: Layout) -> None:
 def remove(*layouts: Layout) -> None:
     for layout in layouts:
         del LAYOUTS[layout.name]
-
-
-def dealt(layout: str, tokens: int, ranks: int, rank: int) -> Runs:
-    """The runs of a named layout for any number of tokens."""
-    return LAYOUTS[layout].dealt(tokens, ranks, rank)
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import memory
+from . import program as op
 from .actions import Unit, name_of, unit_name
 from .compile import Bound
 from .plan import columns
-from .program import (
-    OWN,
-    Assemble,
-    Enter,
-    ExchangeStart,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Instruction,
-    Leave,
-    Merge,
-    Pack,
-    PackHeads,
-    Post,
-    Product,
-    ScatterStart,
-    Transfer,
-    UnpackHeads,
-    Wait,
-    is_own,
-)
+from .program import OWN, SLOTS, Instruction, Trade, is_own
 
 
 def listing(bound: Bound) -> str:
@@ -54,75 +35,62 @@ def listing(bound: Bound) -> str:
 
 
 def _words(one: Instruction) -> str:
-    """The text of any instruction."""
-    match one:
-        case Pack(unit=unit, into=into):
-            return f"pack {unit_name(unit)} into {_slot(into)}"
-        case Post():
-            return f"post #{one.ticket}: {', '.join([*_sent(one.sends), *_received(one.receives)])}"
-        case Wait(ticket=ticket):
-            return f"wait #{ticket}"
-        case GatherStart(collective=gather):
-            whole = unit_name((gather.kind, gather.whole))
-            return f"gather #{one.ticket}: {whole}, {_slot(one.sent)} -> {_slot(one.received)}"
-        case Assemble(collective=gather):
-            return f"assemble {unit_name((gather.kind, gather.whole))}, {_slot(one.received)} -> {_slot(one.into)}"
-        case PackHeads() | ExchangeStart() | UnpackHeads() | Enter() | Leave():
-            return _of_heads(one)
-        case _:
-            return _of_results(one)
+    shown = {field: _shown(one, field) for field in one._fields}
+    if isinstance(one, op.Post):
+        sends = [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in one.sends]
+        receives = [f"{_slot(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in one.receives]
+        shown["messages"] = ", ".join(sends + receives)
+    elif isinstance(one, op.Merge) and one.own == OWN:
+        shown["own"] = "none"
+    return TEXTS[type(one)].format(**shown)
 
 
-def _of_heads(one: Instruction) -> str:
-    """The text of an instruction of Ulysses' exchanges, or of a stage of heads."""
-    match one:
-        case PackHeads(trade=trade):
-            return f"pack heads of {trade.words} into {_slot(one.into)}"
-        case ExchangeStart(trade=trade):
-            others = f"with {len(one.ranks)} members"
-            return f"exchange #{one.ticket}: {trade.words} {others}, {_slot(one.sent)} -> {_slot(one.received)}"
-        case UnpackHeads(trade=trade):
-            return f"unpack heads of {trade.words} from {_slot(one.received)}"
-        case Enter(stage=stage, arrived=arrived):
-            what = ", ".join(f"{' '.join(trade.fields)} {_slot(slot)}" for trade, slot in arrived)
-            return f"enter stage {stage}: {what or 'own tensors'}"
-        case Leave(stage=stage):
-            return f"leave stage {stage}"
-    raise AssertionError(f"an instruction without words: {one}")
+def _shown(one: Instruction, field: str) -> str:
+    """A field of an instruction as text."""
+    value = getattr(one, field)
+    if field in SLOTS[type(one)]:
+        return _slot(value)
+    return SHOWN[field](value) if field in SHOWN else str(value)
 
 
-def _of_results(one: Instruction) -> str:
-    """The text of an instruction that makes, adds or moves results."""
-    match one:
-        case Product():
-            operands = f"q{name_of(one.q)} {_slot(one.q_slot)} * kv{name_of(one.kv)} {_slot(one.kv_slot)}"
-            return f"product {operands} -> {_results(one.results)}"
-        case Merge():
-            running = "none" if one.own == OWN else _slot(one.own)
-            return f"merge {unit_name(one.unit)} {_slot(one.arrived)} and {running} -> {_slot(one.into)}"
-        case Export():
-            return f"export {unit_name(one.unit)} {_slot(one.own)} -> {_slot(one.into)}"
-        case ScatterStart(collective=reduce):
-            parts = f"own part -> {_slot(one.kept)}, others {_slot(one.sent)} -> {_slot(one.received)}"
-            return f"scatter #{one.ticket}: {unit_name((reduce.kind, reduce.whole))} {_slot(one.own)}, {parts}"
-        case Fold():
-            return f"fold {one.parts} of {unit_name(one.unit)} {_slot(one.received)} -> {_slot(one.own)}"
-        case Finish():
-            return f"finish {_results(one.results)}"
-    raise AssertionError(f"an instruction without words: {one}")
+def _arrived(arrived: Sequence[tuple[Trade, int]]) -> str:
+    return ", ".join(f"{' '.join(trade.fields)} {_slot(slot)}" for trade, slot in arrived) or "own tensors"
 
 
 def _results(results: Sequence[tuple[Unit, int]]) -> str:
     return ", ".join(f"{unit_name(unit)} {_slot(slot)}" for unit, slot in results)
 
 
-def _sent(transfers: Sequence[Transfer]) -> list[str]:
-    return [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in transfers]
-
-
-def _received(transfers: Sequence[Transfer]) -> list[str]:
-    return [f"{_slot(t.slot)} {unit_name(t.unit)} from rank {t.peer}" for t in transfers]
-
-
 def _slot(slot: int) -> str:
     return "own" if is_own(slot) else f"[{slot}]"
+
+
+TEXTS: dict[type, str] = {
+    op.Pack: "pack {unit} into {into}",
+    op.Post: "post #{ticket}: {messages}",
+    op.Wait: "wait #{ticket}",
+    op.GatherStart: "gather #{ticket}: {collective}, {sent} -> {received}",
+    op.Assemble: "assemble {collective}, {received} -> {into}",
+    op.Product: "product q{q} {q_slot} * kv{kv} {kv_slot} -> {results}",
+    op.Merge: "merge {unit} {arrived} and {own} -> {into}",
+    op.Export: "export {unit} {own} -> {into}",
+    op.ScatterStart: "scatter #{ticket}: {collective} {own}, own part -> {kept}, others {sent} -> {received}",
+    op.Fold: "fold {parts} of {unit} {received} -> {own}",
+    op.Finish: "finish {results}",
+    op.PackHeads: "pack heads of {trade} into {into}",
+    op.ExchangeStart: "exchange #{ticket}: {trade} with {ranks} members, {sent} -> {received}",
+    op.Enter: "enter stage {stage}: {arrived}",
+    op.Leave: "leave stage {stage}",
+    op.UnpackHeads: "unpack heads of {trade} from {received}",
+}
+# fields that are neither numbers nor slots
+SHOWN: dict[str, Callable[[Any], str]] = {
+    "unit": unit_name,
+    "collective": lambda collective: unit_name(collective.unit),
+    "q": name_of,
+    "kv": name_of,
+    "results": _results,
+    "trade": lambda trade: trade.words,
+    "ranks": lambda ranks: str(len(ranks)),
+    "arrived": _arrived,
+}

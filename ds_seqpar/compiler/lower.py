@@ -9,31 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from typing import NamedTuple
 
+from . import program as op
 from .actions import ACCUMULATORS, OPERANDS, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit, owned
-from .program import (
-    OWN,
-    Assemble,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Instruction,
-    Merge,
-    Pack,
-    Post,
-    Product,
-    Program,
-    ScatterStart,
-    Slot,
-    Transfer,
-    Wait,
-    is_own,
-    own_slot,
-    renamed,
-    slots_of,
-)
+from .program import OWN, Instruction, Program, Slot, Transfer, is_own, own_slot, renamed, slots_of
 
 KINDS = ("q", "kv", "out", "dq", "dkv")
 
@@ -84,10 +63,10 @@ class _Lowering:
 
     def step(self, index: int, step: Step) -> None:
         started = [self.start_gather(index, gather) for gather in step.gathers]
-        for gather, ticket, received in started:  # all are under way before the first is waited for
-            self.code.append(Wait(index, ticket))
-            whole = self.operands[gather.kind, gather.whole] = self.buffer(gather.kind, "operand", gather.whole)
-            self.code.append(Assemble(index, gather, received, whole))
+        for start in started:  # all are under way before the first is waited for
+            gather = start.collective
+            whole = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.whole)
+            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, whole)]
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
             receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
@@ -105,7 +84,7 @@ class _Lowering:
                 self.merging[index + within].append(self.post(index, sends, receives))
         for reduce in [self.start_scatter(index, reduce) for reduce in step.reduces]:
             self.code += reduce
-        self.code += [Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
+        self.code += [op.Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
 
     def finish(self, steps: int) -> list[Instruction]:
         last = max(0, steps - 1)
@@ -113,7 +92,7 @@ class _Lowering:
             self.merge(last, due)
         own = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.own]
         # a slot also for what nothing is added to: an empty block, or keys that no query sees
-        self.code.append(Finish(last, tuple((unit, self.running(unit)) for unit in own)))
+        self.code.append(op.Finish(last, tuple((unit, self.running(unit)) for unit in own)))
         return self.code
 
     def message(self, index: int, unit: Unit) -> int:
@@ -122,7 +101,7 @@ class _Lowering:
             return self.operands[unit]
         if unit not in self.messages:
             self.messages[unit] = self.buffer(unit[0], "operand", unit[1])
-            self.code.append(Pack(index, unit, self.messages[unit]))
+            self.code.append(op.Pack(index, unit, self.messages[unit]))
         return self.messages[unit]
 
     def post(
@@ -131,7 +110,7 @@ class _Lowering:
         ticket = next(self.tickets)
         coming = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
         going = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
-        self.code.append(Post(index, ticket, going, coming))
+        self.code.append(op.Post(index, ticket, going, coming))
         return ticket, coming
 
     def tag(self, unit: Unit) -> int:
@@ -145,7 +124,7 @@ class _Lowering:
             unit = kind, compute.kv if kind == "dkv" else compute.q
             results.append((unit, self.running(unit)))
         slots = self.operands["q", compute.q], self.operands["kv", compute.kv]
-        self.code.append(Product(index, compute.q, compute.kv, *slots, tuple(results)))
+        self.code.append(op.Product(index, compute.q, compute.kv, *slots, tuple(results)))
 
     def running(self, unit: Unit) -> int:
         if unit not in self.results:
@@ -154,40 +133,41 @@ class _Lowering:
 
     def merge(self, index: int, due: int) -> None:
         for ticket, arrived in self.merging.pop(due, []):
-            self.code.append(Wait(index, ticket))
+            self.code.append(op.Wait(index, ticket))
             for transfer in arrived:
                 own = self.results.get(transfer.unit, OWN)
                 into = transfer.slot if self.wide_travel else self.running(transfer.unit)
                 self.results[transfer.unit] = into
-                self.code.append(Merge(index, transfer.unit, transfer.slot, own, into))
+                self.code.append(op.Merge(index, transfer.unit, transfer.slot, own, into))
 
     def export(self, index: int, unit: Unit) -> int:
         own = self.results.pop(unit)
         into = own if self.wide_travel else self.buffer(unit[0], "travel", unit[1])
-        self.code.append(Export(index, unit, own, into))
+        self.code.append(op.Export(index, unit, own, into))
         return into
 
-    def start_gather(self, index: int, gather: Gather) -> tuple[Gather, int, int]:
+    def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
         ticket, part = next(self.tickets), gather.part(self.rank)
         sent = self.message(index, (gather.kind, part))
         received = self.buffer(gather.kind, "operand", gather.whole)
-        self.code.append(GatherStart(index, ticket, gather, sent, received))
-        return gather, ticket, received
+        start = op.GatherStart(index, ticket, gather, sent, received)
+        self.code.append(start)
+        return start
 
     def start_scatter(self, index: int, reduce: ReduceScatter) -> list[Instruction]:
-        """Starts it; returns what ends it."""
+        """Starts a reduce-scatter; returns the instructions that end it."""
         ticket, part = next(self.tickets), reduce.part(self.rank)
         unit = reduce.kind, part
         own, kept = self.results.pop((reduce.kind, reduce.whole)), self.running(unit)
         others = tuple(block for block in reduce.whole if block not in part)
         sent = self.buffer(reduce.kind, "travel", others)
         received = self.buffer(reduce.kind, "travel", part * (len(reduce.ranks) - 1))
-        self.code.append(ScatterStart(index, ticket, reduce, own, kept, sent, received))
-        return [Wait(index, ticket), Fold(index, unit, received, kept, len(reduce.ranks) - 1)]
+        self.code.append(op.ScatterStart(index, ticket, reduce, own, kept, sent, received))
+        return [op.Wait(index, ticket), op.Fold(index, unit, received, kept, len(reduce.ranks) - 1)]
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """What is due together is posted together."""
+    """Moves by when they are due: those that are due together are posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)
@@ -210,9 +190,9 @@ def last_uses(code: list[Instruction]) -> dict[int, int]:
     under_way: dict[int, list[int]] = {}  # ticket -> buffers
     for at, instruction in enumerate(code):
         named = slots_of(instruction)
-        if isinstance(instruction, Post | GatherStart | ScatterStart):
+        if isinstance(instruction, op.Started):
             under_way[instruction.ticket] = named
-        if isinstance(instruction, Wait):
+        if isinstance(instruction, op.Wait):
             named = under_way[instruction.ticket]
         last.update(dict.fromkeys(named, at))
     return last
@@ -240,7 +220,7 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
                     slots[place[buffer]] = slots[place[buffer]]._replace(keys=slots[place[buffer]].keys + wanted.keys)
                 dying[last[buffer]].append(buffer)
                 ends[place[buffer]] = last[buffer]
-        lowered.append(renamed(instruction, lambda slot: slot if is_own(slot) else place[slot]))
+        lowered.append(renamed(instruction, place.__getitem__))
         for buffer in dying.pop(at, []):
             wanted = buffers[buffer]
             free[pool_of(wanted)].append(place[buffer])
@@ -253,13 +233,6 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
 # ---- asking early
 
 
-class Ask(NamedTuple):
-    """What one step has to receive. step: in which it leaves."""
-
-    step: int
-    post: Post
-
-
 def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> list[Instruction]:
     """The code, in which each message is asked for at the start of an earlier step: `early` steps before it leaves, or
     more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing else
@@ -269,28 +242,28 @@ def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> lis
     return _with(code, asks, _sooner(_with(code, asks, at), buffers, asks, at))
 
 
-def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[Ask]]:
+def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
     """The code without what is received, which gets tickets of its own, and that."""
-    tickets = itertools.count(1 + max((one.ticket for one in code if isinstance(one, Post | Wait)), default=0))
-    asks: list[Ask] = []
+    tickets = itertools.count(1 + max((one.ticket for one in code if isinstance(one, op.Post | op.Wait)), default=0))
+    asks: list[op.Post] = []
     left: list[Instruction] = []
     waits: dict[int, list[int]] = {}  # ticket -> those that stand for it
     for one in code:
-        if isinstance(one, Post) and one.receives:
-            asks.append(Ask(one.step, one._replace(ticket=next(tickets), sends=())))
-            waits[one.ticket] = [asks[-1].post.ticket, *([one.ticket] if one.sends else [])]
+        if isinstance(one, op.Post) and one.receives:
+            asks.append(one._replace(ticket=next(tickets), sends=()))
+            waits[one.ticket] = [asks[-1].ticket, *([one.ticket] if one.sends else [])]
             left += [one._replace(receives=())] if one.sends else []
-        elif isinstance(one, Wait) and one.ticket in waits:
+        elif isinstance(one, op.Wait) and one.ticket in waits:
             left += [one._replace(ticket=ticket) for ticket in waits[one.ticket]]
         else:
             left.append(one)
     return left, asks
 
 
-def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instruction]:
+def _with(code: list[Instruction], asks: list[op.Post], at: list[int]) -> list[Instruction]:
     """The code with each of the asks at the start of a step."""
     starting, begun = defaultdict[int, list[Instruction]](list), 0
-    for (_, post), step in zip(asks, at, strict=True):
+    for post, step in zip(asks, at, strict=True):
         starting[step].append(post._replace(step=step))
     found: list[Instruction] = []
     for one in code:
@@ -301,7 +274,7 @@ def _with(code: list[Instruction], asks: list[Ask], at: list[int]) -> list[Instr
     return found
 
 
-def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[Ask], at: list[int]) -> list[int]:
+def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[op.Post], at: list[int]) -> list[int]:
     """The first steps in which the asks may stand, each in its turn, without more living buffers of any pool than this
     code has at its most. In it they stand at `at`. Messages of one tag keep their order."""
     first: dict[int, int] = {}
@@ -316,7 +289,7 @@ def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[Ask], at: l
     begins = {step: next(p for p, one in enumerate(code) if one.step >= step) for step in range(max(at, default=0) + 1)}
     before: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step in which the message before it is asked for
     found = []
-    for (_, post), step in zip(asks, at, strict=True):
+    for post, step in zip(asks, at, strict=True):
         wanted = Counter(pool_of(buffers[transfer.slot]) for transfer in post.receives)
         least = max(before.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
         place = first[post.receives[0].slot]

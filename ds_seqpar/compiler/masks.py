@@ -108,21 +108,9 @@ def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
     return before, (start + before * step, step, end - before)
 
 
-def sees(q: Runs, kv: Runs, mask: Mask) -> bool:
-    """Whether any query of the one sees any key of the other."""
-    for run in q:
-        if not run.length:
-            continue
-        lo, hi = _reach(run, mask)
-        for keys in kv:
-            start, step, length = keys.start, keys.step, keys.length
-            if start < hi and length and start + step * (length - 1) >= lo and _meets(run, keys, lo, hi, mask):
-                return True
-    return False
-
-
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
-    """For each q block the kv blocks that it sees: bit j is set where `sees(q, kv_blocks[j], mask)`."""
+    """For each q block the kv blocks that it sees: bit j is set where any of its queries sees any key of
+    kv_blocks[j]."""
     keys = _Keys(kv_blocks)
     if mask.scale_free:
         before = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs

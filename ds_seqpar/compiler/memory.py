@@ -1,5 +1,6 @@
-"""How much memory a call takes beyond the tensors that it is given: its program's slots, running results and kernels'
-results, followed from instruction to instruction as the walker makes and frees them. Bytes; no tensor.
+"""How much memory a call takes beyond the tensors that it is given: slots, running results and kernels' results.
+
+They are followed from instruction to instruction, as the walker makes and frees them. Bytes; no tensor.
 
 What a kernel allocates for itself and frees before it returns is not in it.
 """
@@ -8,33 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import heads as dealing
+from . import program as op
 from .actions import ACCUMULATORS, Unit
 from .compile import Bound, Compiler, Recipe
 from .exchange import ROWS, SIDE, Kept
 from .masks import Mask
-from .program import (
-    Assemble,
-    Enter,
-    ExchangeStart,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Leave,
-    Merge,
-    Pack,
-    PackHeads,
-    Post,
-    Product,
-    ScatterStart,
-    UnpackHeads,
-    Wait,
-    is_own,
-)
+from .program import is_own, methods_of
 from .shape import ITEMSIZE, Shape, shape_of
 from .shards import Shards, members_tokens, tokens_of
 from .tiles import PIECE, Tile
@@ -71,8 +54,8 @@ def peak(bound: Bound) -> int:
 
 @dataclasses.dataclass
 class _Result:
-    """A running result. loose: bytes outside of slots; whole: of all rows; wide: in the dtype of sums; placed: in the
-    slot that it is sent from; end: the rows from that one on are blank."""
+    """A running result. loose: bytes outside of slots. whole: of all rows. wide: in the dtype of sums. placed: in the
+    slot that it is sent from. end: the rows from that one on are blank."""
 
     loose: int = 0
     whole: bool = False
@@ -102,13 +85,13 @@ class _Part(NamedTuple):
 
 
 class _Follower:
-    """slots: bytes of each that is there; left: of the results of the stage that was left last; whole: of results of
-    own tokens; saved: of what is kept for backward."""
+    """slots: bytes of each that is there. left: bytes of the results of the stage that was left last. whole: bytes of
+    results of own tokens. saved: bytes of what is kept for backward."""
 
     def __init__(self, bound: Bound, kept: Kept = NOTHING) -> None:
         self.bound, self.kept, self.shape, self.program = bound, kept, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
-        self.enters = {one.stage: one.arrived for one in bound.program.code if isinstance(one, Enter)}
+        self.enters = {one.stage: one.arrived for one in bound.program.code if isinstance(one, op.Enter)}
         self.delta = any("delta" in trade.fields for arrived in self.enters.values() for trade, _ in arrived)
         self.slots: dict[int, int] = {}
         self.outs: dict[int, int] = {}  # outputs made again for visiting queries
@@ -116,7 +99,7 @@ class _Follower:
         self.left: dict[str, int] = {}
         self.whole: dict[str, int] = {}
         self.saved = self.most = 0
-        trades = (one.trade for one in bound.program.code if isinstance(one, PackHeads))
+        trades = (one.trade for one in bound.program.code if isinstance(one, op.PackHeads))
         self.sent = {field for trade in trades for field in trade.fields}
 
     def run(self) -> int:
@@ -132,7 +115,7 @@ class _Follower:
         return self.saved + sum(self.whole.values())
 
     def see(self, more: int = 0) -> None:
-        """more: what is there for a moment."""
+        """Notes how many bytes are there now. more: those that are there for a moment."""
         loose = sum(result.loose for result in self.results.values())
         held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.left, self.whole))
         self.most = max(self.most, held + self.saved + loose + more)
@@ -142,30 +125,32 @@ class _Follower:
             self.slots.setdefault(slot, self.bound.slot_bytes(slot))
         self.see(more)
 
-    def pack(self, one: Pack) -> None:
+    def pack(self, one: op.Pack) -> None:
         self.make(one.into)
 
-    def post(self, one: Post) -> None:
+    def post(self, one: op.Post) -> None:
         for transfer in one.receives:
             self.outs.pop(transfer.slot, None)
         self.make(*(transfer.slot for transfer in one.receives))
 
-    def wait(self, one: Wait) -> None:
+    def wait(self, one: op.Wait) -> None:
         """Nothing is made or freed."""
 
-    def gather(self, one: GatherStart) -> None:
+    def gather_start(self, one: op.GatherStart | op.ExchangeStart) -> None:
         self.make(one.received)
 
-    def assemble(self, one: Assemble) -> None:
+    exchange_start = gather_start
+
+    def assemble(self, one: op.Assemble) -> None:
         self.outs.pop(one.into, None)
         self.make(one.into)
 
-    def export(self, one: Export) -> None:
+    def export(self, one: op.Export) -> None:
         result = self.results.pop(one.unit, _Result())
         self.settle(result, one.own, placed=one.into == one.own, more=result.loose)
         self.make(one.into)
 
-    def fold(self, one: Fold) -> None:
+    def fold(self, one: op.Fold) -> None:
         self.see(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
 
     def settle(self, result: _Result, slot: int, placed: bool = False, more: int = 0) -> None:
@@ -187,7 +172,7 @@ class _Follower:
             piece -= piece // 2
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))
 
-    def product(self, one: Product) -> None:
+    def product(self, one: op.Product) -> None:
         if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
             self.see()
@@ -200,7 +185,7 @@ class _Follower:
         named = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * sum(f.elements * f.itemsize for f in named)
 
-    def call(self, one: Product, call: Tile) -> None:
+    def call(self, one: op.Product, call: Tile) -> None:
         """Its operands, where they are copies, or its results; which go to the running ones, one after the other."""
         rows, columns = call.q1 - call.q0, call.k1 - call.k0
         sides = [
@@ -237,9 +222,9 @@ class _Follower:
         result.end = max(result.end, part.end)
         return kept
 
-    def copied(self, one: Product, call: Tile, found: list[int]) -> int:
-        """Copies of operands, in reverse order or with the groups of several sequences side by side, or of results in
-        reverse order; and the mask of a block of a band."""
+    def copied(self, one: op.Product, call: Tile, found: list[int]) -> int:
+        """Bytes of copies of operands, in reverse order or with the groups of several sequences side by side. Or of
+        results in reverse order; and the mask of a block of a band."""
         turned = call.kind == "upper"
         sides = ((call.q0, call.q1, call.q_step, "q", one.q), (call.k0, call.k1, call.k_step, "kv", one.kv))
         copies = 0
@@ -252,7 +237,7 @@ class _Follower:
         mask = (call.q1 - call.q0) * (call.k1 - call.k0) * ITEMSIZE[self.shape.dtype] if masked else 0
         return max(copies, max(found)) if turned else copies + mask
 
-    def merge(self, one: Merge) -> None:
+    def merge(self, one: op.Merge) -> None:
         result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
         if one.into == one.arrived:
             self.see(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
@@ -262,7 +247,7 @@ class _Follower:
             result.end = INF
             self.see(self.merging(tokens, narrow=True))
 
-    def scatter(self, one: ScatterStart) -> None:
+    def scatter_start(self, one: op.ScatterStart) -> None:
         reduce = one.collective
         self.settle(self.results.pop((reduce.kind, reduce.whole)), one.own, placed=True)
         self.make(one.own, one.sent)
@@ -273,7 +258,7 @@ class _Follower:
         self.results[reduce.kind, part] = _Result(loose=own, whole=True, wide=True)
         self.make(one.received)
 
-    def finish(self, one: Finish) -> None:
+    def finish(self, one: op.Finish) -> None:
         """Results in the inputs' dtype, one tensor after the other; several blocks' in one tensor, made at once."""
         done = 0
         if self.program.parts > 1:
@@ -303,7 +288,7 @@ class _Follower:
         width = ITEMSIZE[part.wide] if field in ROWS else part.head_dim * part.itemsize
         return part.batch * tokens[heads.members.member] * (held.stop - held.start) * width
 
-    def pack_heads(self, one: PackHeads) -> None:
+    def pack_heads(self, one: op.PackHeads) -> None:
         stage, inward, fields = one.trade
         if inward:
             self.make(one.into, more=sum(self.own(stage, field) for field in fields if field in ROWS))
@@ -316,13 +301,10 @@ class _Follower:
         for field in fields:
             del self.left[field]
 
-    def exchange(self, one: ExchangeStart) -> None:
-        self.make(one.received)
-
-    def enter(self, one: Enter) -> None:
+    def enter(self, one: op.Enter) -> None:
         self.shape = self.bound.shapes[one.stage]
 
-    def leave(self, one: Leave) -> None:
+    def leave(self, one: op.Leave) -> None:
         """The results of the stage; what it was given goes, or is kept."""
         heads, rank = self.bound.heads, self.program.rank
         assert heads is not None
@@ -344,7 +326,7 @@ class _Follower:
             for name in list(self.left):
                 self.put(one.stage, name, self.left.pop(name))
 
-    def unpack_heads(self, one: UnpackHeads) -> None:
+    def unpack_heads(self, one: op.UnpackHeads) -> None:
         for field in one.trade.fields:
             self.put(one.trade.stage, field, self.own(one.trade.stage, field))
 
@@ -357,29 +339,13 @@ class _Follower:
         self.see(size if len(heads.stages) > 1 else 0)
 
 
-FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
-    Pack: _Follower.pack,
-    Post: _Follower.post,
-    Wait: _Follower.wait,
-    GatherStart: _Follower.gather,
-    Assemble: _Follower.assemble,
-    Product: _Follower.product,
-    Merge: _Follower.merge,
-    Export: _Follower.export,
-    ScatterStart: _Follower.scatter,
-    Fold: _Follower.fold,
-    Finish: _Follower.finish,
-    PackHeads: _Follower.pack_heads,
-    ExchangeStart: _Follower.exchange,
-    Enter: _Follower.enter,
-    Leave: _Follower.leave,
-    UnpackHeads: _Follower.unpack_heads,
-}
+FOLLOW = methods_of(_Follower)
 
 
 def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
-    """Of heads, given a rank's own q, k and v: as few that attention takes no more than its q, k, v and out, in the
-    program of the first inner rank, which all know. members: of Ulysses; travel: the setting of `shape_of`."""
+    """The fewest stages of heads with which attention takes no more memory than its q, k, v and out. own: a rank's own
+    tensors. It looks at the program of the first inner rank, which all know. members: of Ulysses; travel: the setting
+    of `shape_of`."""
     compiler, free = Compiler(recipe, 0), dealing.free_stages(own.q_heads, own.kv_heads, members)
     for count in free:
         heads = (*dealing.most(own.q_heads // count, own.kv_heads // count, members), own.head_dim)

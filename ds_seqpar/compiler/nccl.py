@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
-from .program import ExchangeStart, GatherStart, Post, Program, ScatterStart, Transfer
+from . import program as op
+from .program import Program, Transfer
 
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
@@ -40,7 +41,7 @@ class Operation(NamedTuple):
 def check(calls: Sequence[Sequence[Program]], members: int = 1) -> None:
     """Raises PlanError where a rank would wait for ever, or would receive another message than it asked for.
 
-    calls: the calls of attention in order, forward and backward of each layer; of each the programs of all ranks that
+    calls: the calls of attention in order, forward and backward of each layer. Each is the programs of all ranks that
     share a sequence, by rank = member + members * inner rank. members: of a Ulysses group. Between two calls all
     ranks meet in a collective, as in the gathers of ZeRO.
     """
@@ -59,17 +60,17 @@ def _operations(program: Program, rank: int, members: int) -> Iterable[Operation
     peers = range(member, members * program.size, members)  # inner rank -> rank
     for one in program.code:
         words = f"step {one.step}"
-        if isinstance(one, Post):
+        if isinstance(one, op.Post):
             where = "inner", member
             yield Operation(
                 f"{words}: messages with ranks {sorted({peers[t.peer] for t in (*one.sends, *one.receives)})}",
                 tuple((Line(where, rank, peers[t.peer]), _content(program, t)) for t in one.sends),
                 tuple((Line(where, peers[t.peer], rank), _content(program, t)) for t in one.receives),
             )
-        elif isinstance(one, GatherStart | ScatterStart):
+        elif isinstance(one, op.GatherStart | op.ScatterStart):
             ranks, stage = [peers[peer] for peer in one.ranks], program.slots[one.received].stage
             yield _together(f"{words}: {one.label}", ("axis", *ranks), rank, ranks, (type(one), one.collective, stage))
-        elif isinstance(one, ExchangeStart):
+        elif isinstance(one, op.ExchangeStart):
             ranks = [members * inner + peer for peer in one.ranks]
             yield _together(f"{words}: {one.label}", ("ulysses", *ranks), rank, ranks, one.trade)
 

@@ -76,7 +76,6 @@ class _ListScheduler:
         return [unit for unit in found if owner(unit[2], self.parts) != rank]
 
     def run(self) -> Plan:
-        """The plan in the order found."""
         tick = 0
         while self.pending or any(self.remaining) or self.missing:
             self.post_operands(tick)

@@ -20,7 +20,7 @@ class Counted(abc.ABC):
 
     @abc.abstractmethod
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """As `Plan.received` of the whole plan."""
+        """What `Plan.received` of the whole plan returns."""
 
 
 class Pattern:

@@ -7,12 +7,14 @@ The walker, the simulator, the memory figure and error texts all read it. A slot
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
-from .actions import Collective, Key, Unit
+from .actions import Collective, Key, Unit, name_of, unit_name
 
 LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
+SlotNumber = Annotated[int, "slot"]  # or `own_slot`
 OWN = -1  # in place of a slot: the stage's own tensors, or those of its first block; see `own_slot`
 
 
@@ -39,7 +41,7 @@ class Pack(NamedTuple):
 
     step: int
     unit: Unit
-    into: int
+    into: SlotNumber
 
 
 class Post(NamedTuple):
@@ -62,8 +64,8 @@ class GatherStart(NamedTuple):
     step: int
     ticket: int
     collective: Collective
-    sent: int
-    received: int
+    sent: SlotNumber
+    received: SlotNumber
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -79,8 +81,12 @@ class Assemble(NamedTuple):
 
     step: int
     collective: Collective
-    received: int
-    into: int
+    received: SlotNumber
+    into: SlotNumber
+
+    @property
+    def unit(self) -> Unit:
+        return self.collective.unit
 
 
 class Product(NamedTuple):
@@ -89,8 +95,8 @@ class Product(NamedTuple):
     step: int
     q: Key
     kv: Key
-    q_slot: int
-    kv_slot: int
+    q_slot: SlotNumber
+    kv_slot: SlotNumber
     results: tuple[tuple[Unit, int], ...]
 
 
@@ -99,9 +105,9 @@ class Merge(NamedTuple):
 
     step: int
     unit: Unit
-    arrived: int
-    own: int
-    into: int
+    arrived: SlotNumber
+    own: SlotNumber
+    into: SlotNumber
 
 
 class Export(NamedTuple):
@@ -109,8 +115,8 @@ class Export(NamedTuple):
 
     step: int
     unit: Unit
-    own: int
-    into: int
+    own: SlotNumber
+    into: SlotNumber
 
 
 class ScatterStart(NamedTuple):
@@ -119,10 +125,10 @@ class ScatterStart(NamedTuple):
     step: int
     ticket: int
     collective: Collective
-    own: int
-    kept: int
-    sent: int
-    received: int
+    own: SlotNumber
+    kept: SlotNumber
+    sent: SlotNumber
+    received: SlotNumber
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -138,8 +144,8 @@ class Fold(NamedTuple):
 
     step: int
     unit: Unit
-    received: int
-    own: int
+    received: SlotNumber
+    own: SlotNumber
     parts: int
 
 
@@ -168,7 +174,7 @@ class PackHeads(NamedTuple):
 
     step: int
     trade: Trade
-    into: int
+    into: SlotNumber
 
 
 class ExchangeStart(NamedTuple):
@@ -178,8 +184,8 @@ class ExchangeStart(NamedTuple):
     ticket: int
     trade: Trade
     ranks: tuple[int, ...]
-    sent: int
-    received: int
+    sent: SlotNumber
+    received: SlotNumber
 
     @property
     def label(self) -> str:
@@ -206,7 +212,7 @@ class UnpackHeads(NamedTuple):
 
     step: int
     trade: Trade
-    received: int
+    received: SlotNumber
 
 
 Instruction = (
@@ -215,49 +221,70 @@ Instruction = (
 )  # fmt: skip
 Started = Post | GatherStart | ScatterStart | ExchangeStart  # what a `Wait` ends
 # the fields of each that are slots; transfers and results name more
-SLOTS: dict[type, tuple[str, ...]] = {
-    Pack: ("into",),
-    Post: (),
-    Wait: (),
-    GatherStart: ("sent", "received"),
-    Assemble: ("received", "into"),
-    Product: ("q_slot", "kv_slot"),
-    Merge: ("arrived", "own", "into"),
-    Export: ("own", "into"),
-    ScatterStart: ("own", "kept", "sent", "received"),
-    Fold: ("received", "own"),
-    Finish: (),
-    PackHeads: ("into",),
-    ExchangeStart: ("sent", "received"),
-    Enter: (),
-    Leave: (),
-    UnpackHeads: ("received",),
+SLOTS: dict[type, list[str]] = {
+    kind: [field for field, hint in get_type_hints(kind, include_extras=True).items() if hint == SlotNumber]
+    for kind in get_args(Instruction)
 }
+# what each that takes its rank's time is called in a time line
+KINDS = {Product: "product", Merge: "merge", Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post",
+         ExchangeStart: "post", Wait: "post", Pack: "copy", Assemble: "copy", Export: "copy", Finish: "copy",
+         PackHeads: "copy", UnpackHeads: "copy", Enter: "copy", Leave: "copy"}  # fmt: skip
 
 
-def slots_of(instruction: Instruction) -> list[int]:
-    """The slots that an instruction names."""
-    found = [getattr(instruction, name) for name in SLOTS[type(instruction)]]
-    if isinstance(instruction, Post):
-        found += [transfer.slot for transfer in (*instruction.sends, *instruction.receives)]
-    if isinstance(instruction, Product | Finish):
-        found += [slot for _, slot in instruction.results]
-    if isinstance(instruction, Enter):
-        found += [slot for _, slot in instruction.arrived]
-    return [slot for slot in found if not is_own(slot)]
+def name_of_kind(kind: type) -> str:
+    """Of a kind of instruction, in lower case: "pack_heads"."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def methods_of(reader: type) -> dict[type, Callable[[Any, Any], None]]:
+    """Kind of instruction -> the method of a reader of programs that has its name and takes it."""
+    return {kind: getattr(reader, name_of_kind(kind)) for kind in SLOTS}
+
+
+def label_of(one: Instruction) -> str:
+    """What an instruction does, without its slots."""
+    match one:
+        case Product():
+            return f"q{name_of(one.q)}*kv{name_of(one.kv)}"
+        case Pack() | Assemble() | Merge() | Export() | Fold():
+            return f"{name_of_kind(type(one))} {unit_name(one.unit)}"
+        case Finish():
+            return " ".join(["finish", *(unit_name(unit) for unit, _ in one.results)])
+        case PackHeads() | UnpackHeads():
+            return f"{name_of_kind(type(one))} {one.trade.words}".replace("_heads", "")
+        case Enter() | Leave():
+            return f"{name_of_kind(type(one))} stage {one.stage}"
+        case _:
+            return name_of_kind(type(one))
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
-    """The instruction with other slots."""
-    new: dict[str, Any] = {field: name(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
+    """The instruction with other slots; `own` ones stay."""
+
+    def new_name(slot: int) -> int:
+        return slot if is_own(slot) else name(slot)
+
+    new: dict[str, Any] = {field: new_name(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
     if isinstance(instruction, Post):
         for field in ("sends", "receives"):
             new[field] = tuple(t._replace(slot=name(t.slot)) for t in getattr(instruction, field))
     if isinstance(instruction, Product | Finish):
-        new["results"] = tuple((unit, name(slot)) for unit, slot in instruction.results)
+        new["results"] = tuple((unit, new_name(slot)) for unit, slot in instruction.results)
     if isinstance(instruction, Enter):
         new["arrived"] = tuple((trade, name(slot)) for trade, slot in instruction.arrived)
     return instruction._replace(**new)
+
+
+def slots_of(instruction: Instruction) -> list[int]:
+    """The slots that an instruction names."""
+    found: list[int] = []
+
+    def same(slot: int) -> int:
+        found.append(slot)
+        return slot
+
+    renamed(instruction, same)
+    return found
 
 
 class Slot(NamedTuple):

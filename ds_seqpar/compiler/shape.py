@@ -22,7 +22,7 @@ class Field:
 
     @property
     def elements(self) -> int:
-        """A token's."""
+        """How many numbers it has for one token."""
         return self.heads * max(1, self.width)
 
     @property
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def wide(self) -> str:
-        """What results are accumulated in."""
+        """The dtype that results are accumulated in."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -52,7 +52,7 @@ class Shape:
         return ITEMSIZE[self.dtype]
 
     def of_heads(self, q: slice, kv: slice) -> Shape:
-        """The same of some of the heads."""
+        """The shape of some of the heads."""
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:

@@ -6,34 +6,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
 from ..errors import InputError
 from ..handles import handle_of
 from .actions import Key, owned
 from .layout import LAYOUTS, Run, Runs, join
-
-
-class Shards(Protocol):
-    """The blocks of one sequence, `parts` for each of `size` inner ranks. `runs("q" or "kv", key)`: the tokens of some
-    blocks, by position, which is the order that they are kept in together."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def parts(self) -> int: ...
-
-    @property
-    def even(self) -> bool:
-        """Whether all blocks of q, and all of k/v, have as many tokens."""
-        ...
-
-    def runs(self, side: str, key: Key) -> Runs: ...
-
-    def tokens(self, side: str, key: Key) -> int: ...
-
-    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +23,16 @@ class EvenShards:
 
     @property
     def parts(self) -> int:
+        """Blocks of each inner rank."""
         return LAYOUTS[self.layout].parts
 
     @property
     def even(self) -> bool:
+        """Whether all blocks of q, and all of k/v, have as many tokens."""
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
+        """side: "q" or "kv". The tokens of some blocks, by position: the order that they are kept in together."""
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
@@ -112,6 +92,9 @@ class UnevenShards:
         return sum(self._lengths[side][block] for block in key)
 
 
+Shards = EvenShards | UnevenShards
+
+
 def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
     """The global positions of the tokens of each Ulysses member of an inner rank. They are the rank's tokens in order,
     in parts that differ by one token at most. So after the all-to-all the inner rank holds its runs again."""
@@ -138,7 +121,7 @@ def rows_in(shards: Shards, side: str, block: int) -> slice:
 
 
 def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
-    """How many tokens each of them holds."""
+    """How many tokens each Ulysses member of an inner rank holds."""
     held = tokens_of(shards, side, inner)
     return [held * (member + 1) // members - held * member // members for member in range(members)]
 

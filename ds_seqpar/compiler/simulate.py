@@ -16,40 +16,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from . import exchange
-from .actions import Collective, Key, Unit, name_of, unit_name
+from . import program as op
+from .actions import Collective, Key, Unit, unit_name
 from .exchange import ALONE, Around
 from .lower import lower
 from .plan import Plan
-from .program import (
-    Assemble,
-    Enter,
-    ExchangeStart,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Instruction,
-    Leave,
-    Merge,
-    Pack,
-    PackHeads,
-    Post,
-    Product,
-    Program,
-    ScatterStart,
-    Trade,
-    Transfer,
-    UnpackHeads,
-    Wait,
-)
+from .program import KINDS, Instruction, Program, Trade, Transfer, label_of
 from .timeline import Event, Timeline
 
 Link = Hashable
-Start = GatherStart | ScatterStart | ExchangeStart
-# what an instruction that takes its rank's time is called in a time line
-KINDS = {Product: "product", Pack: "copy", Assemble: "copy", Finish: "copy", Export: "merge", Merge: "merge",
-         Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post", Wait: "post",
-         PackHeads: "copy", UnpackHeads: "copy", Enter: "copy", Leave: "copy", ExchangeStart: "post"}  # fmt: skip
+Start = op.GatherStart | op.ScatterStart | op.ExchangeStart
 
 
 class Carried(NamedTuple):
@@ -96,7 +72,7 @@ class Costs:
         return self.transfer[kind] * len(key)
 
     def busy(self, rank: int, instruction: Instruction) -> float:
-        return self.compute(instruction.q, instruction.kv) if isinstance(instruction, Product) else 0.0
+        return self.compute(instruction.q, instruction.kv) if isinstance(instruction, op.Product) else 0.0
 
     def carried(self, src: int, dst: int, unit: Unit) -> Carried:
         seconds = self.move(*unit)
@@ -104,7 +80,7 @@ class Costs:
 
     def traded(self, start: Start) -> Traded:
         """It holds each member's links until the member has its part."""
-        if isinstance(start, ExchangeStart):
+        if isinstance(start, op.ExchangeStart):
             seconds: tuple[float, ...] = (self.exchange(start.trade),) * len(start.ranks)
         else:
             block = self.transfer[start.collective.kind]
@@ -142,8 +118,8 @@ def programs_of(plan: Plan, around: Around = ALONE) -> list[Program]:
 
 
 def _by_itself(program: Program) -> Program:
-    """Its exchanges wait for no other rank's."""
-    code = (one._replace(ranks=(program.rank,)) if isinstance(one, ExchangeStart) else one for one in program.code)
+    """The program, in which exchanges wait for no other rank's."""
+    code = (one._replace(ranks=(program.rank,)) if isinstance(one, op.ExchangeStart) else one for one in program.code)
     return dataclasses.replace(program, code=tuple(code))
 
 
@@ -199,18 +175,18 @@ class _Simulation:
 
     def blocked(self, rank: int) -> bool:
         instruction = self.programs[rank].code[self.at[rank]]
-        if not isinstance(instruction, Wait):
+        if not isinstance(instruction, op.Wait):
             return False
         return any(len(self.ended[name]) <= number for name, number, _ in self.due[rank, instruction.ticket])
 
     def execute(self, rank: int, instruction: Instruction) -> None:
-        if isinstance(instruction, Wait):
+        if isinstance(instruction, op.Wait):
             for name, number, label in self.due.pop((rank, instruction.ticket)):
                 self.busy(rank, "wait", self.ended[name][number] - self.now[rank], label)
         seconds = self.costs.busy(rank, instruction)
         if seconds > 0:
-            self.busy(rank, KINDS[type(instruction)], seconds, _does(instruction))
-        if isinstance(instruction, Post):
+            self.busy(rank, KINDS[type(instruction)], seconds, label_of(instruction))
+        if isinstance(instruction, op.Post):
             self.due[rank, instruction.ticket] = [
                 self.expected((t.peer, rank, t.tag), _label(t.unit, t.peer, rank)) for t in instruction.receives
             ]
@@ -268,7 +244,7 @@ class _Simulation:
     def together(self, name: Name, instruction: Start, since: float) -> None:
         taken, times = self.costs.traded(instruction)
         start = self.take(since, taken)
-        kind = "exchange" if isinstance(instruction, ExchangeStart) else "move"
+        kind = "exchange" if isinstance(instruction, op.ExchangeStart) else "move"
         for member, seconds in zip(instruction.ranks, times, strict=True):
             self.arrive(member, (*name, member), start, seconds, instruction.label, kind)
 
@@ -282,21 +258,13 @@ class _Simulation:
             heapq.heappush(self.going, (self.now[rank], self.at[rank], rank))
 
 
-def _does(instruction: Instruction) -> str:
-    if isinstance(instruction, PackHeads | UnpackHeads):
-        return f"{type(instruction).__name__} {instruction.trade.words}"
-    if isinstance(instruction, Product):
-        return f"q{name_of(instruction.q)}*kv{name_of(instruction.kv)}"
-    return type(instruction).__name__
-
-
 def _label(unit: Unit, src: int, dst: int) -> str:
     return f"{unit_name(unit)}:{src}>{dst}"
 
 
-def blocks(start: GatherStart | ScatterStart, rank: int) -> int:
-    """Those that a member receives."""
+def blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int:
+    """How many blocks a member receives."""
     collective: Collective = start.collective
-    if isinstance(start, GatherStart):
+    if isinstance(start, op.GatherStart):
         return len(collective.whole) - len(collective.part(rank))
     return len(collective.part(rank)) * (len(collective.ranks) - 1)

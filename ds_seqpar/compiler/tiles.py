@@ -1,8 +1,8 @@
 """The visible part of (query tokens x key tokens) as tiles. No dense mask is built.
 
 Keys that stand in position order are a chain. A query row sees an interval [a, b) of a chain's columns. Along the rows
-of one query run both ends are piecewise linear: they stand still, or move on by one column a row (where the steps of
-the query and key runs differ, every row is a piece). The four kinds of tile are the four ways to be linear:
+of one query run both ends are piecewise linear: they stand still, or move on by one column a row. (Where the steps of
+the query and key runs differ, every row is a piece.) The four kinds of tile are the four ways to be linear:
 both ends stand: full; b moves: causal beside a full rectangle; a moves: upper beside one; both move: band.
 """
 
@@ -20,8 +20,8 @@ PIECE = 1 << 18  # elements of results that are merged at a time, or a 16th of t
 
 class Segments(NamedTuple):
     """Blocks of one call, one after the other: block b has rows[b] query rows and columns[b] key columns; either may be
-    none. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right: a distance is
-    counted from the diagonal that ends in the lower right corner. -1 is no limit."""
+    none. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right. So a distance
+    is counted from the diagonal that ends in the lower right corner. -1 is no limit."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -94,6 +94,11 @@ class Line(NamedTuple):
     b: int
     b_moves: int
 
+    def at(self, row: int) -> tuple[int, int]:
+        """The columns [a, b) that a row sees."""
+        more = row - self.q0
+        return self.a + more * self.a_moves, self.b + more * self.b_moves
+
 
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
     """What covers exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, any other pair in
@@ -142,8 +147,8 @@ def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
 def _in_documents(
     q: Triple, chain: list[Triple], documents: tuple[int, ...]
 ) -> Iterator[tuple[int, Triple, int, list[Triple]]]:
-    """The parts of a query run and a chain that lie in one document, for each document with some of both: the part's
-    first row and itself, the first column of the chain's part and itself."""
+    """The parts of a query run and a chain that lie in one document, for each document with some of both. Gives the
+    part's first row and itself, the first column of the chain's part and itself."""
     start, step, length = chain[-1]
     last = min(q[0] + q[1] * (q[2] - 1), start + step * (length - 1))
     begin = bisect_right(documents, max(q[0], chain[0][0])) - 1

@@ -104,7 +104,7 @@ class Timeline:
         return Timeline((*other.events, *moved))
 
     def save(self, file: str | Path) -> None:
-        """Writes it as a trace: see `save_trace`."""
+        """Writes the time line as a trace: see `save_trace`."""
         save_trace({"": self}, file)
 
 
@@ -156,25 +156,10 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
 
 
 def _complete(event: Event, pid: int, tid: int, zero: float) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "name": event.label,
-        "cat": event.kind,
-        "pid": pid,
-        "tid": tid,
-        "ts": (event.start - zero) * 1e6,
-        "dur": (event.end - event.start) * 1e6,
-        "args": _details(event, zero),
-    }
-
-
-def _details(event: Event, zero: float) -> dict[str, object]:
-    """What is known of it beyond its name and time."""
-    found: dict[str, object] = {}
-    for field in dataclasses.fields(Event)[5:]:
-        value = getattr(event, field.name)
-        if value != field.default:
-            found[field.name] = value
+    """args: what is known of the event beyond its name and time."""
+    given = [(field, getattr(event, field.name)) for field in dataclasses.fields(Event)[5:]]
+    known = {field.name: value for field, value in given if value != field.default}
     if event.waited is not None:
-        found["waited"] = (event.waited - zero) * 1e6
-    return found
+        known["waited"] = (event.waited - zero) * 1e6
+    times = {"ts": (event.start - zero) * 1e6, "dur": (event.end - event.start) * 1e6}
+    return {"ph": "X", "name": event.label, "cat": event.kind, "pid": pid, "tid": tid, **times, "args": known}

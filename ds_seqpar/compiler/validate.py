@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..errors import PlanError
-from .actions import ACCUMULATORS, OPERANDS, Action, Compute, Key, Move, ReduceScatter, Step, Unit, name_of, owned
+from .actions import ACCUMULATORS, OPERANDS, Action, Key, Move, Step, Unit, name_of, owned, unit_name
 from .plan import Plan
 
 
@@ -87,6 +87,11 @@ class _Validator:
         table = f"\n{self.plan.table()}" if self.size <= 16 else ""
         raise PlanError(f"rank {rank}, step {self.step}: {message}{table}")
 
+    def check_there(self, there: Collection[Unit], unit: Unit, rank: int, what: str) -> None:
+        """Fails unless the unit is among those that are there on a rank."""
+        if unit not in there:
+            self.fail(rank, f"{what} {unit_name(unit)}, which is not there")
+
     def run(self) -> None:
         for rank, steps in enumerate(self.plan.ranks):
             if len(steps) != len(self.plan.ranks[0]):
@@ -146,19 +151,16 @@ class _Validator:
     def gather(self, rank: int, step: Step) -> None:
         for gather in step.gathers:
             for member in gather.ranks:
-                if (gather.kind, gather.part(member)) not in self.operands[member]:
-                    self.fail(member, f"{gather} needs {gather.kind}{name_of(gather.part(member))}, which is not there")
-            if (gather.kind, gather.whole) in self.operands[rank]:
-                self.fail(rank, f"{gather} brings what is there already")
-            self.operands[rank].add((gather.kind, gather.whole))
+                part = gather.kind, gather.part(member)
+                self.check_there(self.operands[member], part, member, f"{gather} needs")
+            self.arrive(rank, gather.unit, gather)
 
     def send_operands(self, rank: int, step: Step) -> None:
         for move in step.moves:
             if move.kind not in OPERANDS:
                 self.fail(rank, f"{move} moves no operand")
             if move.src == rank:
-                if move.unit not in self.operands[rank]:
-                    self.fail(rank, f"{move} sends {move.kind}{name_of(move.key)}, which is not there")
+                self.check_there(self.operands[rank], move.unit, rank, f"{move} sends")
                 due = self.step + move.within - 1
                 if due >= len(self.plan.ranks[0]):
                     self.fail(rank, f"{move} is due within {move.within} steps, outside the plan")
@@ -166,54 +168,51 @@ class _Validator:
 
     def receive_operands(self) -> None:
         for move in self.arrivals.pop(self.step, []):
-            if move.unit in self.operands[move.dst]:
-                self.fail(move.dst, f"{move} brings what is there already")
-            self.operands[move.dst].add(move.unit)
+            self.arrive(move.dst, move.unit, move)
         for rank, frees in enumerate(self.frees):
             self.operands[rank] -= frees[self.step]
+
+    def arrive(self, rank: int, unit: Unit, action: Action) -> None:
+        """An operand that an action brings."""
+        if unit in self.operands[rank]:
+            self.fail(rank, f"{action} brings what is there already")
+        self.operands[rank].add(unit)
 
     def compute(self, rank: int, step: Step) -> None:
         for compute in step.computes:
             for unit in (("q", compute.q), ("kv", compute.kv)):
-                if unit not in self.operands[rank]:
-                    self.fail(rank, f"{compute} needs {unit[0]}{name_of(unit[1])}, which is not there")
+                self.check_there(self.operands[rank], unit, rank, f"{compute} needs")
             products = self.bits((i, j) for i in compute.q for j in compute.kv)
             if twice := products & self.done:
                 self.fail(rank, f"{compute} computes {self.words(twice)} a second time")
             self.done |= products
-            self.add(rank, compute, products)
+            for kind in ACCUMULATORS[self.plan.direction]:
+                self.add(rank, (kind, compute.kv if kind == "dkv" else compute.q), products)
 
-    def add(self, rank: int, compute: Compute, products: int) -> None:
-        for kind in ACCUMULATORS[self.plan.direction]:
-            unit = kind, compute.kv if kind == "dkv" else compute.q
-            self.held[rank][unit] = self.held[rank].get(unit, 0) | products
+    def add(self, rank: int, unit: Unit, products: int) -> None:
+        self.held[rank][unit] = self.held[rank].get(unit, 0) | products
 
     def finish_results(self, due: int) -> None:
         for move, products in self.results.pop(due, []):
-            self.held[move.dst][move.unit] = self.held[move.dst].get(move.unit, 0) | products
+            self.add(move.dst, move.unit, products)
 
     def send_results(self, rank: int, step: Step) -> None:
         for move in step.results:
             if move.kind not in ACCUMULATORS[self.plan.direction]:
                 self.fail(rank, f"{move} moves no {self.plan.direction} result")
             if move.src == rank:
-                if move.unit not in self.held[rank]:
-                    self.fail(rank, f"{move} sends {move.kind}{name_of(move.key)}, which is not there")
+                self.check_there(self.held[rank], move.unit, rank, f"{move} sends")
                 self.results[self.step + move.within].append((move, self.held[rank].pop(move.unit)))
 
     def reduce(self, steps: tuple[Step, ...]) -> None:
         for reduce in (reduce for rank, step in enumerate(steps) for reduce in step.reduces if rank == reduce.ranks[0]):
             whole = 0
             for rank in reduce.ranks:
-                if (reduce.kind, reduce.whole) not in self.held[rank]:
-                    self.fail(rank, f"{reduce} needs {reduce.kind}{name_of(reduce.whole)}, which is not there")
-                whole |= self.held[rank].pop((reduce.kind, reduce.whole))
-            self.scatter(reduce, whole)
-
-    def scatter(self, reduce: ReduceScatter, whole: int) -> None:
-        for rank in reduce.ranks:
-            unit = reduce.kind, reduce.part(rank)
-            self.held[rank][unit] = self.held[rank].get(unit, 0) | whole & self.side(*unit)
+                self.check_there(self.held[rank], reduce.unit, rank, f"{reduce} needs")
+                whole |= self.held[rank].pop(reduce.unit)
+            for rank in reduce.ranks:
+                part = reduce.kind, reduce.part(rank)
+                self.add(rank, part, whole & self.side(*part))
 
     def all_home(self) -> None:
         if missing := self.needed & ~self.done:

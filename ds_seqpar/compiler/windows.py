@@ -1,7 +1,7 @@
 """Tiles joined to calls of a kernel that has windows, and segments, of its own.
 
-What is visible of neighbouring rows is joined to regions: in a region both ends of a row's columns first stand still or
-move, by one column a row, as a window's edges do. Regions of one window, one after the other, are one call.
+What is visible of neighbouring rows is joined to regions. In a region both ends of a row's columns stand still or move,
+by one column a row, as a window's edges do. Regions of one window, one after the other, are one call.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class _Region(NamedTuple):
 
     def followed(self, line: Line) -> _Region | None:
         """With the line's rows; None where that is no region."""
-        more = line.q1 - line.q0 - 1
-        last = line.a + more * line.a_moves, line.b + more * line.b_moves
-        found = _Region(self.q0, line.q1, self.a0, last[0], self.b0, last[1])
+        a1, b1 = line.at(line.q1 - 1)
+        found = _Region(self.q0, line.q1, self.a0, a1, self.b0, b1)
         same = found.seen(self.q1 - 1) == (self.a1, self.b1) and found.seen(line.q0) == (line.a, line.b)
         return found if same else None
 
@@ -95,9 +94,8 @@ def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
                     growing[index] = longer
                     break
             else:
-                more = line.q1 - line.q0 - 1
-                last = line.a + more * line.a_moves, line.b + more * line.b_moves
-                growing.append(_Region(line.q0, line.q1, line.a, last[0], line.b, last[1]))
+                a1, b1 = line.at(line.q1 - 1)
+                growing.append(_Region(line.q0, line.q1, line.a, a1, line.b, b1))
     yield from growing
 
 
@@ -126,19 +124,13 @@ def _side_by_side(lines: list[Line]) -> Iterator[tuple[int, list[Line]]]:
             held.append(lines[begun])
             begun += 1
         found: list[Line] = []
-        for a, b, a_moves, b_moves in sorted(_from(line, row) for line in held):
+        for a, b, a_moves, b_moves in sorted((*line.at(row), line.a_moves, line.b_moves) for line in held):
             before = found[-1] if found else None
             if before and before.b == a and (before.b_moves == a_moves or end == row + 1):
                 found[-1] = before._replace(b=b, b_moves=b_moves)
             else:
                 found.append(Line(row, end, a, a_moves, b, b_moves))
         yield row, found
-
-
-def _from(line: Line, row: int) -> tuple[int, int, int, int]:
-    """(a, b, a_moves, b_moves) at that row."""
-    more = row - line.q0
-    return line.a + more * line.a_moves, line.b + more * line.b_moves, line.a_moves, line.b_moves
 
 
 class _Call:
@@ -149,7 +141,7 @@ class _Call:
         self.free = _free(region)
 
     def take(self, region: _Region) -> bool:
-        """Whether the region could join."""
+        """Adds the region, where it can join. Returns whether it could."""
         last = self.regions[-1]
         if not (0 <= region.q0 - last.q1 <= GAP and 0 <= region.a0 - last.b1 <= GAP):
             return False
@@ -184,7 +176,7 @@ class _Call:
         return Tile(first.q0, last.q1, first.a0, last.b1, "segments", segments=segments)
 
     def alone(self, one: Tile) -> Tile:
-        """A full tile with the window."""
+        """A full tile, with the window of this call."""
         rows, columns = one.q1 - one.q0, one.k1 - one.k0
         if self.left < 0 and (self.right < 0 or (self.right == 0 and rows == columns)):
             return one if self.right < 0 else one._replace(kind="causal")

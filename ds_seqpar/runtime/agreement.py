@@ -43,7 +43,7 @@ def agree(
     value = value if isinstance(value, Compared) else Compared(what, value)
     failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
     # known to everybody, so that all ranks take the slow path or none
-    if alike is None or alike.is_all_of(group):
+    if alike is None or _size(alike.group) == _size(group):
         wrong, most = _compare(group, failed, digest, number, doing)
     else:
         wrong, most = _compare(group, failed, _digest(what), number, doing)  # do all ranks make this call?
@@ -73,10 +73,6 @@ class Alike:
 
     number: int
     group: dist.ProcessGroup | None
-
-    def is_all_of(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether the part is the whole."""
-        return _size(self.group) == _size(group)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -158,7 +154,7 @@ def _explain(
 
 
 def gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
-    """Every rank's, by rank."""
+    """What every rank has given, by rank."""
     if group is None or _size(group) == 1:
         return [mine]
     seen: list[Any] = [None] * _size(group)

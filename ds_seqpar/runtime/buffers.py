@@ -35,7 +35,7 @@ class Buffers:
         self.seen: dict[int, tuple[tuple[Place, ...], Tensors]] = {}  # by slot: as what it was seen last
 
     def raw(self, slot: int, size: int) -> Tensor:
-        """The first bytes of a slot."""
+        """The first `size` bytes of a slot."""
         made = self._buffer(slot)
         return made if made.numel() == size else made[:size]
 
@@ -74,6 +74,11 @@ class Buffers:
             size = self.bound.slot_bytes(slot)
             made = self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return made
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that results are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def views(buffer: Tensor, places: tuple[Place, ...]) -> Tensors:
@@ -123,15 +128,15 @@ def unpack_out(received: Tensor, its: Deal, batch: int, tokens: int, dim: int) -
     """What the all-to-all gives, (elements,): from each member (s, B, h of all, D) -> each (B, s, H, D), in memory of
     its own. Where members share heads, what belongs to one is summed, in fp32 or wider."""
     blocks, found = _blocks(received, its, batch, tokens, dim), []
-    wide = torch.float64 if received.dtype == torch.float64 else torch.float32
+    sums = wide(received.dtype)
     for index, (total, split) in enumerate(zip(its.totals, its.split, strict=True)):
         shape, done = (batch, tokens, total, dim), 0
-        whole = received.new_empty(shape, dtype=wide) if split else received.new_empty(shape)
+        whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
         for run, block in zip(its.runs, blocks, strict=True):
             part, heads, span, shared = block[index], run.heads[index], run.spans[index], run.sharing[index]
             shares = run.members // shared
             if shared > 1:
-                part = part.view(shares, shared, tokens, batch, heads, dim).sum(1, dtype=wide)
+                part = part.view(shares, shared, tokens, batch, heads, dim).sum(1, dtype=sums)
             place = _by_member(whole, span, (batch, tokens, shares, heads, dim))
             place.add_(part) if span.start < done else place.copy_(part)
             done = span.stop

@@ -3,52 +3,19 @@ some heads of the inner rank's tokens. `compiler.exchange` has the names of what
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compiler.compile import Bound
-from ..compiler.exchange import Heads
 from ..compiler.program import Trade
 from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_gradient
 from .work import Backward, Forward, Work, rowsum
-
-
-class Call(Protocol):
-    """own: the caller's tensors (B, s, H, D), by name. heads: who has which."""
-
-    device: torch.device
-    heads: Heads
-
-    def part(self, stage: int, field: str) -> Tensor:
-        """The stage's heads of the caller's own tokens, (B, s, h, D), D 1 for a number a row."""
-        ...
-
-    def arrive(self, trade: Trade, joined: Tensor) -> None:
-        """The stage's inner tensors that travelled together, (T, B, h of all, D)."""
-        ...
-
-    def enter(self, stage: int) -> Work:
-        """The work of the stage's inner tensors."""
-        ...
-
-    def leave(self, stage: int, result: Tensors) -> None:
-        """The inner program's result."""
-        ...
-
-    def give(self, field: str) -> Tensor:
-        """A result (B, T, h, D) of the stage that was left, to be sent; it is given up."""
-        ...
-
-    def put(self, stage: int, field: str, part: Tensor) -> None:
-        """A result of own tokens, (B, s, h, D), of the stage's heads."""
-        ...
-
-    def results(self) -> list[Tensor]: ...
 
 
 class Saved(NamedTuple):
@@ -60,32 +27,51 @@ class Saved(NamedTuple):
     outs: Sequence[Tensor]
 
 
-class _Call:
-    """What both directions share. inner: of the stage that is walked; left: its results; whole: of all stages."""
+class Call(abc.ABC):
+    """What both directions share. own: the caller's tensors (B, s, H, D), by name. heads: who has which. inner: tensors
+    of the stage that is walked; left: its results; whole: results of all stages."""
 
-    def __init__(self, bound: Bound, own: dict[str, Tensor], sinks: Tensor | None) -> None:
+    def __init__(
+        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None
+    ) -> None:
         assert bound.heads is not None
-        self.heads, self.own, self.sinks = bound.heads, own, sinks
+        self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
         self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
         self.inner: dict[str, Tensor] = {}
         self.left: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor] = {}
 
+    @abc.abstractmethod
+    def enter(self, stage: int) -> Work:
+        """The work of the stage's inner tensors."""
+
+    @abc.abstractmethod
+    def leave(self, stage: int, result: Tensors) -> None:
+        """Takes the inner program's result."""
+
+    @abc.abstractmethod
+    def results(self) -> list[Tensor]:
+        """What the call gives."""
+
     def part(self, stage: int, field: str) -> Tensor:
+        """The stage's heads of the caller's own tokens, (B, s, h, D), D 1 for a number a row."""
         return self.some(self.own[field], stage, field)
 
     def some(self, x: Tensor, stage: int, field: str) -> Tensor:
-        """Of all heads those of the stage."""
+        """Those of all heads that are the stage's."""
         held = self.heads.held(stage, field)
         return x if x.shape[2] == held.stop - held.start else x[:, :, held]
 
     def arrive(self, trade: Trade, joined: Tensor) -> None:
+        """Takes the stage's inner tensors that travelled together, (T, B, h of all, D)."""
         self.inner.update(zip(trade.fields, split_in(joined, self.heads.widths(trade)), strict=True))
 
     def give(self, field: str) -> Tensor:
+        """A result (B, T, h, D) of the stage that was left, to be sent; it is given up."""
         return self.left.pop(field)
 
     def put(self, stage: int, field: str, part: Tensor) -> None:
+        """Takes a result of own tokens, (B, s, h, D), of the stage's heads."""
         if len(self.heads.stages) == 1:
             self.whole[field] = part
             return
@@ -113,7 +99,7 @@ class _Call:
         return self.sinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
 
 
-class ForwardCall(_Call):
+class ForwardCall(Call):
     """own: q, k and v. Ends with out, the inner lse of each stage and what is kept for backward (see `Kept`; nothing
     where there are no other members). With `lse` and other members also with the lse of own tokens."""
 
@@ -121,8 +107,8 @@ class ForwardCall(_Call):
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
         keep: int, lse: bool,
     ) -> None:  # fmt: skip
-        super().__init__(bound, own, sinks)
-        self.kernel, self.scores, self.keep, self.lse = kernel, scores, keep, lse
+        super().__init__(bound, kernel, scores, own, sinks)
+        self.keep, self.lse = keep, lse
         self.lses: list[Tensor] = []
         self.arrived: list[Tensor] = []
         self.out: list[Tensor] = []
@@ -136,7 +122,7 @@ class ForwardCall(_Call):
         if self.alone:
             self.inner = self.own_inner(stage)
         q, k, v = (self.inner[field] for field in ("q", "k", "v"))
-        return Forward(self.kernel, self.scores.scale, q, k, v)
+        return Forward(self.kernel, self.scale, q, k, v)
 
     def leave(self, stage: int, result: Tensors) -> None:
         out, lse = result
@@ -156,7 +142,7 @@ class ForwardCall(_Call):
         return [self.whole["out"], *self.lses, *self.arrived, *self.out, *own]
 
 
-class BackwardCall(_Call):
+class BackwardCall(Call):
     """own: do, and where they are needed q, k, v and out, or delta in its place. lses, arrived, outs: see `Saved`. Ends
     with dq, dk and dv, and the gradient of sinks where there are some."""
 
@@ -164,8 +150,8 @@ class BackwardCall(_Call):
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
         lses: Sequence[Tensor], arrived: Sequence[Tensor], outs: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        super().__init__(bound, own, sinks)
-        self.kernel, self.scores, self.lses, self.arrived, self.outs = kernel, scores, lses, arrived, outs
+        super().__init__(bound, kernel, scores, own, sinks)
+        self.lses, self.arrived, self.outs = lses, arrived, outs
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
     def part(self, stage: int, field: str) -> Tensor:
@@ -192,7 +178,7 @@ class BackwardCall(_Call):
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
             mine = self.dsinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
             mine.copy_(sinks_gradient(delta, lse, sinks))
-        return Backward(self.kernel, self.scores.scale, do, q, k, v, out, lse)
+        return Backward(self.kernel, self.scale, do, q, k, v, out, lse)
 
     def leave(self, stage: int, result: Tensors) -> None:
         dq, dk, dv = result

@@ -155,7 +155,7 @@ def _check_settings(mask: object, scale: object) -> None:
         raise InputError(f"attention needs causal True or False, or a Mask; got {got}, full attention is causal=False")
     if scale is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not _in_range(scale):
+    if not _is_positive(scale):
         got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise InputError(
             f"attention needs a scale that is a number above 0 (in fp32), or None for head_dim ** -0.5; got {got}, "
@@ -165,9 +165,7 @@ def _check_settings(mask: object, scale: object) -> None:
 
 def check_softcap(softcap: object) -> None:
     """Raises InputError for what scores cannot be capped with."""
-    if softcap is None:
-        return
-    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real) or not _in_range(softcap):
+    if softcap is not None and not _is_positive(softcap):
         raise InputError(f"attention needs a softcap that is a number above 0 (in fp32), or None; got {softcap!r:.80}")
 
 
@@ -184,10 +182,11 @@ def check_sinks(sinks: object, q: Tensor) -> None:
         raise InputError(f"attention needs sinks on q's device; got {sinks.device} and {q.device}")
 
 
-def _in_range(scale: Any) -> bool:
-    """Below it a kernel has 0, and 0 times a mask's -inf is no number; above it infinity."""
-    fp32 = torch.finfo(torch.float32)
-    return fp32.tiny <= scale <= fp32.max
+def _is_positive(x: Any) -> bool:
+    """Whether it is a number above 0 in fp32. Below these a kernel has 0, and 0 times a mask's -inf is no number; above
+    them infinity."""
+    fp32, real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
+    return real and bool(fp32.tiny <= x <= fp32.max)
 
 
 def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:

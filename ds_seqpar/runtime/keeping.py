@@ -128,7 +128,7 @@ class Lent:
 
     @classmethod
     def now(cls) -> Lent | None:
-        """None outside of a checkpointed function."""
+        """For the function that runs now; None outside of a checkpointed one."""
         kept = _innermost()
         return None if kept is None else cls(kept)
 

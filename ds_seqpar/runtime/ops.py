@@ -7,7 +7,7 @@ What is no tensor or number goes by its handle there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,13 +19,12 @@ from ..compiler.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
 from ..handles import held, hold, of_handle
 from . import keeping
-from .buffers import Tensors
+from .buffers import Tensors, wide
 from .call import Saved
 from .inputs import Asked, agree_on_inputs, of_one_head_dim, traceable
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
-from .work import wide
 
 Context: TypeAlias = Any  # of a backward to come: torch's own type of it has none of the attributes that one gives it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
@@ -46,12 +45,11 @@ class _Given(NamedTuple):
     def of(
         cls, handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int, lse: bool
     ) -> _Given:
-        """Of what `_numbers` gives."""
-        given = None if shards == CONFIGURED else of_handle(shards)
-        return cls(of_handle(handle), of_handle(mask), given, Scores(scale, softcap), stages, keep, lse)
+        """Made from what `_numbers` gives."""
+        return cls(of_handle(handle), of_handle(mask), _shards_of(shards), Scores(scale, softcap), stages, keep, lse)
 
     def attended(self, tokens: int) -> tuple[Mask, Shards, Scores]:
-        """tokens: of q that this rank holds."""
+        """Mask, shards and scores for `tokens` of q on this rank."""
         if self.shards is not None:
             return self.mask, self.shards, self.scores
         return self.mask, self.runtime.shards(tokens * self.runtime.members.degree), self.scores
@@ -141,45 +139,27 @@ def _place(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> l
 
 
 def handle_of_shards(shards: UnevenShards | None) -> int:
-    """None: those of the configured layout."""
+    """The number of shards; None are those of the configured layout."""
     return CONFIGURED if shards is None else shards.handle
+
+
+def _shards_of(handle: int) -> UnevenShards | None:
+    return None if handle == CONFIGURED else of_handle(handle)
 
 
 @torch.library.custom_op("ds_seqpar::agree", mutates_args=())
 def agree_on(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: int,
-    mask: int,
-    shards: int,
-    scale: float | None,
-    backward: bool,
-    lse: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, handle: int, mask: int, shards: int, scale: float | None,
+    backward: bool, lse: bool, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`inputs.agree_on_inputs` as a part of a compiled graph; the empty result is for what must come after it."""
-    given = None if shards == CONFIGURED else of_handle(shards)
-    asked = Asked(of_handle(mask), given, scale, backward, lse, softcap, sinks)
+    asked = Asked(of_handle(mask), _shards_of(shards), scale, backward, lse, softcap, sinks)
     agree_on_inputs(of_handle(handle), q, k, v, asked)
-    return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
+    return _nothing(q)
 
 
 @agree_on.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: int,
-    mask: int,
-    shards: int,
-    scale: float | None,
-    backward: bool,
-    lse: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _nothing(q: Tensor, *more: object) -> Tensor:
     return q.new_empty(0, dtype=torch.int64)  # nothing that a gradient flows through
 
 
@@ -261,13 +241,19 @@ def _save_of_op(ctx: Context, inputs: tuple, output: Sequence[Tensor]) -> None:
 
 
 def _differentiate_op(ctx: Context, grads: Sequence[Tensor | None]) -> tuple:
-    do, (sinks, *saved) = grads[0], ctx.saved_tensors
+    found = _gradients(ctx, grads[0], lambda *given: attend_backward(*given, ctx.k_shape, *ctx.numbers))
+    return *found, *[None] * 10
+
+
+def _gradients(ctx: Context, do: Tensor | None, backward: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
+    """Those of q, k, v and sinks. backward: takes do, sinks and what was saved."""
     if do is None:
-        return (None,) * 14
+        return [None] * 4
+    sinks, *saved = ctx.saved_tensors
     with torch.no_grad():
-        found = attend_backward(do, sinks, saved, ctx.k_shape, *ctx.numbers)
-    dq, dk, dv, *more = _final(found, saved)
-    return dq, dk, dv, more[0] if more else None, *[None] * 10
+        found = backward(do, sinks, saved)
+    grads = _final(found, saved)
+    return grads if len(grads) == 4 else [*grads, None]
 
 
 attend.register_autograd(_differentiate_op, setup_context=_save_of_op)
@@ -291,13 +277,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple:
-        do, (sinks, *saved) = grads[0], ctx.saved_tensors
-        if do is None:
-            return (None,) * 5
-        with torch.no_grad():
-            found = _backward(ctx.given, do, sinks, saved, ctx.k_shape[2])
-        dq, dk, dv, *more = _final(found, saved)
-        return dq, dk, dv, more[0] if more else None, None
+        def backward(do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+            return _backward(ctx.given, do, sinks, saved, ctx.k_shape[2])
+
+        return *_gradients(ctx, grads[0], backward), None
 
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())

@@ -14,29 +14,10 @@ from typing import Any
 
 import torch
 
-from ..compiler.actions import Collective, Key, name_of, unit_name
+from ..compiler import program as op
+from ..compiler.actions import Collective, Key, unit_name
 from ..compiler.compile import Bound
-from ..compiler.program import (
-    Assemble,
-    Enter,
-    ExchangeStart,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Instruction,
-    Leave,
-    Merge,
-    Pack,
-    PackHeads,
-    Post,
-    Product,
-    ScatterStart,
-    Started,
-    Transfer,
-    UnpackHeads,
-    Wait,
-)
+from ..compiler.program import KINDS, Instruction, Started, Transfer, label_of
 from ..compiler.timeline import Event
 from .comm import Works
 from .walk import Walk
@@ -189,7 +170,7 @@ class _WalkEvents:
         self.program, self.seconds = walked.bound.program, seconds
         self.marks = [(seconds(start), seconds(end)) for start, end in walked.marks]
         self.done = list(zip(self.program.code, self.marks, strict=False))  # an error leaves fewer marks
-        self.waits = {one.ticket: marks for one, marks in self.done if isinstance(one, Wait)}
+        self.waits = {one.ticket: marks for one, marks in self.done if isinstance(one, op.Wait)}
 
     def events(self) -> list[Event]:
         """The walk itself, then its instructions and messages in order; empty where no instruction ended."""
@@ -203,11 +184,11 @@ class _WalkEvents:
                 messages = self.messages(one, marks[0])
                 labels[one.ticket] = " ".join(m.label for m in messages if m.kind != "send") or messages[0].label
                 found += [self.event("post", marks, " ".join(m.label for m in messages), one.step), *messages]
-            elif isinstance(one, Wait):
+            elif isinstance(one, op.Wait):
                 found.append(self.event("wait", marks, labels[one.ticket], one.step))
             else:
-                kind, label, what, blocks = _words(one)
-                found.append(self.event(kind, marks, label, one.step, what=what, blocks=blocks))
+                what, blocks = _unit(one)
+                found.append(self.event(KINDS[type(one)], marks, label_of(one), one.step, what=what, blocks=blocks))
         return found
 
     def event(self, kind: str, marks: tuple[float, float], label: str, step: int = -1, **more: Any) -> Event:
@@ -217,20 +198,20 @@ class _WalkEvents:
     def messages(self, one: Started, start: float) -> list[Event]:
         """The messages that an instruction starts: first those that arrive, then those that leave, as their works."""
         waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
-        count = len(one.receives) + len(one.sends) if isinstance(one, Post) else 1
+        count = len(one.receives) + len(one.sends) if isinstance(one, op.Post) else 1
         works = self.works[one.ticket]
         ends = [done if work.seen is None else self.seconds(work.seen) for work in works]
-        if not isinstance(one, Post):
+        if not isinstance(one, op.Post):
             ends = ends[-1:]  # a collective is one event: all that arrives
         ends = ends if len(ends) == count else ends[-1:] * count  # several messages may share one work
         more: dict[str, Any] = {"waited": waited}
-        if isinstance(one, ExchangeStart):
+        if isinstance(one, op.ExchangeStart):
             traffic, heads = self.bound.traffic(one.trade), self.bound.heads
             assert heads is not None
             more |= {"what": "+".join(one.trade.fields)}
             more |= {"bytes": traffic.arriving(heads.members.member) * traffic.itemsize}
             return [self.event("exchange", (start, ends[0]), one.trade.words, one.step, **more)]
-        if not isinstance(one, Post):
+        if not isinstance(one, op.Post):
             its = one.collective
             more |= {"what": its.kind, "blocks": (its.whole,), "bytes": _arriving(self.bound, one)}
             return [self.event("move", (start, ends[0]), str(its), one.step, **more)]
@@ -248,34 +229,22 @@ class _WalkEvents:
         return f"{unit_name(transfer.unit)}:{src}>{dst}"
 
 
-def _arriving(bound: Bound, one: GatherStart | ScatterStart) -> int:
+def _arriving(bound: Bound, one: op.GatherStart | op.ScatterStart) -> int:
     """Bytes of a collective that other ranks send to this one."""
     collective: Collective = one.collective
     part, others = collective.part(bound.program.rank), len(collective.ranks) - 1
-    slot = one.sent if isinstance(one, GatherStart) else one.received
+    slot = one.sent if isinstance(one, op.GatherStart) else one.received
     return others * bound.unit_bytes(slot, collective.kind, part)
 
 
-def _words(one: Instruction) -> tuple[str, str, str, tuple[Key, ...]]:
-    """Kind, label, unit and blocks of an instruction that only computes."""
+def _unit(one: Instruction) -> tuple[str, tuple[Key, ...]]:
+    """The kind and the blocks that an instruction works on; of a product no kind, and the blocks of q and of kv."""
     match one:
-        case Product(q=q, kv=kv):
-            return "product", f"q{name_of(q)}*kv{name_of(kv)}", "", (q, kv)
-        case Merge(unit=unit) | Fold(unit=unit):
-            return "merge", f"{type(one).__name__.lower()} {unit_name(unit)}", unit[0], (unit[1],)
-        case Pack(unit=unit) | Export(unit=unit):
-            return "copy", f"{type(one).__name__.lower()} {unit_name(unit)}", unit[0], (unit[1],)
-        case Assemble(collective=its):
-            return "copy", f"assemble {unit_name((its.kind, its.whole))}", its.kind, (its.whole,)
-        case PackHeads(trade=trade) | UnpackHeads(trade=trade):
-            return (
-                "copy",
-                f"{'pack' if isinstance(one, PackHeads) else 'unpack'} {trade.words}",
-                "+".join(trade.fields),
-                (),
-            )
-        case Enter(stage=stage) | Leave(stage=stage):
-            return "copy", f"{type(one).__name__.lower()} stage {stage}", "", ()
-        case Finish(results=results):
-            return "copy", " ".join(["finish", *(unit_name(unit) for unit, _ in results)]), "", ()
-    raise AssertionError(f"an instruction without words: {one}")
+        case op.Product(q=q, kv=kv):
+            return "", (q, kv)
+        case op.Pack() | op.Assemble() | op.Merge() | op.Export() | op.Fold():
+            return one.unit[0], (one.unit[1],)
+        case op.PackHeads(trade=trade) | op.UnpackHeads(trade=trade):
+            return "+".join(trade.fields), ()
+        case _:
+            return "", ()

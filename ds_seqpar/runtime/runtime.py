@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -20,7 +20,10 @@ from ..handles import handle_of
 from .call import BackwardCall, ForwardCall, Saved
 from .comm import Comm
 from .kernels import BlockSpec, Kernel, Scores, select
-from .walk import Recorder, Walk
+from .walk import Walk
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 NOT_RECORDED = contextlib.nullcontext()
 
@@ -73,13 +76,12 @@ class Runtime:
         return self.compiler.call(direction, mask, shards, own, self.members, kernel.takes, *more), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
-        """Of a rank's own tensors."""
+        """The shape of a rank's own tensors."""
         dtype = str(q.dtype).removeprefix("torch.")
         return shape_of(self.config.travel_dtype, dtype, q.shape[0], (q.shape[2], kv_heads, q.shape[3]))
 
     def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
-        """Of heads, given a rank's own q and k: as few that attention takes no more than its q, k, v and out, in the
-        program of the first inner rank, which all know."""
+        """`memory.fewest_stages` of heads for a rank's own q and k."""
         key = q.shape, k.shape, q.dtype, mask, shards
         if self.staged is None or self.staged[0] != key:
             from ..compiler.memory import fewest_stages  # which only "auto" asks for

@@ -34,11 +34,12 @@ PATIENCE = timedelta(seconds=5)  # for the rank that prints to have printed: a l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Telling:
-    """rank: the global rank that prints the error. key: what it then sets in store; "" where ranks have not agreed."""
+    """rank: the global rank that prints the error. key: what it then sets in `store`, a `dist.Store`. Both are missing
+    where ranks have not agreed."""
 
     rank: int
     key: str = ""
-    store: dist.Store | None = None
+    store: Any = None
 
 
 def told_by(error: SeqParError, rank: int, key: str) -> SeqParError:
@@ -94,22 +95,16 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def _store_of(telling: Telling) -> dist.Store:
-    """Of an error that ranks agreed on: `told_by` gives it one with its key."""
-    assert telling.store is not None
-    return telling.store
-
-
 def _say_so(telling: Telling) -> None:
     try:
-        _store_of(telling).set(telling.key, "1")
+        telling.store.set(telling.key, "1")
     except dist.DistNetworkError as lost:
         print(f"ds_seqpar: other ranks may print this too: {lost}", file=sys.stderr)
 
 
 def _was_said(telling: Telling) -> bool:
     try:
-        _store_of(telling).wait([telling.key], PATIENCE)
+        telling.store.wait([telling.key], PATIENCE)
     except dist.DistNetworkError:
         return True  # the rank that keeps the store does not end before it has printed, or seen it printed
     except dist.DistStoreError:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..compiler import program as op
 from ..compiler.actions import Key, Unit
 from ..compiler.compile import Bound, side_of
 from ..compiler.exchange import COUNTED
-from ..compiler.program import (
-    OWN,
-    Assemble,
-    Enter,
-    ExchangeStart,
-    Export,
-    Finish,
-    Fold,
-    GatherStart,
-    Leave,
-    Merge,
-    Pack,
-    PackHeads,
-    Post,
-    Product,
-    ScatterStart,
-    Transfer,
-    UnpackHeads,
-    Wait,
-)
+from ..compiler.program import OWN, Transfer, methods_of
 from ..compiler.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
 from .call import Call
@@ -40,15 +21,8 @@ from .comm import Comm, Handle, Message
 from .kernels.accumulate import Running
 from .work import ALL, Work
 
-
-class Recorder(Protocol):
-    def advancing(self, walk: Walk) -> Callable[[], None]:
-        """What to call in place of the walk's `advance`."""
-        ...
-
-    def span(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """What happens inside is one event."""
-        ...
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 
 class Walk:
@@ -76,7 +50,6 @@ class Walk:
         return self.call.results()
 
     def advance(self) -> None:
-        """Executes one instruction."""
         program, at = self.program, self.at
         instruction = program.code[at]
         EXECUTE[type(instruction)](self, instruction)
@@ -92,7 +65,7 @@ class Walk:
 
     # ---- heads
 
-    def pack_heads(self, one: PackHeads) -> None:
+    def pack_heads(self, one: op.PackHeads) -> None:
         trade = one.trade
         if trade.inward:
             traffic, parts = self.bound.traffic(trade), [self.call.part(trade.stage, field) for field in trade.fields]
@@ -102,12 +75,12 @@ class Walk:
             joined = join_out([self.call.give(field) for field in trade.fields])
             self.buffers.adopt(one.into, joined.contiguous())
 
-    def exchange(self, one: ExchangeStart) -> None:
+    def exchange_start(self, one: op.ExchangeStart) -> None:
         traffic, kind = self.bound.traffic(one.trade), COUNTED[one.trade.fields[0]]
         sent, received = (self.buffers.elements(slot, traffic.dtype) for slot in (one.sent, one.received))
         self.tickets[one.ticket] = self.comm.exchange(kind, sent, received, (traffic.outgoing, traffic.incoming))
 
-    def enter(self, one: Enter) -> None:
+    def enter(self, one: op.Enter) -> None:
         for trade, slot in one.arrived:
             traffic = self.bound.traffic(trade)
             heads = sum(self.call.heads.widths(trade))
@@ -115,12 +88,12 @@ class Walk:
             self.call.arrive(trade, self.buffers.elements(slot, traffic.dtype).view(shape))
         self.work, self.entered = self.call.enter(one.stage), True
 
-    def leave(self, one: Leave) -> None:
+    def leave(self, one: op.Leave) -> None:
         self.call.leave(one.stage, self.result)
         del self.work, self.result
         self.entered = False
 
-    def unpack_heads(self, one: UnpackHeads) -> None:
+    def unpack_heads(self, one: op.UnpackHeads) -> None:
         trade, traffic = one.trade, self.bound.traffic(one.trade)
         received = self.buffers.elements(one.received, traffic.dtype)
         tokens = traffic.tokens[self.call.heads.members.member]
@@ -139,12 +112,12 @@ class Walk:
         """Where the tokens of an own block stand among the caller's."""
         return rows_in(self.bound.shards, side_of(kind), key[0])
 
-    def pack(self, one: Pack) -> None:
+    def pack(self, one: op.Pack) -> None:
         own = self.own(one.unit, travels=True)
         for target, tensor in zip(self.buffers.tensors(one.into, one.unit), own, strict=True):
             target.copy_(tensor)
 
-    def post(self, one: Post) -> None:
+    def post(self, one: op.Post) -> None:
         for transfer in one.receives:
             self.work.forget(transfer.slot)
         sends, receives = [self.message(t) for t in one.sends], [self.message(t) for t in one.receives]
@@ -155,11 +128,11 @@ class Walk:
         elements, size = self.bound.size(slot, kind, key)
         return Message(peer, kind, elements, self.buffers.raw(slot, size), tag)
 
-    def wait(self, one: Wait) -> None:
+    def wait(self, one: op.Wait) -> None:
         self.tickets[one.ticket].wait()
         del self.tickets[one.ticket]
 
-    def start_gather(self, one: GatherStart) -> None:
+    def gather_start(self, one: op.GatherStart) -> None:
         gather, kind = one.collective, one.collective.kind
         unit = kind, gather.part(self.program.rank)
         elements, size = self.bound.size(one.sent, *unit)
@@ -167,16 +140,17 @@ class Walk:
         received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
         self.tickets[one.ticket] = self.comm.all_gather(gather.ranks, sent, received)
 
-    def assemble(self, one: Assemble) -> None:
+    def assemble(self, one: op.Assemble) -> None:
         gather = one.collective
         self.work.forget(one.into)
         whole = self.buffers.tensors(one.into, (gather.kind, gather.whole))
         keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
         for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
             for target, tensor in zip(whole, part, strict=True):
-                _put(target, tensor, self.rows(gather.kind, gather.whole, key))
+                for place, piece in _rows(target, tensor, self.rows(gather.kind, gather.whole, key)):
+                    place.copy_(piece)
 
-    def product(self, one: Product) -> None:
+    def product(self, one: op.Product) -> None:
         calls = self.bound.calls(one.q, one.kv)
         q, kv = self.operand(("q", one.q), one.q_slot), self.operand(("kv", one.kv), one.kv_slot)
         self.work.product(q, kv, one.q_slot, calls, [self.running(unit, slot) for unit, slot in one.results])
@@ -188,14 +162,14 @@ class Walk:
             self.results[unit] = self.work.running(unit[0], lambda: buffers.tensors(slot, unit))
         return self.results[unit]
 
-    def merge(self, one: Merge) -> None:
+    def merge(self, one: op.Merge) -> None:
         arrived, running = self.buffers.tensors(one.arrived, one.unit), self.running(one.unit, one.into)
         if one.into == one.arrived:
             running.absorb(*arrived)
         else:
             running.merge(*arrived)
 
-    def export(self, one: Export) -> None:
+    def export(self, one: op.Export) -> None:
         running = self.running(one.unit, one.own)
         del self.results[one.unit]
         if one.into == one.own:
@@ -203,7 +177,7 @@ class Walk:
         else:
             running.copy_into(self.buffers.tensors(one.into, one.unit))
 
-    def start_scatter(self, one: ScatterStart) -> None:
+    def scatter_start(self, one: op.ScatterStart) -> None:
         """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
         reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
         whole, mine = self.results.pop((kind, reduce.whole)).placed(), reduce.part(rank)
@@ -211,7 +185,8 @@ class Walk:
         others = [part for part in order if part != mine]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
             for target, tensor in zip(part, whole, strict=True):
-                _take(target, tensor, self.rows(kind, reduce.whole, key))
+                for place, piece in _rows(tensor, target, self.rows(kind, reduce.whole, key)):
+                    piece.copy_(place)
         own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
         self.running((kind, mine), one.kept).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
         going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
@@ -225,13 +200,13 @@ class Walk:
             (going, coming),
         )
 
-    def fold(self, one: Fold) -> None:
+    def fold(self, one: op.Fold) -> None:
         kind, key = one.unit
         running = self.running(one.unit, one.own)
         for part in self.buffers.parts(one.received, kind, [key] * one.parts):
             running.merge(*part)
 
-    def finish(self, one: Finish) -> None:
+    def finish(self, one: op.Finish) -> None:
         if self.program.parts == 1:
             self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
         else:
@@ -246,32 +221,10 @@ class Walk:
         return rows_of(self.bound.shards, side_of(kind), whole, part)
 
 
-EXECUTE: dict[type, Callable[[Walk, Any], None]] = {  # each takes its own kind of instruction
-    Pack: Walk.pack,
-    Post: Walk.post,
-    Wait: Walk.wait,
-    GatherStart: Walk.start_gather,
-    Assemble: Walk.assemble,
-    Product: Walk.product,
-    Merge: Walk.merge,
-    Export: Walk.export,
-    ScatterStart: Walk.start_scatter,
-    Fold: Walk.fold,
-    Finish: Walk.finish,
-    PackHeads: Walk.pack_heads,
-    ExchangeStart: Walk.exchange,
-    Enter: Walk.enter,
-    Leave: Walk.leave,
-    UnpackHeads: Walk.unpack_heads,
-}
+EXECUTE = methods_of(Walk)
 
 
-def _put(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> None:
-    """The tokens of a part go to their rows of the whole."""
-    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
-        whole[:, row] = piece
-
-
-def _take(part: Tensor, whole: Tensor, rows: tuple[slice, ...]) -> None:
-    for row, piece in zip(rows, part.split([row.stop - row.start for row in rows], dim=1), strict=True):
-        piece.copy_(whole[:, row])
+def _rows(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
+    """The rows of the whole that a part has, each with the part's tokens."""
+    pieces = part.split([row.stop - row.start for row in rows], dim=1)
+    return [(whole[:, row], piece) for row, piece in zip(rows, pieces, strict=True)]

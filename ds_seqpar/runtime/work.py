@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..compiler.tiles import Tile
-from .buffers import Tensors
+from .buffers import Tensors, wide
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward
 
@@ -18,38 +18,42 @@ ALL = slice(None)  # rows
 FEW = 256  # tokens of a head for which others are taken with it: calls would cost more than what they compute
 
 
-class Work(Protocol):
+class Work(abc.ABC):
     """Every tensor has its tokens on dim 1."""
 
-    device: torch.device
+    def __init__(self, kernel: Kernel, scale: float, q: Tensor) -> None:
+        self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
 
+    @abc.abstractmethod
     def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
         """Some rows of the caller's tensors of an operand; travels: all its fields in `compiler.shape`, as a message
         has them."""
-        ...
 
+    @abc.abstractmethod
     def running(self, kind: str, make: Callable[[], Tensors]) -> Running:
         """An empty running result. make: gives the tensors that it has once it must be wide."""
-        ...
 
-    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None: ...
+    @abc.abstractmethod
+    def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
+        """Adds a product to the running results. q_slot: where q is."""
 
-    def forget(self, slot: int) -> None:
-        """What was made of the unit in a slot, which now gets another."""
-        ...
+    @abc.abstractmethod
+    def finish(self, results: list[Running]) -> Tensors:
+        """The results in the dtype of q."""
 
-    def finish(self, results: list[Running]) -> Tensors: ...
-
+    @abc.abstractmethod
     def whole(self) -> dict[str, Tensors]:
         """What `finish` returns, uninitialised, by kind: for results of several blocks."""
-        ...
+
+    def forget(self, slot: int) -> None:  # noqa: B027
+        """Gives up what was made of the unit in a slot, which now gets another."""
 
 
-class Forward:
+class Forward(Work):
     """q (B, n, Hq, D), k and v (B, m, Hkv, D). Ends with (out as q, lse (B, n, Hq) wide)."""
 
     def __init__(self, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
+        super().__init__(kernel, scale, q)
         self.operands = {"q": (q,), "kv": (k, v)}
 
     def own(self, kind: str, rows: slice, travels: bool = False) -> Tensors:
@@ -61,8 +65,6 @@ class Forward:
     def product(self, q: Tensors, kv: Tensors, q_slot: int, calls: Sequence[Tile], results: list[Running]) -> None:
         forward(self.kernel, q[0], kv[0], kv[1], calls, self.scale, results[0])
 
-    def forget(self, slot: int) -> None: ...
-
     def finish(self, results: list[Running]) -> Tensors:
         return results[0].finish(self.dtype, None)
 
@@ -71,7 +73,7 @@ class Forward:
         return {"out": (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q.dtype)))}
 
 
-class Backward:
+class Backward(Work):
     """The same with the output's gradient do, and what forward gave: out, lse. Ends with (dq, dk, dv).
 
     A query block that travels brings delta = rowsum(do * out), a D-th of out's size (BurstAttention, section 3.1).
@@ -82,7 +84,7 @@ class Backward:
     def __init__(
         self, kernel: Kernel, scale: float, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
-        self.kernel, self.scale, self.device, self.dtype = kernel, scale, q.device, q.dtype
+        super().__init__(kernel, scale, q)
         self.q, self.kv, self.do, self.lse = q, (k, v), do, lse
         self.out, self.outs = out, dict[int, Tensor]()  # outs: by slot
 
@@ -129,8 +131,8 @@ def rowsum(do: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 def project(do: Tensor, delta: Tensor) -> Tensor:
     """An output whose rowsum with do is delta: do * delta / |do|^2, and 0 where do is 0.
 
-    It is all that a backward kernel reads of out. do is divided by its row's maximum first: |do|^2 underflows in fp32.
-    do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
+    That rowsum is all that a backward kernel reads of out. do is divided by its row's maximum first, since |do|^2
+    underflows in fp32. do (B, n, H, D), delta (B, n, H) wide; returns do's dtype.
     """
     if do[0].numel() <= PIECE * do.shape[3]:
         return _project(do, delta).to(do.dtype)
@@ -154,8 +156,3 @@ def _project(do: Tensor, delta: Tensor) -> Tensor:
     unit = do / top  # its greatest element is 1, or all are 0
     square = unit.square().sum(-1, keepdim=True).clamp_min_(1.0)
     return unit.mul_(delta[..., None].div(top).div_(square))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What results are accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

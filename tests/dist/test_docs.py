@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from ds_seqpar import Mask, SeqParError, SequenceParallelConfig, UnevenShards
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.layout import dealt
+from ds_seqpar.compiler.layout import LAYOUTS
 from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make, refusal
@@ -102,7 +102,7 @@ def prefix_by_two_calls(layout, seq, prefix):
     local = [x[:, at] for x in (q, k, v)]
     out = sp.attention(*local)
     held = [[(run.start, 1, min(run.length, prefix - run.start)) for run in runs if run.start < prefix]
-            for runs in (dealt(layout, seq, 4, rank) for rank in range(4))]  # fmt: skip
+            for runs in (LAYOUTS[layout].runs(seq, 4, rank) for rank in range(4))]  # fmt: skip
     of_prefix = [x[:, at < prefix] for x in local]
     out[:, at < prefix] = sp.attention(*of_prefix, mask=Mask(causal=False), shards=UnevenShards(held))
     seen = torch.arange(seq) < torch.arange(1, seq + 1)[:, None].clamp(min=prefix)

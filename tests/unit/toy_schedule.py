@@ -3,7 +3,7 @@
 from ds_seqpar.compiler.actions import Gather, ReduceScatter
 from ds_seqpar.compiler.layout import Layout, Run, divisors
 from ds_seqpar.compiler.schedules.base import Schedule, blocks_received, count
-from ds_seqpar.compiler.schedules.ring import Round, rotation
+from ds_seqpar.compiler.schedules.ring import Rotation, Round
 from ds_seqpar.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def carousel(topology, pattern, direction, travels="kv"):
         gathers=lambda rank: together(Gather, "kv", rank),
         reduces=lambda rank: together(ReduceScatter, "dkv", rank) if direction == "backward" else (),
     )
-    return rotation(way, cars, direction, travels, pattern)
+    return Rotation(way, cars, direction, travels, pattern)
 
 
 def backwards(tokens, ranks, rank):
@@ -70,7 +70,7 @@ SCHEDULE = Schedule(
     settings=(count("seats", "ranks that k/v is gathered over"),),
     shapes=shapes,
     resolve=resolve,
-    own_layouts=(Layout(name="backwards", runs=backwards, dealt=backwards),),
+    own_layouts=(Layout(name="backwards", runs=backwards),),
     layouts=("striped", "zigzag", "backwards"),
     default_layout="striped",
     collective_axes=("seat",),

@@ -65,7 +65,7 @@ class Schedule:
 
     name, summary: its name and what it is, in a line.
     build(topology, pattern, direction, travels): the steps of any rank. Raises ConfigError where it cannot. Where they
-        are `plan.Counted`, as those of `rotation` and `direct` are, "auto" chooses what travels by the pattern.
+        are `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses what travels by the pattern.
     axes(ranks, own): names and sizes of the axes of its ranks, the one that is numbered fastest first.
     received(axes, direction, travels, units): elements that each rank receives, given those of one block of each kind
         as `Plan.received` takes them; no plan is built. Exact where every product is needed that `takes` allows: under

@@ -8,12 +8,12 @@ from ...errors import ConfigError
 from ..actions import Compute, Move, Step, Steps
 from ..layout import Axes, Topology
 from ..plan import Pattern, StepsOf
-from .base import Own, Schedule
+from .base import Schedule
 
 
 def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
     """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it computes the queries of
-    the late worker p - t + A against its own k/v and sends the result back.
+    the late worker p - t + A against its own k/v. It sends the result back.
 
     floor(A/2) + 1 steps. Helpers work at every t except 2t = A, where both would do the same product. (The paper's
     Algorithm 2 as printed also leaves them out at the last step of odd A.) A mask that leaves out more than the causal
@@ -79,10 +79,6 @@ def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
     return tuple(sorted(mine, key=lambda move: (move.kind, move.key, move.dst)))
 
 
-def axes(ranks: int, own: Own) -> Axes:
-    return (("ring", ranks),)
-
-
 def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
     """Not the same on all ranks: early ones are sent late ones' queries, late ones what was computed for them."""
     ((_, size),) = axes
@@ -102,7 +98,7 @@ SCHEDULE = Schedule(
     name="distflash",
     summary="DistFlashAttn's: ranks without work left help late ones; causal attention only",
     build=distflash,
-    axes=axes,
+    axes=lambda ranks, own: (("ring", ranks),),
     received=received,
     layouts=("contiguous",),
     default_layout="contiguous",

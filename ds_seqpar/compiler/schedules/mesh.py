@@ -15,7 +15,7 @@ from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceSc
 from ..layout import Axes, Topology, divisors
 from ..plan import Counted, Pattern, bits
 from .base import Heads, Own, Schedule, blocks_received, count, three_counts
-from .ring import Round, rotation
+from .ring import Rotation, Round
 
 
 def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
@@ -24,7 +24,7 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
     meet once, on rank (x1, y0, z0) where k/v travels.
 
     (1, 1, A) is Ring Attention. (a, b, 1) is Attention2D (Algs. 1-3; cols = a, rows = b). (C, C, A / C^2) is WallFacer
-    with teams of C; because q and k/v are gathered along different axes, its initial transfer of k/v is not needed.
+    with teams of C. Its initial transfer of k/v is not needed, because q and k/v are gathered along different axes.
     Collectives need blocks of one length that all their members read; elsewhere blocks go straight from their owners.
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
@@ -54,13 +54,13 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
     ).facing(travels)
     if a * b == 1:
-        return rotation(way, turns, direction, travels, pattern)
+        return Rotation(way, turns, direction, travels, pattern)
     groups = _groups(way, turns, travels)
     reads = [_read(q, kv, pattern) for q, kv in groups]
     # a gather brings all that its group has
     if pattern.even and reads == [(_mask(q), kv) for q, kv in groups]:
-        return rotation(way, turns, direction, travels, pattern)
-    return direct(
+        return Rotation(way, turns, direction, travels, pattern)
+    return Direct(
         way.size, direction, lambda rank: _pairs(way, rank, turns, travels, pattern), lambda rank: reads[rank]
     )
 
@@ -73,12 +73,6 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
     return tuple(
         cls(ranks=ranks, kind=kind, parts=tuple((rank,) for rank in ranks)) for kind, ranks in groups if len(ranks) > 1
     )
-
-
-def _keys(way: Round, rank: int, t: int, travels: str) -> tuple[Key, Key]:
-    """The (q, kv) keys of a rank's product in step t."""
-    moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
-    return (staying[0], moving[1]) if travels == "kv" else (moving[0], staying[1])
 
 
 def _groups(way: Round, turns: int, travels: str) -> list[tuple[Key, int]]:
@@ -110,14 +104,15 @@ def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) ->
     own = [(rank, rank)] if pattern(rank, rank) else []
     steps: list[Pairs] = [own]
     for t in range(turns):
-        q, kv = _keys(way, rank, t, travels)
+        moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
+        q, kv = (staying[0], moving[1]) if travels == "kv" else (moving[0], staying[1])
         steps.append([(i, j) for i in q for j in kv if pattern(i, j) and (i, j) != (rank, rank)])
     return steps
 
 
 def sides(ranks: int, heads: Heads | None) -> tuple[int, int]:
-    """(a, b R) that receive the fewest elements for these heads, forward and backward together: (a - 1) 5 Hq and
-    (b R - 1) 6 Hkv for every token and D."""
+    """(a, b R) that receive the fewest elements for these heads, forward and backward together. They are (a - 1) 5 Hq
+    and (b R - 1) 6 Hkv for every token and D."""
     q_heads, kv_heads = heads or (1, 1)
     a = min(divisors(ranks), key=lambda a: 5 * (a - 1) * q_heads + 6 * (ranks // a - 1) * kv_heads)
     return a, ranks // a
@@ -242,22 +237,14 @@ WALLFACER = Schedule(
 Pairs = Sequence[tuple[int, int]]
 
 
-def direct(
-    size: int,
-    direction: str,
-    products: Callable[[int], Sequence[Pairs]],
-    reads: Callable[[int], tuple[int, int]],
-) -> Counted:
+class Direct(Counted):
     """The steps of any rank. products(rank)[t]: the (q block, kv block) pairs that it computes in step t; those of step
     0 of its own blocks only. reads(rank): bitmasks of the q and the kv blocks in these pairs.
 
     A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. No block is sent that its
     receiver does not read, and results go straight home. As many bytes as the collectives at most.
     """
-    return _Direct(size, direction, products, reads)
 
-
-class _Direct(Counted):
     def __init__(
         self,
         size: int,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ...errors import SECTION, ConfigError
+from .. import plan
 from ..actions import Compute, Gather, Key, Move, ReduceScatter, Step, Steps
 from ..layout import Axes, Topology, divisors
-from ..plan import Counted, Pattern, received
+from ..plan import Counted, Pattern
 from .base import Heads, Own, Schedule, blocks_received, count
 
 # (what travels, direction) -> the accumulator that travels with it, one hop behind
@@ -38,17 +40,14 @@ class Round:
         return self if travels == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
 
 
-def rotation(way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> Counted:
+class Rotation(Counted):
     """The steps of any rank. steps: how many ranks a unit visits, its own included.
 
     A unit stops at the last rank that needs it. What was computed at home stays at home; the results of visits follow
     the unit one hop behind, and the last visited rank sends them home. Gathers come before the first step, reduces
     after everything is home.
     """
-    return _Rotation(way, steps, direction, travels, pattern)
 
-
-class _Rotation(Counted):
     def __init__(self, way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> None:
         self.way, self.travels, self.direction = way, travels, direction
         self.side = 1 if travels == "kv" else 0
@@ -104,7 +103,7 @@ class _Rotation(Counted):
     def collected(self, rank: int, units: Mapping[str, float]) -> float:
         """What a rank receives by collectives."""
         gathers, reduces = self.way.gathers(rank), self.way.reduces(rank)
-        return received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
+        return plan.received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
 
     def received(self, units: Mapping[str, float]) -> list[float]:
         """Of a unit: itself at every hop; its results at each after the first visit, and once at home."""
@@ -125,53 +124,18 @@ def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
     return tuple(sorted((move for move in moves if rank in move.ranks), key=lambda move: move.key))
 
 
-# ---- one ring
+# ---- the rings
 
 
 def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
-    """Every key/value block goes round all ranks whose queries need it; in step t rank p holds that of p - t.
+    """Every key/value block goes round all ranks whose queries need it. In step t of one ring rank p holds that of
+    p - t. In a double ring a block visits the W ranks of a window, then crosses to the next window and visits its W,
+    and so on. So A/W - 1 of its A - 1 hops leave a node; and the last hop of its gradient does, straight home.
 
     travels="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta go round instead of k, v and their
-    gradients: 3 large tensors for 4. They go the other way, in step t rank p holds those of p + t.
+    gradients: 3 large tensors for 4. They go the other way, in step t of one ring rank p holds those of p + t.
     """
-    size = topology.size("ring")
-    way = Round(
-        size=size,
-        there=lambda unit, t: (unit + t) % size,
-        here=lambda rank, t: (rank - t) % size,
-        keys=lambda rank: ((rank,), (rank,)),
-    )
-    return rotation(way.facing(travels), size, direction, travels, pattern)
-
-
-def axes(ranks: int, own: Own) -> Axes:
-    return (("ring", ranks),)
-
-
-def ring_received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """A - 1 foreign blocks of what travels."""
-    ((_, size),) = axes
-    queries, keys = (0, size - 1) if travels == "kv" else (size - 1, 0)
-    return blocks_received(size, queries, keys, direction, units)
-
-
-RING = Schedule(
-    name="ring",
-    summary="Ring Attention; with travelling q, BurstAttention's backward",
-    build=ring,
-    axes=axes,
-    received=ring_received,
-    ring_axes=("ring",),
-)
-
-
-# ---- the double ring
-
-
-def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
-    """A block visits the W ranks of a window, then crosses to the next window and visits its W, and so on. So A/W - 1
-    of its A - 1 hops leave a node. So does the last hop of its gradient, straight home."""
-    window, windows = topology.size("window"), topology.size("windows")
+    window, windows = topology.size("ring", "window"), topology.size("windows")
 
     def at(rank: int, t: int, sign: int) -> int:
         """The rank t hops on (sign 1) or back (-1). W - 1 hops inside a window make a crossing's shift."""
@@ -185,7 +149,27 @@ def double_ring(topology: Topology, pattern: Pattern, direction: str, travels: s
         here=lambda rank, t: at(rank, t, -1),
         keys=lambda rank: ((rank,), (rank,)),
     )
-    return rotation(way.facing(travels), window * windows, direction, travels, pattern)
+    return Rotation(way.facing(travels), window * windows, direction, travels, pattern)
+
+
+def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+    """A - 1 foreign blocks of what travels."""
+    ranks = math.prod(size for _, size in axes)
+    queries, keys = (0, ranks - 1) if travels == "kv" else (ranks - 1, 0)
+    return blocks_received(ranks, queries, keys, direction, units)
+
+
+RING = Schedule(
+    name="ring",
+    summary="Ring Attention; with travelling q, BurstAttention's backward",
+    build=ring,
+    axes=lambda ranks, own: (("ring", ranks),),
+    received=received,
+    ring_axes=("ring",),
+)
+
+
+# ---- the shape of a double ring
 
 
 def windows_of(ranks: int) -> list[Own]:
@@ -203,24 +187,12 @@ def window_of(ranks: int, given: Own, heads: Heads | None) -> Own:
     return {"window": window}
 
 
-def window_axes(ranks: int, own: Own) -> Axes:
-    return (("window", own["window"]), ("windows", ranks // own["window"]))
-
-
-def window_received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """A - 1 foreign blocks of what travels, whatever the window."""
-    (_, window), (_, windows) = axes
-    foreign = window * windows - 1
-    queries, keys = (0, foreign) if travels == "kv" else (foreign, 0)
-    return blocks_received(foreign + 1, queries, keys, direction, units)
-
-
 DOUBLE_RING = Schedule(
     name="double_ring",
     summary="BurstAttention's: most hops of a ring stay inside a window of ranks, a node",
-    build=double_ring,
-    axes=window_axes,
-    received=window_received,
+    build=ring,
+    axes=lambda ranks, own: (("window", own["window"]), ("windows", ranks // own["window"])),
+    received=received,
     settings=(count("window", "ranks of the inner ring, a node's"),),
     shapes=windows_of,
     resolve=window_of,

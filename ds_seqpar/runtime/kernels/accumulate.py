@@ -4,7 +4,7 @@ A running result is empty; or narrow: the kernel's own tensors, adopted as they 
 a second result is added to it. Every tensor has its tokens on dim 1.
 
 Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score a head, of
-value 0: it is merged into (out, lse) once, when all partial results are, and backward then reads them as they stand.
+value 0. It is merged into (out, lse) once, after all partial results. Backward then reads them as they stand.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Running:
         return self._held or held
 
     def copy_into(self, targets: Tensors) -> None:
-        """Ends as those tensors, in their dtype."""
+        """Writes the result into these tensors, in their dtype."""
         for target, x in zip(targets, self._settled(), strict=True):
             target.copy_(x)
 
@@ -149,7 +149,7 @@ class Running:
         return tuple(_own(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
-        """All rows, wide."""
+        """The tensors, which become wide and of all rows."""
         self._widen()
         self._write_blank()
         return self._held or ()
@@ -160,7 +160,7 @@ class Running:
             self._move(self._make(), placed=True)
 
     def _move(self, into: Tensors, placed: bool = False) -> None:
-        """What is held goes there."""
+        """Moves what is held into these tensors."""
         rows, held = self._rows or Rows(0, self._end), self._held
         self._held, self._rows, self._placed = into, None, placed
         if held is None:
@@ -216,7 +216,7 @@ def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
 
 
 def _sides(call: Tile) -> tuple[Rows, Rows]:
-    """Its rows and columns."""
+    """The rows and the columns of a call."""
     q0, q1, k0, k1, _, _, groups, q_step, k_step, _ = call
     return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
 
@@ -332,8 +332,8 @@ def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
 
 
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
-    """Applies an elementwise function that works in place to pieces of the tensors, of which the first is the largest:
-    its temporaries, and torch's own where dtypes differ, are then a 16th of that at most. There are never more than 32
+    """Applies an elementwise function that works in place to pieces of the tensors, of which the first is the largest.
+    So its temporaries, and torch's own where dtypes differ, are a 16th of that at most. There are never more than 32
     pieces, for devices where a call costs more than its elements. The first tensor's last dimension stays whole."""
     x = tensors[0]
     limit = limit or max(PIECE, x.numel() // 16)
@@ -357,7 +357,7 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient (H,) of the sinks, of these rows, given what `merge_sinks_` left: their weight exp(sink - lse) times
-    (0 - delta), as that of any key of value 0. delta (B, S, H): rowsum(do * out)."""
+    """The gradient (H,) of the sinks, of these rows, given what `merge_sinks_` left. It is their weight exp(sink - lse)
+    times (0 - delta), as that of any key of value 0. delta (B, S, H): rowsum(do * out)."""
     weights = torch.exp(sinks.to(lse.dtype) - lse)
     return -(weights * delta).sum((0, 1)).to(sinks.dtype)

@@ -1,6 +1,6 @@
 """Fast attention: PyTorch's flash attention for CPUs, and for CUDA PyTorch's two and the flash-attn package's.
 
-That for CPUs takes fp64, fp32, bf16 and fp16, GQA natively, and aligns a causal mask top-left; a band is a mask on a
+That for CPUs takes fp64, fp32, bf16 and fp16, GQA natively, and aligns a causal mask top-left. A band is a mask on a
 block of few rows, of which the hidden part is computed too.
 
 Those for CUDA are one class around operators that differ in arguments. All align a causal mask to the lower right
@@ -77,8 +77,9 @@ HALF = {torch.bfloat16: 8, torch.float16: 8}
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What an operator is asked beside its operands: the softmax scale, the window (-1: no limit), and for several
-    blocks the first row and column of each (int32, on the device) and the largest block. sequences: of the batch."""
+    """What an operator is asked beside its operands: the softmax scale, and the window (-1: no limit). For several
+    blocks also the first row and column of each (int32, on the device), and the largest block. sequences: of the
+    batch."""
 
     scale: float
     left: int
@@ -282,7 +283,7 @@ class FlashAttn(CudaKernel):
         return grads
 
     def function(self, direction: str, asked: Asked) -> tuple[Any, tuple]:
-        """And the lengths that it takes."""
+        """A function of the package, and the lengths that it takes."""
         package = importlib.import_module("flash_attn.flash_attn_interface")
         if asked.first_rows is None:
             return getattr(package, f"_flash_attn_{direction}"), ()

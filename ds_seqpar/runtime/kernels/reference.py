@@ -1,12 +1,13 @@
 """What a kernel is, and the definition in torch's own operations, for any device.
 
-The definition comes with a dense score matrix, for tests and odd cases, and a few query rows at a time, for what no
-fast kernel does, such as a softcap.
+The definition comes with a dense score matrix, for tests and odd cases. It also comes a few query rows at a time, for
+what no fast kernel does, such as a softcap.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeGuard
 
@@ -102,6 +103,7 @@ class Reference:
     takes = PLAIN
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
+    most = sys.maxsize  # scores that are there at once
 
     def __init__(self, softcap: float = 0.0) -> None:
         self.softcap = softcap
@@ -114,14 +116,31 @@ class Reference:
         return found + ["takes tensors that hold numbers, not meta"] * (spec.device == "meta")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = attend(q, k, v, causal, scale, self.softcap)
-        return out.to(q.dtype), lse
+        out, lse = torch.empty_like(q), []
+        for rows, seen in _pieces(q, k, causal, self.most):
+            part, part_lse = attend(q[:, rows], k[:, seen], v[:, seen], causal, scale, self.softcap, rows.start)
+            out[:, rows] = part
+            lse.append(part_lse)
+        return out, torch.cat(lse, dim=1)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = gradients(do, q, k, v, out, lse, causal, scale, self.softcap)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for rows, seen in _pieces(q, k, causal, self.most):
+            given = do[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, rows]
+            dq[:, rows], part_dk, part_dv = gradients(*given, causal, scale, self.softcap, rows.start)
+            dk[:, seen] += part_dk
+            dv[:, seen] += part_dv
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class Chunked(Reference):
+    """The reference's arithmetic without its dense matrix: its temporaries do not grow with the product of lengths."""
+
+    name = "chunked"
+    most = 1 << 22  # where a single row has no more: 16 MiB in fp32
 
 
 def attend(
@@ -172,39 +191,10 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, fi
     return scores
 
 
-SCORES = 1 << 22  # of a piece at most, where a single row has no more: 16 MiB in fp32
-
-
-class Chunked(Reference):
-    """The reference's arithmetic without its dense matrix: its temporaries do not grow with the product of lengths."""
-
-    name = "chunked"
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q), []
-        for rows, seen in _pieces(q, k, causal):
-            part, part_lse = attend(q[:, rows], k[:, seen], v[:, seen], causal, scale, self.softcap, rows.start)
-            out[:, rows] = part
-            lse.append(part_lse)
-        return out, torch.cat(lse, dim=1)
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        for rows, seen in _pieces(q, k, causal):
-            given = do[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, rows]
-            dq[:, rows], part_dk, part_dv = gradients(*given, causal, scale, self.softcap, rows.start)
-            dk[:, seen] += part_dk
-            dv[:, seen] += part_dv
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(rows, the columns that they see), all rows."""
+def _pieces(q: Tensor, k: Tensor, causal: bool, most: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, the columns that they see), all rows; a piece has so many scores at most, and one row at least."""
     rows, columns = q.shape[1], k.shape[1]
-    size = max(1, SCORES // (q.shape[0] * q.shape[2] * columns))
+    size = max(1, most // (q.shape[0] * q.shape[2] * columns))
     for start in range(0, rows, size):
         end = min(start + size, rows)
         yield slice(start, end), slice(0, min(end, columns) if causal else columns)

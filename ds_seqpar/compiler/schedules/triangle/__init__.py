@@ -21,9 +21,9 @@ from .tiling import Stop, Tiling, pair_of, tiling
 
 def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
     """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal
-    it computes what costs no bytes: in block i all early queries that see its own early k/v chunk, in block j all that
-    its own late query chunk sees. Every rank then has T (T - 1) products of chunks, those half seen counted half. With
-    R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
+    it computes what costs no bytes. In block i these are all early queries that see its own early k/v chunk, in block j
+    all that its own late query chunk sees. Every rank then has T (T - 1) products of chunks, those half seen counted
+    half. With R strips to a block its tile is one strip of q and a whole block of k/v: `Tiling`.
 
     Chunks go round: q round a row's ranks, T - 2 hops, k/v round a column's, R (T - 1) - 1; then results on the same
     ways to their owners. A hop of k/v starts in every second step, and one of q in the step before a k/v hop's, as many
@@ -232,7 +232,7 @@ def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
 
 def _layout(strips: int, name: str) -> Layout:
     dealing = functools.partial(pairs, strips=strips)
-    return Layout(name=name, runs=dealing, dealt=dealing, chunks=2, parts=2)
+    return Layout(name=name, runs=dealing, chunks=2, parts=2)
 
 
 def shapes(ranks: int) -> list[Own]:

@@ -52,7 +52,7 @@ class Tiling:
         self.chunks = sorted(range(2 * ranks), key=self.place.__getitem__)
 
     def tile(self, rank: int) -> tuple[int, int, int]:
-        """(i, p, j)."""
+        """The tile (i, p, j) that a rank computes."""
         pair, strip = divmod(rank, self.strips)
         block, column = pair_of(pair)
         return block, strip, column
@@ -71,12 +71,12 @@ class Tiling:
         return range(first, first + self.strips)
 
     def groups(self) -> list[tuple[str, int]]:
-        """Every strip, and every block."""
+        """(side, number) of every strip, and of every block."""
         counts = {"q": self.blocks * self.strips, "kv": self.blocks}
         return [(side, number) for side, count in counts.items() for number in range(count)]
 
     def group(self, side: str, number: int) -> list[int]:
-        """A row, or a column."""
+        """The ranks of a row (side q) or of a column (side kv)."""
         return self.row(number) if side == "q" else self.column(number)
 
     def length(self, side: str) -> int:
@@ -102,10 +102,10 @@ class Tiling:
     # ---- the staircase
 
     def fetched(self, strip: int) -> int:
-        """How many of the k/v chunks before a strip, in its block, the row takes: at most 2, 6 or 12 a rank for 2, 4 or
-        8 strips, the first ones. Where no column can take the others, it takes all. A query with its result costs
-        as much as R k/v chunks where R queries share a key; some more make work more even. The n-th chunk goes to the
-        row's rank n % i."""
+        """How many of the k/v chunks before a strip, in its block, the row takes. They are the first ones, at most 2, 6
+        or 12 a rank for 2, 4 or 8 strips. Where no column can take the others, it takes all. A query with its result
+        costs as much as R k/v chunks where R queries share a key; some more make work more even. The n-th chunk goes to
+        the row's rank n % i."""
         block, before = strip // self.strips, strip % self.strips * self.long
         return min(before, 3 * self.strips // 4 * 2 * block) if block < self.long else before
 
