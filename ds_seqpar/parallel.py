@@ -22,7 +22,7 @@ from .runtime import devices, groups, inputs, keeping, ops, runtime
 from .runtime.agreement import agree, gathered
 from .runtime.comm import TorchComm, failing
 from .runtime.telling import told_once
-from .sharding import Sharding, Vocabulary, mean_of
+from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, DistributedSampler
@@ -83,25 +83,9 @@ class SequenceParallel(Sharding):
         member = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
-        self.mask_users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]] = weakref.WeakKeyDictionary()
+        self.mask_users = weakref.WeakSet()
+        self.vocabularies = weakref.WeakKeyDictionary()
         self.store: Store | None = None
-
-    @property
-    def keeps_masks(self) -> bool:
-        """Whether `shard_batches` returns this rank's part of an attention_mask that has zeros."""
-        return bool(self.mask_users)
-
-    @property
-    def control_world(self) -> dist.ProcessGroup:
-        """All ranks, for CPU tensors."""
-        return self.groups.world
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The most tokens, and labels, that any patched model knows now; None where no model is patched."""
-        known = [read(model) for model, read in self.vocabularies.items()]
-        return (max(tokens for tokens, _ in known), max(labels for _, labels in known)) if known else None
 
     def close(self) -> None:
         """Frees its process groups, with their threads and sockets; whatever communicates then raises ConfigError.

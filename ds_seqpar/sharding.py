@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,27 @@ class Sharding:
     config: SequenceParallelConfig
     size: int
     rank: int
+    data_rank: int
+    data_size: int
     groups: Groups
+    mask_users: weakref.WeakSet[Any]
+    vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether `shard_batches` returns this rank's part of an attention_mask that has zeros."""
+        return bool(self.mask_users)
+
+    @property
+    def control_world(self) -> dist.ProcessGroup:
+        """All ranks, for CPU tensors."""
+        return self.groups.world
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The most tokens, and labels, that any patched model knows now; None where no model is patched."""
+        known = [read(model) for model, read in self.vocabularies.items()]
+        return (max(tokens for tokens, _ in known), max(labels for _, labels in known)) if known else None
 
     @property
     def multiple(self) -> int:
