@@ -13,7 +13,7 @@ from ..config import ASKING, PLANNED_FOR, SPARING, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
 from .footprint import taken
-from .machine import Machine, Wire
+from .machine import Machine
 from .plan import Choice, chosen, plan
 from .request import Model, Request
 from .search import Prediction, in_words, leanest, predict
@@ -176,48 +176,39 @@ TIMES = (2, 4, 8)
 def to_win(request: Request, best: Prediction, other: Prediction) -> str:
     """The smallest of a few changes, of links and of the length, with which `other` is predicted to be faster than
     `best`; "" where none is enough. By closed forms, in proportion to what was found for both as things are."""
-    now = [predict(request, one.candidate) for one in (best, other)]
-    if any(isinstance(one, str) for one in now):
-        return ""
-    scales = [
-        it.seconds / one.seconds for it, one in zip((best, other), now, strict=True) if isinstance(one, Prediction)
-    ]
-    for words, changed in changes(request):
-        then = [predict(changed, one.candidate) for one in (best, other)]
-        took = [one.seconds * scale for one, scale in zip(then, scales, strict=True) if isinstance(one, Prediction)]
-        if len(took) == 2 and took[1] < took[0]:
+    now = _predicted(request, best, other)
+    for words, changed in changes(request) if len(now) == 2 else ():
+        then = _predicted(changed, best, other)
+        if len(then) == 2 and then[1] * (other.seconds / now[1]) < then[0] * (best.seconds / now[0]):
             return words
     return ""
 
 
+def _predicted(request: Request, *ones: Prediction) -> list[float]:
+    """Seconds by the closed form, of those that fit."""
+    found = [predict(request, one.candidate) for one in ones]
+    return [one.seconds for one in found if isinstance(one, Prediction)]
+
+
 def changes(request: Request) -> Iterator[tuple[str, Request]]:
     """Small ones first."""
-    machine = request.machine
-    several = request.world > machine.per_node
+    several = request.world > request.machine.per_node
     for times in TIMES:
         for word, factor in (("slower", 1 / times), ("faster", float(times))):
             if several:
-                yield f"links between nodes {times} times {word}", _with(request, between(machine, factor))
-            yield f"links inside nodes {times} times {word}", _with(request, inside(machine, factor))
+                yield f"links between nodes {times} times {word}", _with_links(request, "between", factor)
+            yield f"links inside nodes {times} times {word}", _with_links(request, "inside", factor)
         if not request.documents:
             yield f"sequences {times} times as long", dataclasses.replace(request, seq=request.seq * times)
             if request.seq % (times * 2 * request.world) == 0:
                 yield f"sequences 1/{times} as long", dataclasses.replace(request, seq=request.seq // times)
 
 
-def _with(request: Request, machine: Machine) -> Request:
-    return dataclasses.replace(request, machine=machine)
-
-
-def between(machine: Machine, factor: float) -> Machine:
-    """With links between nodes of so many times the rate, and a node's shared one with them."""
-    uplink = None if machine.uplink is None else machine.uplink * factor
-    return dataclasses.replace(machine, between=_scaled(machine.between, factor), uplink=uplink)
-
-
-def inside(machine: Machine, factor: float) -> Machine:
-    return dataclasses.replace(machine, inside=_scaled(machine.inside, factor))
-
-
-def _scaled(wire: Wire, factor: float) -> Wire:
-    return dataclasses.replace(wire, rate=wire.rate * factor)
+def _with_links(request: Request, name: str, factor: float) -> Request:
+    """The same with links "inside" nodes or "between" them of so many times the rate. A node's shared one goes with the
+    latter."""
+    machine, wire = request.machine, getattr(request.machine, name)
+    changed: dict[str, Any] = {name: dataclasses.replace(wire, rate=wire.rate * factor)}
+    if name == "between" and machine.uplink is not None:
+        changed["uplink"] = machine.uplink * factor
+    return dataclasses.replace(request, machine=dataclasses.replace(machine, **changed))

@@ -164,6 +164,10 @@ class Request:
         room = Room.of(self.machine, self.world, self.memory)
         return room._replace(limit=2**62, host=math.inf) if self.regardless else room
 
+    def shortage(self, needed: float) -> str:
+        """Why what needs so many bytes of a rank does not fit."""
+        return f"needs at least {needed / 2**30:.1f} GiB on each rank, which has {self.limit / 2**30:.1f}"
+
     @functools.cached_property
     def pairs(self) -> int:
         """(query, key) pairs that are visible."""
