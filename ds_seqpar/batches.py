@@ -213,7 +213,8 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
     mask = mask.detach().cpu().bool()
     if bool(mask.all()):
         return None
-    if _most_stretches(mask) > 1:
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
+    if bool((begins.sum(1) > 1).any()):
         raise InputError(
             "padding must be before or after a row's tokens; got attention_mask with zeros between ones, give the "
             "pieces as documents of their own"
@@ -231,12 +232,6 @@ def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
     last = torch.where(mask, at, -1).cummax(1).values  # for each token, the last real one up to it
     given = positions.cpu().expand(rows, seq)
     return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
-
-
-def _most_stretches(mask: Tensor) -> int:
-    """The most stretches of ones that a row has."""
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
-    return int((mask & ~before).sum(1).max())
 
 
 def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:

@@ -308,7 +308,6 @@ def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
     """The machine that is supposed for the planner where nobody says which, the same on all ranks: by the name of rank
     0's accelerator, with the memory that is there; without accelerators by the smallest host's cores and memory."""
     from .planner.machine import Machine
-    from .planner.processors import processors
 
     per_node, device = devices.shared_by(hosts), hosts[0].device
     if device:
@@ -316,7 +315,7 @@ def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
         memory = min(host.device_memory for host in hosts) or machine.memory
         return dataclasses.replace(machine, per_node=per_node, memory=memory, host_memory=min(h.memory for h in hosts))
     cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}
-    return processors(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
+    return Machine.of_cores(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
 
 
 def _config(given: object) -> SequenceParallelConfig:

@@ -20,8 +20,7 @@ from ..planner.machine import machine_of
 from ..runtime import groups
 from ..runtime.agreement import agree
 from ..runtime.devices import host_memory, set_device
-from .calibration import Calibration
-from .zero_costs import zero_costs
+from .calibration import Calibration, zero_costs
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from ..compiler.draw import draw_timelines
 from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
 from ..config import ASKING, SequenceParallelConfig
-from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
+from ..deepspeed_json import SECTION, section_of
 from ..errors import ConfigError
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
@@ -22,35 +22,24 @@ from ..planner.plan import section_of as section
 from ..planner.request import Request
 from ..planner.search import Prediction, in_words, timelines
 from ..planner.steptime import TIMES
-from .memory import DIGITS, content_of, count, fill_in, gibibytes, told
+from .memory import DIGITS, add_options, content_of, count, fill_in, gibibytes, run_of, told
 from .numbers import numbers_of
 
 GIB = 2**30
+SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
 DRAWN = 32  # ranks in a picture
 REASONS = 16  # that the table has
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="find the fastest configuration that fits a machine; nothing is run")
-    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
+    parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
     parser.add_argument("--seq-len", metavar="N", help="tokens of the whole sequence")
     parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
     parser.add_argument("--nodes", default="1", metavar="N", help="nodes of the job")
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
-    parser.add_argument(
-        "--machine", metavar="NAME",
-        help=f"one of {', '.join(presets())}, or a file of calibrate; default: the section's, or {DEFAULT}",
-    )  # fmt: skip
-    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
     parser.add_argument("--window", metavar="N", help="tokens of the attention's window")
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f'a setting of "{SECTION}" that is given, not searched; with a dot one of the DeepSpeed JSON',
-    )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
-    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    add_options(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
     parser.add_argument("--png", metavar="FILE", help="also draw the best one's attention of a layer over time")
     parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
 
@@ -93,10 +82,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         seq=seq,
         documents=documents,
         window=None if args.window is None else count("--window", args.window, limits.TOKENS),
-        batch=content.get("train_micro_batch_size_per_gpu") or 1,
-        dtype=dtype_of(content),
-        zero=Zero.of(content.get("zero_optimization", {})),
-        checkpointing=not args.no_checkpointing,
+        **run_of(args, content),
         given={name: value for name, value in section_of(content).items() if name not in ASKING},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
         memory=None if args.memory is None else gibibytes("--memory", args.memory),

@@ -17,6 +17,7 @@ from ..errors import ConfigError, nearest
 from ..files import Given, read_json
 
 DEFAULT = "modest"  # what a machine is that nobody named
+CORE = "cpu"  # the preset whose rates are those of one core
 PRESETS = Path(__file__).with_name("machines.json")
 # kinds of tile that tables have
 NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
@@ -107,6 +108,32 @@ class Machine:
         rates = {"attention": machine.attention, "gemm": machine.gemm}
         same: Any = {name: {dtype: its["bfloat16"], **its} for name, its in rates.items() if "float16" not in dtype}
         return dataclasses.replace(machine, **same)
+
+    @classmethod
+    def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
+        """Hosts without GPUs, of so many cores and bytes, which `per_node` ranks each share equally."""
+        core, share = cls.load(CORE), cores / per_node
+
+        def scaled(table: Table) -> Table:
+            return tuple((tokens, rate * share) for tokens, rate in table)
+
+        return dataclasses.replace(
+            core,
+            name="these hosts",
+            about=f"{cores} cores and {memory / 2**30:.0f} GiB each, rates supposed",
+            per_node=per_node,
+            attention={
+                dtype: {way: {kind: scaled(table) for kind, table in kinds.items()} for way, kinds in ways.items()}
+                for dtype, ways in core.attention.items()
+            },
+            gemm={dtype: rate * share for dtype, rate in core.gemm.items()},
+            memory_rate=core.memory_rate * share,
+            elementwise_rate=core.elementwise_rate * share,
+            offload_rate=core.offload_rate * share,
+            host_memory=float(memory),
+            host_rate=core.host_rate * cores,
+            memory=memory / per_node,
+        )
 
     def node(self, rank: int) -> int:
         return rank // self.per_node
