@@ -233,8 +233,8 @@ def prepare_model(
 
     section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: returns what
     is known of the run beside the model, where the section asks for a plan. Collective over the world. Raises on all
-    ranks for a model that cannot be patched, and where on one of them `given`, or what the model is patched with, has
-    other settings than the section.
+    ranks for a model that cannot be patched. So it does where on one of them `given`, or what the model is patched
+    with, has other settings than the section.
     """
     sp, config, library, found, base = None, None, known_library(model), None, unwrapped(model)
     try:

@@ -1,6 +1,6 @@
 """Data loaders that give the ranks of a sequence the same batches, and other groups other ones.
 
-A loader over the whole data set is dealt to groups as accelerate deals one to ranks: group d of D takes the batches d,
+A loader over the whole data set is dealt to groups as accelerate deals one to ranks. Group d of D takes the batches d,
 d + D, and so on. With every batch all ranks tell one another that they have it: what one cannot load is said on all.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .errors import ConfigError, InputError, SeqParError, as_error
 from .runtime.agreement import Fields, agree, differing
@@ -24,13 +24,6 @@ from .sharding import Sharding
 
 CALL = "a loader of sp.loader"
 ORDER, BATCHES = "order of examples", "batches"  # what ranks compare, by name
-
-
-def sampler(sp: Sharding, dataset: Any, shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler:
-    """torch's own, over groups in place of ranks."""
-    return DistributedSampler(
-        dataset, num_replicas=sp.data_size, rank=sp.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
 
 
 class Loader:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler
 
 from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
@@ -25,8 +26,6 @@ from .runtime.telling import told_once
 from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, DistributedSampler
-
     from .loaders import Loader
     from .planner.auto import Job
     from .planner.machine import Machine
@@ -202,9 +201,8 @@ class SequenceParallel(Sharding):
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
         """torch's DistributedSampler, over groups in place of ranks: its indices are those of a run without sequence
         parallelism on `data_size` ranks. Call its `set_epoch` before each epoch."""
-        from .loaders import sampler
-
-        return sampler(self, dataset, shuffle, seed, drop_last)
+        parts = {"num_replicas": self.data_size, "rank": self.data_rank}
+        return DistributedSampler(dataset, **parts, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
         """A DataLoader's batches: the same on the ranks of a sequence, other ones in each group, whole and on the CPU.
@@ -305,8 +303,9 @@ def _planned_by_all(
 
 
 def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
-    """The machine that is supposed for the planner where nobody says which, the same on all ranks: by the name of rank
-    0's accelerator, with the memory that is there; without accelerators by the smallest host's cores and memory."""
+    """The machine that the planner takes where nobody says which, the same on all ranks. It follows from the name of
+    rank 0's accelerator and the memory that is there. Without accelerators the smallest host's cores and memory say it.
+    """
     from .planner.machine import Machine
 
     per_node, device = devices.shared_by(hosts), hosts[0].device

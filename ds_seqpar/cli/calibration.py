@@ -259,27 +259,27 @@ class Calibration:
 # ---- ZeRO
 
 
-def zero_costs(its: Calibration) -> dict[str, Any]:
-    """Collectives of all ranks as DeepSpeed calls them, and the host's time for a module with its hooks."""
-    forward, backward = _hooks(its)
+def zero_costs(measured: Calibration) -> dict[str, Any]:
+    """Collectives of all ranks as DeepSpeed calls them, and the host's time for a module with measured hooks."""
+    forward, backward = _hooks(measured)
     kinds = ("gather", "reduce", "all_reduce")
-    return {"ranks": its.world, **{kind: _collective(its, kind) for kind in kinds},
+    return {"ranks": measured.world, **{kind: _collective(measured, kind) for kind in kinds},
             "forward": forward, "backward": backward}  # fmt: skip
 
 
-def _collective(its: Calibration, kind: str) -> dict[str, float]:
+def _collective(measured: Calibration, kind: str) -> dict[str, float]:
     def made(size: int) -> Callable[[], object]:
-        whole = torch.zeros(max(1, size // 4 // its.world) * its.world, device=its.device)
-        part = torch.zeros(whole.numel() // its.world, device=its.device)
+        whole = torch.zeros(max(1, size // 4 // measured.world) * measured.world, device=measured.device)
+        part = torch.zeros(whole.numel() // measured.world, device=measured.device)
         if kind == "gather":
             return lambda: ALL_GATHER(whole, part)
         return lambda: REDUCE_SCATTER(part, whole) if kind == "reduce" else dist.all_reduce(whole)
 
-    latency = its.seconds(made(8), 50)
-    return {"latency": latency, "rate": 1 / its.slope(made)}
+    latency = measured.seconds(made(8), 50)
+    return {"latency": latency, "rate": 1 / measured.slope(made)}
 
 
-def _hooks(its: Calibration) -> tuple[float, float]:
+def _hooks(measured: Calibration) -> tuple[float, float]:
     """Seconds of the host, forward and backward, for a module that hardly computes: nothing is gathered, and
     reductions wait for a bucket that holds them all. The first two steps are another matter: ZeRO learns the
     order in which modules are called."""
@@ -290,10 +290,10 @@ def _hooks(its: Calibration) -> tuple[float, float]:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 10**9,
               "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    x = torch.ones(1, 8, device=its.device)
+    x = torch.ones(1, 8, device=measured.device)
     took: dict[str, list[float]] = {"forward": [], "backward": []}
     for _ in range(2 + HOOKED):
-        dist.barrier(its.group)
+        dist.barrier(measured.group)
         marks = [time.perf_counter()]
         loss = engine(x).sum()
         marks.append(time.perf_counter())
@@ -303,7 +303,7 @@ def _hooks(its: Calibration) -> tuple[float, float]:
         for way, began, ended in zip(took, marks, marks[1:], strict=False):
             took[way].append((ended - began) / MODULES)
     engine.destroy()
-    every = its.gathered([statistics.median(times[2:]) for times in took.values()])
-    its.bar.update()
+    every = measured.gathered([statistics.median(times[2:]) for times in took.values()])
+    measured.bar.update()
     forward, backward = (statistics.mean(ways) for ways in zip(*every, strict=True))
     return forward, backward

@@ -11,7 +11,7 @@ from .. import limits
 from ..compiler.draw import draw_timelines
 from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
-from ..config import ASKING, SequenceParallelConfig
+from ..config import PLAN_REQUESTS, SequenceParallelConfig
 from ..deepspeed_json import SECTION, section_of
 from ..errors import ConfigError
 from ..files import read_text
@@ -83,7 +83,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         documents=documents,
         window=None if args.window is None else count("--window", args.window, limits.TOKENS),
         **run_of(args, content),
-        given={name: value for name, value in section_of(content).items() if name not in ASKING},
+        given={name: value for name, value in section_of(content).items() if name not in PLAN_REQUESTS},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
         memory=None if args.memory is None else gibibytes("--memory", args.memory),
     )
@@ -114,10 +114,10 @@ def _timeline(choice: Choice) -> Timeline:
 
 
 def table(choice: Choice) -> str:
-    its, best = choice.request, choice.best
+    request, best = choice.request, choice.best
     more = len(choice.rejected) - REASONS
-    what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
-    head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
+    what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
+    head = f"{what} on {request.world} ranks of {request.machine.name} ({request.machine.about})"
     rows = [["s a sequence", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]]
     rows += [_row(choice, one) for one in choice.ranked]
     return "\n".join(
@@ -135,7 +135,7 @@ def table(choice: Choice) -> str:
             "",
             f'"{SECTION}": {json.dumps(section(best))}',
             "",
-            *_links(best, its.model.layers),
+            *_links(best, request.model.layers),
             "",
             *_parts(choice),
             "",
@@ -173,12 +173,12 @@ def _extras(one: Prediction) -> str:
 def _links(best: Prediction, layers: int) -> list[str]:
     stages = best.config.head_stages
     lines = ["attention of one layer, on the busiest rank:"]
-    for name, its in (("forward", best.forward), ("backward", best.backward)):
+    for name, way in (("forward", best.forward), ("backward", best.backward)):
         took = best.time.parts[f"attention {name}"]
-        share = its.compute * stages * layers / took if took else 1.0
-        near, far = (f"{stages * size / GIB:.3f} GiB" for size in (its.inside, its.between))
+        share = way.compute * stages * layers / took if took else 1.0
+        near, far = (f"{stages * size / GIB:.3f} GiB" for size in (way.inside, way.between))
         lines.append(
-            f"  {name:<9} receives {near} from its node and {far} from others, in {stages * its.messages} messages; "
+            f"  {name:<9} receives {near} from its node and {far} from others, in {stages * way.messages} messages; "
             f"computes {min(1.0, share):.0%} of the time"
         )
     return lines

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .. import limits
 from ..compiler.layout import divisors
-from ..config import ASKING, PLANNED_FOR, SPARING, SequenceParallelConfig
+from ..config import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
 from .footprint import taken
@@ -95,7 +95,7 @@ def planned(
     choice = choose(request_of(config, job, seq, world, seen(job.dtype)))
     best = choice.best.config
     chosen = (*config.unsaid, *(("head_stages",) if config.head_stages == "auto" else ()))
-    kept = {name: getattr(config, name) for name in ("head_stages", *ASKING) if name not in chosen}
+    kept = {name: getattr(config, name) for name in ("head_stages", *PLAN_REQUESTS) if name not in chosen}
     return Planned(dataclasses.replace(best, **kept), choice)
 
 
@@ -116,8 +116,10 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, s
 
 def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
     """What is no choice any more. Stages that are "auto" are chosen with whether they hide exchanges."""
-    overlap = ("overlap",) if config.head_stages == "auto" and not config.overlap else ()
-    return {name: value for name, value in config.settings().items() if name not in (*ASKING, *config.unsaid, *overlap)}
+    left = {*PLAN_REQUESTS, *config.unsaid}
+    if config.head_stages == "auto" and not config.overlap:
+        left.add("overlap")
+    return {name: value for name, value in config.settings().items() if name not in left}
 
 
 def choose(request: Request) -> Choice:
@@ -164,7 +166,7 @@ def line_of(choice: Choice) -> str:
 
 def spared_by(choice: Choice) -> dict[str, Any] | None:
     """What was chosen of the settings that spare memory; None where none was to be chosen."""
-    left = [name for name in SPARING if name not in choice.request.given]
+    left = [name for name in MEMORY_SETTINGS if name not in choice.request.given]
     plain, best = SequenceParallelConfig(), choice.best.config
     changed = {name: getattr(best, name) for name in left if getattr(best, name) != getattr(plain, name)}
     return changed if left else None

@@ -151,7 +151,7 @@ class Machine:
         """Whether ranks have memory of their own beside their host's. Processors have not, nor work ahead."""
         return self.ahead
 
-    def needs(self, dtype: str) -> str:
+    def rated_dtype(self, dtype: str) -> str:
         """The dtype whose rates count. Raises ConfigError where there are none."""
         wanted = "bfloat16" if dtype == "float16" else dtype
         if wanted not in self.attention or wanted not in self.gemm:
@@ -167,7 +167,7 @@ class Machine:
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
         """Flops/s. A causal tile beyond its table is taken for two causal halves and a full square, and those again."""
-        tables = self.attention[self.needs(dtype)][direction]
+        tables = self.attention[self.rated_dtype(dtype)][direction]
         rate, last = interpolated(tables[kind], tokens), tables[kind][-1][0]
         if kind == "full" or tokens <= last:
             return rate
@@ -176,11 +176,11 @@ class Machine:
 
     def best_rate(self, dtype: str, direction: str) -> float:
         """Flops/s of attention at most."""
-        tables = self.attention[self.needs(dtype)][direction]
+        tables = self.attention[self.rated_dtype(dtype)][direction]
         return max(rate for table in tables.values() for _, rate in table)
 
     def gemm_seconds(self, dtype: str, flops: float) -> float:
-        return flops / self.gemm[self.needs(dtype)]
+        return flops / self.gemm[self.rated_dtype(dtype)]
 
 
 def interpolated(table: Table, tokens: float) -> float:

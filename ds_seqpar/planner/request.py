@@ -124,7 +124,7 @@ class Request:
         self._check_given()
         if self.documents and sum(self.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
-        self.machine.needs(self.dtype)
+        self.machine.rated_dtype(self.dtype)
         if self.zero.drives and self.machine.nvme_rate is None:
             raise ConfigError(
                 f'zero_optimization keeps states on drives ("nvme"), whose time hangs on nvme_rate; got machine '

@@ -15,7 +15,7 @@ from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.timeline import Timeline
-from ..config import SPARING, SequenceParallelConfig
+from ..config import MEMORY_SETTINGS, SequenceParallelConfig
 from ..errors import ConfigError
 from . import prices
 from .attended import attention_figures, stages_inside
@@ -191,14 +191,14 @@ def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_h
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
     """The prediction of a candidate by its closed form, with as few settings that save memory as it needs.
 
-    Returns one sentence where it does not fit or is not legal. Of the last resorts (`LAST_SPARING`) the fastest that
+    Returns one sentence where it does not fit or is not legal. Of the last resorts (`LAST_RESORTS`) the fastest that
     fits is taken."""
     least, best = math.inf, None
     closed_forms: dict[tuple, list[Closed]] = {}  # by (head stages, what forward leaves for backward)
     try:
         plain = configured(request, candidate)
         for spared in memory_settings(request, candidate.ulysses):
-            if best is not None and not (LAST & set(best.spared) and len(spared) == len(best.spared)):
+            if best is not None and not (LAST_NAMES & set(best.spared) and len(spared) == len(best.spared)):
                 break
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
@@ -319,15 +319,15 @@ def floor(request: Request, one: Prediction) -> float:
 
 # tried in this order, each together with those before it; head stages come next
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
-LAST_SPARING: tuple[dict[str, Any], ...] = (
+LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"keep_exchanged": False},
     {"offload_checkpoints": True},
     {"keep_attention": False},
     {"offload_checkpoints": True, "keep_attention": False},
 )
-LAST = {name for settings in LAST_SPARING for name in settings}
+LAST_NAMES = {name for settings in LAST_RESORTS for name in settings}
 NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # attention with no memory but its inputs: a bound
-COMMON = ("travel_dtype", "kernel", *SPARING)  # settings that are the same for all candidates
+COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that are the same for all candidates
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
         if more := {name: value for name, value in settings.items() if name not in given}:
             rungs.append({**rungs[-1], **more})
     plain = rungs[-1]
-    for settings in LAST_SPARING if request.checkpointing else ():
+    for settings in LAST_RESORTS if request.checkpointing else ():
         away = request.machine.apart or "offload_checkpoints" not in settings
         fits = away and (ulysses > 1 or "keep_exchanged" not in settings)
         if fits and not set(settings) & set(given):
