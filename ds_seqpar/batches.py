@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,35 +22,12 @@ from .errors import InputError, as_error
 from .placement import Placement, starts_of
 from .runtime import causes, trusted
 from .runtime.agreement import Alike, agree, in_words, sums
-from .runtime.groups import Groups
-from .sharding import Vocabulary
+from .sharding import Sharding
 from .tokens import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 
 
-class Sharing(Protocol):
-    """The part of a SequenceParallel that sharding a batch uses."""
-
-    data_rank: int
-    groups: Groups
-
-    @property
-    def keeps_masks(self) -> bool: ...
-
-    @property
-    def control_world(self) -> dist.ProcessGroup: ...
-
-    @property
-    def vocabulary(self) -> Vocabulary | None: ...
-
-    def place(self, seq: int, documents: Lengths | None = None, *, causal: bool = True) -> Placement | None: ...
-
-    def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor: ...
-
-    def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor: ...
-
-
 def shard_window(
-    sp: Sharing,
+    sp: Sharding,
     window: Sequence[Mapping[str, Any]],
     causal: bool,
     steps: int | None,
@@ -103,7 +80,7 @@ def shard_window(
 
 
 def _prepare(
-    sp: Sharing,
+    sp: Sharding,
     window: list[Mapping[str, Any]],
     causal: bool,
     steps: int | None,
@@ -124,7 +101,7 @@ def _prepare(
     return on_device, [count, from_padding], [fingerprint(batch) for batch in window]
 
 
-def shard_call(sp: Sharing, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """(this rank's part of one whole batch that a model is called with, how many labels count in the whole batch).
 
     The batch is that of `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The result
@@ -141,7 +118,7 @@ def shard_call(sp: Sharing, given: Mapping[str, Any]) -> tuple[dict[str, Any], i
     return _on_device(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
 
 
-def counted_labels(sp: Sharing, batch: Mapping[str, Any]) -> Tensor:
+def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
     """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are a row's first, and
     those predicted across a document's end or from padding. Local. Raises InputError where the batch cannot be
     sharded."""
@@ -162,7 +139,7 @@ class Checked:
     placement: Placement | None
 
 
-def check_batch(sp: Sharing, batch: Mapping[str, Any], causal: bool) -> Checked:
+def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked:
     """The batch, checked. Raises InputError where it cannot be sharded. Local."""
     labels = labels_of(batch)
     rows, seq = labels.shape
@@ -236,7 +213,8 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
     mask = mask.detach().cpu().bool()
     if bool(mask.all()):
         return None
-    if _most_stretches(mask) > 1:
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
+    if bool((begins.sum(1) > 1).any()):
         raise InputError(
             "padding must be before or after a row's tokens; got attention_mask with zeros between ones, give the "
             "pieces as documents of their own"
@@ -256,12 +234,6 @@ def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
     return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
 
 
-def _most_stretches(mask: Tensor) -> int:
-    """The most stretches of ones that a row has."""
-    before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
-    return int((mask & ~before).sum(1).max())
-
-
 def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
     """Lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
     flat = mask.flatten()
@@ -270,7 +242,7 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
-def _shard(sp: Sharing, batch: Checked) -> dict[str, Any]:
+def _shard(sp: Sharding, batch: Checked) -> dict[str, Any]:
     placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
     whole = {**batch.tensors, "shift_labels": _shifted(batch)}
     sharded = {name: sp.shard(x, 1, placement) if isinstance(x, Tensor) else x for name, x in whole.items()}

@@ -27,8 +27,8 @@ TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
 PLANNED = ("size", "ulysses", "schedule", "head_stages")  # with none of them "auto" there is nothing to plan
 # which spare memory
-SPARING = ("loss_tiles", "mlp_tiles", "head_stages", "keep_exchanged", "offload_checkpoints", "keep_attention")
-ASKING = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and are no part of it
+MEMORY_SETTINGS = ("loss_tiles", "mlp_tiles", "head_stages", "keep_exchanged", "offload_checkpoints", "keep_attention")
+PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and are no part of it
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -111,7 +111,8 @@ class SequenceParallelConfig:
         settings = {**dict(own), **settings}
         check_names(settings)
         if unsaid is None:
-            unsaid = tuple(name for name in SPARING if name not in settings) if settings.get("memory") == "auto" else ()
+            chosen = MEMORY_SETTINGS if settings.get("memory") == "auto" else ()
+            unsaid = tuple(name for name in chosen if name not in settings)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, settings.pop(field.name, field.default))
         known = schedules.settings()
@@ -356,8 +357,8 @@ HOST_PIECE = 2**26  # bytes of host memory that offloaded checkpoints are put in
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """The most bytes of a tile's logits in fp32 with loss_tiles "auto": a quarter of the head's gradient in fp32,
-    which is there beside them, or 256 MiB where that is less."""
+    """The most bytes of a tile's logits in fp32 with loss_tiles "auto". It is a quarter of the head's gradient in fp32,
+    which is there beside them, and at most 256 MiB."""
     return min(2**28, vocab * hidden)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SECTION, ConfigError
-from .files import LARGEST, Given, read_json
+from .files import Given, read_json
 
 KIND = "the DeepSpeed configuration"
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -136,16 +136,10 @@ class Offload:
         """The same with what the JSON says. Raises ConfigError for a value of a wrong type."""
         if not given.value:
             return self
-        values = {name: inner for name, inner in given.object().items() if inner.value != "auto"}
-        found: dict[str, Any] = {}
-        for name, value in values.items():
-            default = getattr(self, name, None)
-            if isinstance(default, bool):
-                found[name] = value.flag()
-            elif isinstance(default, str):
-                found[name] = value.text()
-            elif isinstance(default, int | float):
-                found[name] = type(default)(value.number(least=0, most=LARGEST))
+        known, inside = dataclasses.asdict(self), given.object()
+        found = {
+            name: inner.like(known[name]) for name, inner in inside.items() if name in known and inner.value != "auto"
+        }
         return dataclasses.replace(self, **found)
 
 
@@ -177,7 +171,7 @@ class Zero:
             elif field == "overlap_comm":
                 known[field] = value
             else:
-                known[field] = int(given.number(least=0, most=LARGEST))
+                known[field] = given.like(default)
         return cls(**known)
 
     @property

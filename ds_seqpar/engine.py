@@ -85,7 +85,7 @@ def initialize(
     sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
     library = library_of(model) if check_loss else None
     if library:
-        library.check_loss(model, sp)
+        library.check_function(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     own_args = _without_config(args)
@@ -233,15 +233,15 @@ def prepare_model(
 
     section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: returns what
     is known of the run beside the model, where the section asks for a plan. Collective over the world. Raises on all
-    ranks for a model that cannot be patched, and where on one of them `given`, or what the model is patched with, has
-    other settings than the section.
+    ranks for a model that cannot be patched. So it does where on one of them `given`, or what the model is patched
+    with, has other settings than the section.
     """
     sp, config, library, found, base = None, None, known_library(model), None, unwrapped(model)
     try:
         config = SequenceParallelConfig.from_dict(section)
         sp = _made(model, config, section, given)
         if library and job and not (sp or error) and config.asks_for_plan:
-            found = library.job(base, job())
+            found = library.job_of(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
@@ -249,7 +249,7 @@ def prepare_model(
     if library:
         if sp is None:
             sp = SequenceParallel(config, heads=library.heads(base), job=found)
-        library.patch(model, sp)
+        library.patch_attention(model, sp)
     assert sp is not None  # _made raises for a model that nobody can patch
     return sp
 

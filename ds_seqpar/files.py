@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -101,7 +102,7 @@ def ask(library: str, place: str, content: Mapping[str, Any], make: Callable[[di
         except ConfigError:
             raise
         except Exception as error:  # of any kind: libraries raise what comes of a wrong type
-            found = culprit(content, lambda rest: _takes(make, rest))
+            found = culprit(content, functools.partial(_takes, make))
             said = f"{type(error).__name__}: {_said(error)}"
     given = f'"{found[0]}": {shown(found[1])}' if found else "several of its settings"
     raise ConfigError(f"{place} must be one that {library} takes; it refuses {given} ({said})")
@@ -218,6 +219,12 @@ class Given:
         if not isinstance(self.value, str):
             raise self.wrong("a text")
         return self.value
+
+    def like(self, default: Any) -> Any:
+        """A value of the type of a default; a number from 0 on."""
+        if isinstance(default, bool):
+            return self.flag()
+        return self.text() if isinstance(default, str) else type(default)(self.number(least=0, most=LARGEST))
 
 
 class _NoNumber(str):

@@ -1,6 +1,6 @@
 """Data loaders that give the ranks of a sequence the same batches, and other groups other ones.
 
-A loader over the whole data set is dealt to groups as accelerate deals one to ranks: group d of D takes the batches d,
+A loader over the whole data set is dealt to groups as accelerate deals one to ranks. Group d of D takes the batches d,
 d + D, and so on. With every batch all ranks tell one another that they have it: what one cannot load is said on all.
 """
 
@@ -11,38 +11,19 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .errors import ConfigError, InputError, SeqParError, as_error
 from .runtime.agreement import Fields, agree, differing
 from .runtime.comm import failing
-from .runtime.groups import Groups
+from .sharding import Sharding
 
 CALL = "a loader of sp.loader"
 ORDER, BATCHES = "order of examples", "batches"  # what ranks compare, by name
-
-
-class Sharing(Protocol):
-    """What a loader needs of the SequenceParallel that it is for."""
-
-    data_rank: int
-    data_size: int
-    rank: int
-    groups: Groups
-
-    @property
-    def control_world(self) -> dist.ProcessGroup: ...
-
-
-def sampler(sp: Sharing, dataset: Any, shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler:
-    """torch's own, over groups in place of ranks."""
-    return DistributedSampler(
-        dataset, num_replicas=sp.data_size, rank=sp.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
 
 
 class Loader:
@@ -52,7 +33,7 @@ class Loader:
     was told last, for samplers and data sets that shuffle by it. batches: how many of this epoch were given.
     """
 
-    def __init__(self, sp: Sharing, loader: Any, read_once: bool = False) -> None:
+    def __init__(self, sp: Sharding, loader: Any, read_once: bool = False) -> None:
         self.sp, self.read_once = sp, read_once
         self.epoch: int | None = None
         self.batches = 0
@@ -244,7 +225,7 @@ class _Indices:
                 yield batch
 
 
-def is_dealt(sp: Sharing, loader: DataLoader) -> bool:
+def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
     """Whether a loader's sampler, or its data set of `datasets`, deals to groups by itself. Raises ConfigError for one
     that deals to others than these groups, such as to ranks."""
     for part in (*_samplers(loader), getattr(loader.dataset, "_distributed", None)):

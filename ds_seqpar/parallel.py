@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler
 
 from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
@@ -22,11 +23,9 @@ from .runtime import devices, groups, inputs, keeping, ops, runtime
 from .runtime.agreement import agree, gathered
 from .runtime.comm import TorchComm, failing
 from .runtime.telling import told_once
-from .sharding import Sharding, Vocabulary, mean_of
+from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, DistributedSampler
-
     from .loaders import Loader
     from .planner.auto import Job
     from .planner.machine import Machine
@@ -83,25 +82,9 @@ class SequenceParallel(Sharding):
         member = self.topology.index(rank, "ulysses")
         self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
         self.accumulation_steps: int | None = None
-        self.mask_users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]] = weakref.WeakKeyDictionary()
+        self.mask_users = weakref.WeakSet()
+        self.vocabularies = weakref.WeakKeyDictionary()
         self.store: Store | None = None
-
-    @property
-    def keeps_masks(self) -> bool:
-        """Whether `shard_batches` returns this rank's part of an attention_mask that has zeros."""
-        return bool(self.mask_users)
-
-    @property
-    def control_world(self) -> dist.ProcessGroup:
-        """All ranks, for CPU tensors."""
-        return self.groups.world
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The most tokens, and labels, that any patched model knows now; None where no model is patched."""
-        known = [read(model) for model, read in self.vocabularies.items()]
-        return (max(tokens for tokens, _ in known), max(labels for _, labels in known)) if known else None
 
     def close(self) -> None:
         """Frees its process groups, with their threads and sockets; whatever communicates then raises ConfigError.
@@ -218,9 +201,8 @@ class SequenceParallel(Sharding):
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
         """torch's DistributedSampler, over groups in place of ranks: its indices are those of a run without sequence
         parallelism on `data_size` ranks. Call its `set_epoch` before each epoch."""
-        from .loaders import sampler
-
-        return sampler(self, dataset, shuffle, seed, drop_last)
+        parts = {"num_replicas": self.data_size, "rank": self.data_rank}
+        return DistributedSampler(dataset, **parts, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def loader(self, loader: DataLoader, read_once: bool = False) -> Loader:
         """A DataLoader's batches: the same on the ranks of a sequence, other ones in each group, whole and on the CPU.
@@ -321,10 +303,10 @@ def _planned_by_all(
 
 
 def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
-    """The machine that is supposed for the planner where nobody says which, the same on all ranks: by the name of rank
-    0's accelerator, with the memory that is there; without accelerators by the smallest host's cores and memory."""
+    """The machine that the planner takes where nobody says which, the same on all ranks. It follows from the name of
+    rank 0's accelerator and the memory that is there. Without accelerators the smallest host's cores and memory say it.
+    """
     from .planner.machine import Machine
-    from .planner.processors import processors
 
     per_node, device = devices.shared_by(hosts), hosts[0].device
     if device:
@@ -332,7 +314,7 @@ def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
         memory = min(host.device_memory for host in hosts) or machine.memory
         return dataclasses.replace(machine, per_node=per_node, memory=memory, host_memory=min(h.memory for h in hosts))
     cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}
-    return processors(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
+    return Machine.of_cores(min(map(len, cores.values())), min(host.memory for host in hosts), per_node)
 
 
 def _config(given: object) -> SequenceParallelConfig:

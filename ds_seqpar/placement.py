@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .compiler.masks import Mask
-from .compiler.shards import UnevenShards, members_positions, tokens_of
+from .compiler.shards import Shards, UnevenShards, members_positions, tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,6 @@ def windowed(mask: Mask, window: int) -> Mask:
 
 
 @functools.lru_cache(maxsize=256)
-def held(shards: UnevenShards, ulysses: int, rank: int) -> Tensor:
+def held(shards: Shards, ulysses: int, rank: int) -> Tensor:
     inner, member = divmod(rank, ulysses)
     return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")

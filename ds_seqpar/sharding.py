@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .compiler.layout import multiple
 from .compiler.masks import Mask
-from .compiler.shards import positions
+from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
 from .errors import InputError
-from .placement import Placement, starts_of
+from .placement import Placement, held, starts_of
 from .runtime import inputs
 from .runtime.agreement import agree, sums
 from .runtime.comm import failing
@@ -30,7 +30,27 @@ class Sharding:
     config: SequenceParallelConfig
     size: int
     rank: int
+    data_rank: int
+    data_size: int
     groups: Groups
+    mask_users: weakref.WeakSet[Any]
+    vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether `shard_batches` returns this rank's part of an attention_mask that has zeros."""
+        return bool(self.mask_users)
+
+    @property
+    def control_world(self) -> dist.ProcessGroup:
+        """All ranks, for CPU tensors."""
+        return self.groups.world
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The most tokens, and labels, that any patched model knows now; None where no model is patched."""
+        known = [read(model) for model, read in self.vocabularies.items()]
+        return (max(tokens for tokens, _ in known), max(labels for _, labels in known)) if known else None
 
     @property
     def multiple(self) -> int:
@@ -105,9 +125,9 @@ class Sharding:
 
     def held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
         """The places of an SP rank's tokens in a sequence of `seq`, or in what a placement says, int64, on the CPU."""
-        if placement is not None:
-            return placement.positions(self.config.ulysses, rank)
-        return _positions(self.config.layout, seq, self.size, self.config.ulysses, rank)
+        inner = self.size // self.config.ulysses
+        shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
+        return held(shards, self.config.ulysses, rank)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of x, any shape, over the ranks that share the sequence, for a loss that every one of them has whole,
@@ -179,11 +199,6 @@ def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
             f"shard needs the {' x '.join(map(str, wanted))} tokens of the placement; got {inputs.shape_of(x)} and dim "
             f"{dim}, give it a tensor of the batch that the placement was returned for"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _positions(layout: str, seq: int, size: int, ulysses: int, rank: int) -> Tensor:
-    return torch.tensor(positions(layout, seq, size, ulysses, rank), device="cpu")  # whatever the default device is
 
 
 # ---- losses

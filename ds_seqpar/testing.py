@@ -46,24 +46,21 @@ class Result:
         return dataclasses.replace(self, **{name: x[..., : dims[name]] for name, x in found.items() if x is not None})
 
 
-class _Mailbox:
-    """The transport of one Ulysses member's inner ranks."""
-
-    def __init__(self) -> None:
-        self.letters: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+# the transport of one Ulysses member's inner ranks, or of one inner rank's members: by (from, to, tag)
+Mailbox = defaultdict[tuple[int, int, int], deque[Tensor]]
 
 
 class _VirtualComm:
     """members: the same for the exchange with Ulysses' members."""
 
-    def __init__(self, rank: int, mailbox: _Mailbox, members: _VirtualComm | None = None) -> None:
+    def __init__(self, rank: int, mailbox: Mailbox, members: _VirtualComm | None = None) -> None:
         self.rank, self.mailbox, self.early = rank, mailbox, 0  # who takes from a mailbox gains nothing by asking
         self.members = members or self
         self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Waiting:
         for message in sends:
-            self.mailbox.letters[self.rank, message.peer, message.tag].append(message.buffer.clone())
+            self.mailbox[self.rank, message.peer, message.tag].append(message.buffer.clone())
         for message in receives:
             self.received[message.kind] += message.elements
         return _Waiting(self, receives)
@@ -72,36 +69,33 @@ class _VirtualComm:
         return ranks[1:] + ranks[:1]  # any: real groups count their members as torch does
 
     def all_gather(self, ranks: tuple[int, ...], sent: Message, received: Tensor) -> _Waiting:
-        sizes = [sent.buffer.numel()] * len(ranks)
-        return self._together(
-            ranks, sent.kind, sent.elements * (len(ranks) - 1), [sent.buffer] * len(ranks), received.split(sizes)
-        )
+        count, size = len(ranks), sent.buffer.numel()
+        parts = [sent.buffer] * count, received.split([size] * count)
+        return self._together(self.order(ranks), sent.kind, sent.elements * (count - 1), *parts)
 
     def all_to_all(
         self, ranks: tuple[int, ...], kind: str, elements: int, sent: Tensor, received: Tensor, sizes: Sizes
     ) -> _Waiting:
-        return self._together(ranks, kind, elements, sent.split(list(sizes[0])), received.split(list(sizes[1])))
-
-    def _together(
-        self, ranks: tuple[int, ...], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor]
-    ) -> _Waiting:
-        sends, receives = (
-            [Message(peer, kind, 0, tensor, -1) for peer, tensor in zip(self.order(ranks), tensors, strict=True)]
-            for tensors in (sent, received)
+        return self._together(
+            self.order(ranks), kind, elements, sent.split(list(sizes[0])), received.split(list(sizes[1]))
         )
-        handle = self.post(sends, receives)
-        self.received[kind] += elements
-        return handle
 
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> _Waiting:
-        mine = self.members.rank
-        going, coming = sent.split(list(sizes[0])), received.split(list(sizes[1]))
+        peers, own = range(len(sizes[0])), sizes[1][self.members.rank]
+        parts = sent.split(list(sizes[0])), received.split(list(sizes[1]))
+        return self._together(peers, kind, sum(sizes[1]) - own, *parts, EXCHANGE)
+
+    def _together(
+        self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
+        tag: int = -1,
+    ) -> _Waiting:  # fmt: skip
+        """elements: that this rank receives from others."""
         sends, receives = (
-            [Message(peer, kind, 0, part, EXCHANGE) for peer, part in enumerate(parts)] for parts in (going, coming)
+            [Message(peer, kind, 0, tensor, tag) for peer, tensor in zip(peers, tensors, strict=True)]
+            for tensors in (sent, received)
         )
-        handle = self.members.post(sends, receives)
-        self.received[kind] += sum(sizes[1]) - sizes[1][mine]
-        return handle
+        self.received[kind] += elements
+        return (self.members if tag == EXCHANGE else self).post(sends, receives)
 
 
 @dataclasses.dataclass
@@ -110,7 +104,7 @@ class _Waiting:
     receives: Sequence[Message]
 
     def _letters(self, message: Message) -> deque[Tensor]:
-        return self.comm.mailbox.letters[message.peer, self.comm.rank, message.tag]
+        return self.comm.mailbox[message.peer, self.comm.rank, message.tag]
 
     def ready(self) -> bool:
         """Whether all peers have posted what this waits for."""
@@ -189,8 +183,8 @@ class _Ranks:
     ) -> None:  # fmt: skip
         self.shards, self.mask, self.scores, self.sinks = shards, mask, scores, sinks
         count, topology, ranks = config.ulysses, config.topology(config.size), range(config.size)
-        among_inner = [_Mailbox() for _ in range(count)]
-        among_members = [_Mailbox() for _ in range(config.size // count)]
+        among_inner = [Mailbox(deque) for _ in range(count)]
+        among_members = [Mailbox(deque) for _ in range(config.size // count)]
         self.mailboxes = among_inner + among_members
         self.comms = [
             _VirtualComm(r // count, among_inner[r % count], _VirtualComm(r % count, among_members[r // count]))
@@ -248,7 +242,7 @@ class _Ranks:
         """Each rank goes on until it waits for what its peers have not posted yet, and then the next."""
         while any(walk.at < len(walk.program.code) for walk in walks):
             assert any([_go_on(walk) for walk in walks]), "ranks wait for one another"
-        assert not any(queue for box in self.mailboxes for queue in box.letters.values()), "a message nobody received"
+        assert not any(queue for box in self.mailboxes for queue in box.values()), "a message nobody received"
         return [walk.call.results() for walk in walks]
 
     def shard(self, side: str, x: Tensor) -> list[Tensor]:

@@ -106,7 +106,7 @@ class WholeTensor(Tensor):
             if func in UNCHANGEABLE:
                 _refuse_change(args[0])
             if func in PLAIN:
-                args, kwargs = tree_map(_plain, (args, kwargs))
+                args, kwargs = tree_map(plain, (args, kwargs))
             return func(*args, **kwargs)
 
     @classmethod
@@ -293,12 +293,8 @@ def _refuse_change(x: Any) -> NoReturn:
     )
 
 
-def plain(x: Tensor) -> Tensor:
-    """`x.whole()` of a WholeTensor; any other tensor as it is. The first call for x is collective."""
-    return _plain(x)
-
-
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """`x.whole()` of a WholeTensor; anything else as it is. The first call for x is collective."""
     return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
 
 

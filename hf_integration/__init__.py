@@ -7,7 +7,7 @@ from typing import Any
 from packaging.version import Version
 
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.models import HOW, Library, imported, register
+from ds_seqpar.models import HOW, imported
 
 try:
     import transformers
@@ -15,9 +15,11 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"hf_integration needs {error.name}, {HOW}", name=error.name) from error
 
-from .families import heads, is_known
+from .families import heads
+from .families import is_known as is_known
 from .job import job_of
-from .losses import check_engine, check_function
+from .losses import check_engine as check_engine
+from .losses import check_function as check_function
 from .patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
 
 # (major, minor), both of which `make test-all` runs; setup.cfg says the same
@@ -33,19 +35,6 @@ LATER = {
 
 for method in (patch_attention, unpatch_attention):
     setattr(PreTrainedModel, method.__name__, method)
-register(
-    "PreTrainedModel",
-    Library(
-        is_known=is_known,
-        heads=heads,
-        job=job_of,
-        check_patch=check_patch,
-        patch=patch_attention,
-        patched_with=patched_with,
-        check_loss=check_function,
-        check_engine=check_engine,
-    ),
-)
 
 __all__ = [
     "check_patch",

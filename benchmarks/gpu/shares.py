@@ -7,6 +7,7 @@ the device's own memory, so no link is in the time.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class Alone(testing._VirtualComm):
     """A transport that carries nothing: what is sent is dropped, and what is received is noise."""
 
     def __init__(self, rank: int, members: testing._VirtualComm | None = None) -> None:
-        super().__init__(rank, testing._Mailbox(), members)
+        super().__init__(rank, testing.Mailbox(deque), members)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         for message in receives:

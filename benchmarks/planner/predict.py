@@ -95,7 +95,7 @@ def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) 
     """Seconds of a training step."""
     step = step_of(model, training.kind_of(spec, args)[1], args.seq, args.world)
     stages = step.config.head_stages
-    one = call_of(step, stages)
+    one = call_of(step)
     forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside
     forward += len(distances(step.config.size)) * wire.latency

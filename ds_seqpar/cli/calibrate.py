@@ -20,8 +20,7 @@ from ..planner.machine import machine_of
 from ..runtime import groups
 from ..runtime.agreement import agree
 from ..runtime.devices import host_memory, set_device
-from .calibration import Calibration
-from .zero_costs import zero_costs
+from .calibration import Calibration, zero_costs
 
 
 def run(args: argparse.Namespace) -> None:
@@ -72,41 +71,41 @@ def calibrate() -> dict[str, Any]:
     ConfigError for one rank, and where nodes have not equally many."""
     config = SequenceParallelConfig(ulysses=1, layout="contiguous")
     with SequenceParallel(config) as sp:
-        its = Calibration(sp.comm, sp.control_world)
-        with its.bar:
-            return _found(its)
+        measured = Calibration(sp.comm, sp.control_world)
+        with measured.bar:
+            return _found(measured)
 
 
-def _found(its: Calibration) -> dict[str, Any]:
-    inside = its.link(its.neighbour(1)) if its.per_node > 1 else None
-    between, uplink = its.between() if its.nodes > 1 else (None, None)
+def _found(measured: Calibration) -> dict[str, Any]:
+    inside = measured.link(measured.neighbour(1)) if measured.per_node > 1 else None
+    between, uplink = measured.between() if measured.nodes > 1 else (None, None)
     any_link = inside or between
     if any_link is None:
         raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
-    attention, gemm = its.attention(), its.gemm()
+    attention, gemm = measured.attention(), measured.gemm()
     found = {
-        "about": f"{its.nodes} nodes of {its.per_node} ranks, {its.what()}",
-        "per_node": its.per_node,
+        "about": f"{measured.nodes} nodes of {measured.per_node} ranks, {measured.what()}",
+        "per_node": measured.per_node,
         "inside": _wire(inside or any_link),
         "between": _wire(between or any_link),
         "uplink": uplink,
         "duplex": (between or any_link)["duplex"],
-        "stolen": its.stolen(any_link),
+        "stolen": measured.stolen(any_link),
         "attention": attention,
         "gemm": gemm,
-        "memory_rate": its.memory_rate(),
-        "elementwise_rate": its.elementwise_rate(),
-        "offload_rate": its.offload_rate(),
-        "host": {"instruction": its.instruction(), "ahead": its.kind != "cpu"},
+        "memory_rate": measured.memory_rate(),
+        "elementwise_rate": measured.elementwise_rate(),
+        "offload_rate": measured.offload_rate(),
+        "host": {"instruction": measured.instruction(), "ahead": measured.kind != "cpu"},
         "host_memory": float(host_memory()),
-        "host_rate": its.host_rate(),
+        "host_rate": measured.host_rate(),
         "nvme_rate": None,
-        "memory": its.memory(),
+        "memory": measured.memory(),
         "spare": 0.1,
-        "zero": zero_costs(its),
+        "zero": zero_costs(measured),
     }
     when = time.strftime("%Y-%m-%d")
-    found["sources"] = {name: f"measured {when}, {its.world} ranks at once" for name in found if name != "about"}
+    found["sources"] = {name: f"measured {when}, {measured.world} ranks at once" for name in found if name != "about"}
     found["sources"] |= {
         "per_node": "what the launcher says",
         "memory": "what the device has; of a CPU, a share of the host",

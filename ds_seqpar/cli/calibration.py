@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..compiler.tiles import Tile
 from ..errors import ConfigError, KernelError
 from ..planner.machine import PER_PRODUCT
-from ..runtime.comm import Comm, Message
+from ..runtime.comm import ALL_GATHER, Comm, Message
 from ..runtime.devices import host_memory, own_device, ranks_a_node
 from ..runtime.kernels import BlockSpec, Kernel, select
 
@@ -37,6 +37,8 @@ WINDOWS = 5  # of calls, of whose means the median is taken
 WINDOW = {"cpu": 0.04, "gpu": 0.004}
 SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
 LASTING = 0.1  # seconds that the longest message takes, about, where links are slow
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
+MODULES, HOOKED = 32, 5  # of a model whose hooks are looked at, and in how many steps
 SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
 
 
@@ -252,3 +254,56 @@ class Calibration:
 
         alone, together = (self.seconds(function, 5, peer is not None) for function in (products, beside))
         return max(0.0, together - alone) / (2 * size)
+
+
+# ---- ZeRO
+
+
+def zero_costs(measured: Calibration) -> dict[str, Any]:
+    """Collectives of all ranks as DeepSpeed calls them, and the host's time for a module with measured hooks."""
+    forward, backward = _hooks(measured)
+    kinds = ("gather", "reduce", "all_reduce")
+    return {"ranks": measured.world, **{kind: _collective(measured, kind) for kind in kinds},
+            "forward": forward, "backward": backward}  # fmt: skip
+
+
+def _collective(measured: Calibration, kind: str) -> dict[str, float]:
+    def made(size: int) -> Callable[[], object]:
+        whole = torch.zeros(max(1, size // 4 // measured.world) * measured.world, device=measured.device)
+        part = torch.zeros(whole.numel() // measured.world, device=measured.device)
+        if kind == "gather":
+            return lambda: ALL_GATHER(whole, part)
+        return lambda: REDUCE_SCATTER(part, whole) if kind == "reduce" else dist.all_reduce(whole)
+
+    latency = measured.seconds(made(8), 50)
+    return {"latency": latency, "rate": 1 / measured.slope(made)}
+
+
+def _hooks(measured: Calibration) -> tuple[float, float]:
+    """Seconds of the host, forward and backward, for a module that hardly computes: nothing is gathered, and
+    reductions wait for a bucket that holds them all. The first two steps are another matter: ZeRO learns the
+    order in which modules are called."""
+    import deepspeed  # which takes seconds
+
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(MODULES)))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "reduce_bucket_size": 2**16}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": 10**9,
+              "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    x = torch.ones(1, 8, device=measured.device)
+    took: dict[str, list[float]] = {"forward": [], "backward": []}
+    for _ in range(2 + HOOKED):
+        dist.barrier(measured.group)
+        marks = [time.perf_counter()]
+        loss = engine(x).sum()
+        marks.append(time.perf_counter())
+        engine.backward(loss)
+        marks.append(time.perf_counter())
+        engine.step()
+        for way, began, ended in zip(took, marks, marks[1:], strict=False):
+            took[way].append((ended - began) / MODULES)
+    engine.destroy()
+    every = measured.gathered([statistics.median(times[2:]) for times in took.values()])
+    measured.bar.update()
+    forward, backward = (statistics.mean(ways) for ways in zip(*every, strict=True))
+    return forward, backward

@@ -46,22 +46,24 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "memory", help="predict the memory of a training step on each rank, part by part; nothing is run"
     )
-    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--seq-len", required=True, metavar="N", help="tokens of the whole sequence")
     parser.add_argument("--ranks", required=True, metavar="P", help="ranks of the job")
+    add_options(parser, f"say also what a node needs and which length fits: {', '.join(presets())}")
+    parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
+
+
+def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
+    """Adds those that `memory` and `plan` share. machine: what --machine is, and its presets."""
+    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
     )  # fmt: skip
     parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
-    parser.add_argument(
-        "--machine", metavar="NAME",
-        help=f"say also what a node needs and which length fits: {', '.join(presets())}, or a file of calibrate",
-    )  # fmt: skip
+    parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
     parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: that of --machine")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
-    parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -110,18 +112,22 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
     few = shortened(resolved)
     limits.check_followed(few.size // few.ulysses, few.overlap)
-    limits.check("train_micro_batch_size_per_gpu", content.get("train_micro_batch_size_per_gpu") or 1, limits.COUNT)
     step = Step(
         model=model,
         config=resolved,
         world=ranks,
         seq=seq,
-        batch=content.get("train_micro_batch_size_per_gpu") or 1,
-        dtype=dtype_of(content),
-        zero=Zero.of(content.get("zero_optimization", {})),
-        checkpointing=not args.no_checkpointing,
+        **run_of(args, content),
     )
     return step, filled
+
+
+def run_of(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step and a request share, by their names for it."""
+    batch = content.get("train_micro_batch_size_per_gpu") or 1
+    limits.check("train_micro_batch_size_per_gpu", batch, limits.COUNT)
+    zero = Zero.of(content.get("zero_optimization", {}))
+    return {"batch": batch, "dtype": dtype_of(content), "zero": zero, "checkpointing": not args.no_checkpointing}
 
 
 def count(name: str, text: str, most: int = limits.COUNT) -> int:

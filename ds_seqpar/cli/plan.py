@@ -11,8 +11,8 @@ from .. import limits
 from ..compiler.draw import draw_timelines
 from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
-from ..config import ASKING, SequenceParallelConfig
-from ..deepspeed_json import SECTION, Zero, dtype_of, section_of
+from ..config import PLAN_REQUESTS, SequenceParallelConfig
+from ..deepspeed_json import SECTION, section_of
 from ..errors import ConfigError
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
@@ -22,35 +22,24 @@ from ..planner.plan import section_of as section
 from ..planner.request import Request
 from ..planner.search import Prediction, in_words, timelines
 from ..planner.steptime import TIMES
-from .memory import DIGITS, content_of, count, fill_in, gibibytes, told
+from .memory import DIGITS, add_options, content_of, count, fill_in, gibibytes, run_of, told
 from .numbers import numbers_of
 
 GIB = 2**30
+SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
 DRAWN = 32  # ranks in a picture
 REASONS = 16  # that the table has
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="find the fastest configuration that fits a machine; nothing is run")
-    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
+    parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
     parser.add_argument("--seq-len", metavar="N", help="tokens of the whole sequence")
     parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
     parser.add_argument("--nodes", default="1", metavar="N", help="nodes of the job")
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
-    parser.add_argument(
-        "--machine", metavar="NAME",
-        help=f"one of {', '.join(presets())}, or a file of calibrate; default: the section's, or {DEFAULT}",
-    )  # fmt: skip
-    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
     parser.add_argument("--window", metavar="N", help="tokens of the attention's window")
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f'a setting of "{SECTION}" that is given, not searched; with a dot one of the DeepSpeed JSON',
-    )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
-    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    add_options(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
     parser.add_argument("--png", metavar="FILE", help="also draw the best one's attention of a layer over time")
     parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
 
@@ -93,11 +82,8 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         seq=seq,
         documents=documents,
         window=None if args.window is None else count("--window", args.window, limits.TOKENS),
-        batch=content.get("train_micro_batch_size_per_gpu") or 1,
-        dtype=dtype_of(content),
-        zero=Zero.of(content.get("zero_optimization", {})),
-        checkpointing=not args.no_checkpointing,
-        given={name: value for name, value in section_of(content).items() if name not in ASKING},
+        **run_of(args, content),
+        given={name: value for name, value in section_of(content).items() if name not in PLAN_REQUESTS},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
         memory=None if args.memory is None else gibibytes("--memory", args.memory),
     )
@@ -128,10 +114,10 @@ def _timeline(choice: Choice) -> Timeline:
 
 
 def table(choice: Choice) -> str:
-    its, best = choice.request, choice.best
+    request, best = choice.request, choice.best
     more = len(choice.rejected) - REASONS
-    what = f"{its.seq} tokens" + (f" in {len(its.documents)} documents" if its.documents else "")
-    head = f"{what} on {its.world} ranks of {its.machine.name} ({its.machine.about})"
+    what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
+    head = f"{what} on {request.world} ranks of {request.machine.name} ({request.machine.about})"
     rows = [["s a sequence", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]]
     rows += [_row(choice, one) for one in choice.ranked]
     return "\n".join(
@@ -149,7 +135,7 @@ def table(choice: Choice) -> str:
             "",
             f'"{SECTION}": {json.dumps(section(best))}',
             "",
-            *_links(best, its.model.layers),
+            *_links(best, request.model.layers),
             "",
             *_parts(choice),
             "",
@@ -187,12 +173,12 @@ def _extras(one: Prediction) -> str:
 def _links(best: Prediction, layers: int) -> list[str]:
     stages = best.config.head_stages
     lines = ["attention of one layer, on the busiest rank:"]
-    for name, its in (("forward", best.forward), ("backward", best.backward)):
+    for name, way in (("forward", best.forward), ("backward", best.backward)):
         took = best.time.parts[f"attention {name}"]
-        share = its.compute * stages * layers / took if took else 1.0
-        near, far = (f"{stages * size / GIB:.3f} GiB" for size in (its.inside, its.between))
+        share = way.compute * stages * layers / took if took else 1.0
+        near, far = (f"{stages * size / GIB:.3f} GiB" for size in (way.inside, way.between))
         lines.append(
-            f"  {name:<9} receives {near} from its node and {far} from others, in {stages * its.messages} messages; "
+            f"  {name:<9} receives {near} from its node and {far} from others, in {stages * way.messages} messages; "
             f"computes {min(1.0, share):.0%} of the time"
         )
     return lines

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from .. import limits
 from ..compiler.layout import divisors
-from ..config import ASKING, PLANNED_FOR, SPARING, SequenceParallelConfig
+from ..config import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
 from .footprint import taken
-from .machine import Machine, Wire
+from .machine import Machine
 from .plan import Choice, chosen, plan
 from .request import Model, Request
 from .search import Prediction, in_words, leanest, predict
@@ -95,7 +95,7 @@ def planned(
     choice = choose(request_of(config, job, seq, world, seen(job.dtype)))
     best = choice.best.config
     chosen = (*config.unsaid, *(("head_stages",) if config.head_stages == "auto" else ()))
-    kept = {name: getattr(config, name) for name in ("head_stages", *ASKING) if name not in chosen}
+    kept = {name: getattr(config, name) for name in ("head_stages", *PLAN_REQUESTS) if name not in chosen}
     return Planned(dataclasses.replace(best, **kept), choice)
 
 
@@ -116,8 +116,10 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, s
 
 def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
     """What is no choice any more. Stages that are "auto" are chosen with whether they hide exchanges."""
-    overlap = ("overlap",) if config.head_stages == "auto" and not config.overlap else ()
-    return {name: value for name, value in config.settings().items() if name not in (*ASKING, *config.unsaid, *overlap)}
+    left = {*PLAN_REQUESTS, *config.unsaid}
+    if config.head_stages == "auto" and not config.overlap:
+        left.add("overlap")
+    return {name: value for name, value in config.settings().items() if name not in left}
 
 
 def choose(request: Request) -> Choice:
@@ -164,7 +166,7 @@ def line_of(choice: Choice) -> str:
 
 def spared_by(choice: Choice) -> dict[str, Any] | None:
     """What was chosen of the settings that spare memory; None where none was to be chosen."""
-    left = [name for name in SPARING if name not in choice.request.given]
+    left = [name for name in MEMORY_SETTINGS if name not in choice.request.given]
     plain, best = SequenceParallelConfig(), choice.best.config
     changed = {name: getattr(best, name) for name in left if getattr(best, name) != getattr(plain, name)}
     return changed if left else None
@@ -176,48 +178,39 @@ TIMES = (2, 4, 8)
 def to_win(request: Request, best: Prediction, other: Prediction) -> str:
     """The smallest of a few changes, of links and of the length, with which `other` is predicted to be faster than
     `best`; "" where none is enough. By closed forms, in proportion to what was found for both as things are."""
-    now = [predict(request, one.candidate) for one in (best, other)]
-    if any(isinstance(one, str) for one in now):
-        return ""
-    scales = [
-        it.seconds / one.seconds for it, one in zip((best, other), now, strict=True) if isinstance(one, Prediction)
-    ]
-    for words, changed in changes(request):
-        then = [predict(changed, one.candidate) for one in (best, other)]
-        took = [one.seconds * scale for one, scale in zip(then, scales, strict=True) if isinstance(one, Prediction)]
-        if len(took) == 2 and took[1] < took[0]:
+    now = _predicted(request, best, other)
+    for words, changed in changes(request) if len(now) == 2 else ():
+        then = _predicted(changed, best, other)
+        if len(then) == 2 and then[1] * (other.seconds / now[1]) < then[0] * (best.seconds / now[0]):
             return words
     return ""
 
 
+def _predicted(request: Request, *ones: Prediction) -> list[float]:
+    """Seconds by the closed form, of those that fit."""
+    found = [predict(request, one.candidate) for one in ones]
+    return [one.seconds for one in found if isinstance(one, Prediction)]
+
+
 def changes(request: Request) -> Iterator[tuple[str, Request]]:
     """Small ones first."""
-    machine = request.machine
-    several = request.world > machine.per_node
+    several = request.world > request.machine.per_node
     for times in TIMES:
         for word, factor in (("slower", 1 / times), ("faster", float(times))):
             if several:
-                yield f"links between nodes {times} times {word}", _with(request, between(machine, factor))
-            yield f"links inside nodes {times} times {word}", _with(request, inside(machine, factor))
+                yield f"links between nodes {times} times {word}", _with_links(request, "between", factor)
+            yield f"links inside nodes {times} times {word}", _with_links(request, "inside", factor)
         if not request.documents:
             yield f"sequences {times} times as long", dataclasses.replace(request, seq=request.seq * times)
             if request.seq % (times * 2 * request.world) == 0:
                 yield f"sequences 1/{times} as long", dataclasses.replace(request, seq=request.seq // times)
 
 
-def _with(request: Request, machine: Machine) -> Request:
-    return dataclasses.replace(request, machine=machine)
-
-
-def between(machine: Machine, factor: float) -> Machine:
-    """With links between nodes of so many times the rate, and a node's shared one with them."""
-    uplink = None if machine.uplink is None else machine.uplink * factor
-    return dataclasses.replace(machine, between=_scaled(machine.between, factor), uplink=uplink)
-
-
-def inside(machine: Machine, factor: float) -> Machine:
-    return dataclasses.replace(machine, inside=_scaled(machine.inside, factor))
-
-
-def _scaled(wire: Wire, factor: float) -> Wire:
-    return dataclasses.replace(wire, rate=wire.rate * factor)
+def _with_links(request: Request, name: str, factor: float) -> Request:
+    """The same with links "inside" nodes or "between" them of so many times the rate. A node's shared one goes with the
+    latter."""
+    machine, wire = request.machine, getattr(request.machine, name)
+    changed: dict[str, Any] = {name: dataclasses.replace(wire, rate=wire.rate * factor)}
+    if name == "between" and machine.uplink is not None:
+        changed["uplink"] = machine.uplink * factor
+    return dataclasses.replace(request, machine=dataclasses.replace(machine, **changed))

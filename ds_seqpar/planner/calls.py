@@ -16,8 +16,9 @@ from ..compiler.layout import Topology
 from ..compiler.lower import lower
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
-from ..compiler.plan import Pattern
+from ..compiler.plan import Pattern, StepsOf
 from ..compiler.program import Assemble, ExchangeStart, GatherStart, Instruction, Post, Program, ScatterStart
+from ..compiler.schedules.base import Schedule
 from ..compiler.shape import Shape, shape_of
 from ..compiler.shards import EvenShards, Shards
 from ..config import SequenceParallelConfig
@@ -87,6 +88,15 @@ class Call:
     def travels(self, direction: str) -> str:
         return self.recipe.travels(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
 
+    def steps(self, direction: str) -> StepsOf:
+        """Those of any inner rank, without overlap. Raises ConfigError where the schedule cannot."""
+        return _steps(self.recipe.schedule, self.topology, self.pattern, direction, self.travels(direction))
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(schedule: Schedule, topology: Topology, pattern: Pattern, direction: str, travels: str) -> StepsOf:
+    return schedule.build(topology, pattern, direction, travels)
+
 
 @functools.lru_cache(maxsize=64)
 def _pattern(mask: Mask, shards: Shards) -> Pattern:
@@ -116,12 +126,15 @@ def programs(machine: Machine, call: Call, direction: str) -> list[Program]:
 
 def inner_programs(call: Call, direction: str) -> list[Program]:
     """Of the first member's ranks, without exchanges."""
-    shape, schedule = call.shapes[0], call.recipe.schedule
+    shape, schedule, size = call.shapes[0], call.recipe.schedule, call.recipe.size
+    if call.recipe.overlap:
+        every = list(call.recipe.plan(direction, call.pattern, call.shapes[call.first]).ranks)
+    else:
+        every = [call.steps(direction)(rank) for rank in range(size)]
+    exact = shape.travel == shape.wide
     return [
-        lower(
-            schedule.name, direction, rank, call.recipe.size, tuple(steps), shape.travel == shape.wide, schedule.parts
-        )
-        for rank, steps in enumerate(_steps(call, direction))
+        lower(schedule.name, direction, rank, size, tuple(steps), exact, schedule.parts)
+        for rank, steps in enumerate(every)
     ]
 
 
@@ -143,15 +156,6 @@ def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Pr
             )
         )  # fmt: skip
     return found
-
-
-def _steps(call: Call, direction: str) -> list:
-    shape = call.shapes[call.first]
-    if call.recipe.overlap:
-        return list(call.recipe.plan(direction, call.pattern, shape).ranks)
-    recipe = call.recipe
-    steps = recipe.schedule.build(call.topology, call.pattern, direction, call.travels(direction))
-    return [steps(rank) for rank in range(recipe.size)]
 
 
 def renumbered(program: Program, rank: int, at: Callable[[int], int], group: tuple[int, ...]) -> Program:

@@ -4,7 +4,6 @@ simulated. What serves to leave most candidates out, and says what the busiest r
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -42,7 +41,7 @@ def closed(machine: Machine, call: Call, direction: str) -> Closed:
     """Of the ranks at the ends of the first node and of the sequence, and one between; where a node's ranks share a
     link, of all the first node's."""
     ranks = sampled(machine, call.config.size)
-    steps, prices = built(call, direction), MachinePrices(machine, call, direction)
+    steps, prices = call.steps(direction), MachinePrices(machine, call, direction)
     found = [_Rank(prices, call, rank, steps) for rank in ranks]
     shared: dict[Wires, float] = defaultdict(float)
     for one in found:
@@ -67,16 +66,6 @@ def sampled(machine: Machine, size: int) -> list[int]:
     last = min(machine.per_node, size) - 1
     shared = range(last + 1) if machine.uplink and size > machine.per_node else ()
     return sorted({0, last, size // 2, size - 1, *shared})
-
-
-@functools.lru_cache(maxsize=64)
-def _built(schedule, topology, pattern, direction, travels) -> StepsOf:  # noqa: ANN001
-    return schedule.build(topology, pattern, direction, travels)
-
-
-def built(call: Call, direction: str) -> StepsOf:
-    """The steps of any inner rank, without overlap. Raises ConfigError where the schedule cannot."""
-    return _built(call.recipe.schedule, call.topology, call.pattern, direction, call.travels(direction))
 
 
 class _Rank:
@@ -127,8 +116,7 @@ class _Rank:
         if self.seen & set(units):
             device += sum(self.prices.copied(3, self.member, unit, wide=True) for unit in units)
         self.seen |= set(units)
-        host = self.machine.instruction * calls
-        return max(device, host) if self.machine.ahead else device + host
+        return self.prices.with_host(device, calls)
 
     def at(self, inner: int) -> int:
         return self.call.ranks[self.member, inner]

@@ -17,6 +17,7 @@ from ..errors import ConfigError, nearest
 from ..files import Given, read_json
 
 DEFAULT = "modest"  # what a machine is that nobody named
+CORE = "cpu"  # the preset whose rates are those of one core
 PRESETS = Path(__file__).with_name("machines.json")
 # kinds of tile that tables have
 NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
@@ -108,6 +109,32 @@ class Machine:
         same: Any = {name: {dtype: its["bfloat16"], **its} for name, its in rates.items() if "float16" not in dtype}
         return dataclasses.replace(machine, **same)
 
+    @classmethod
+    def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
+        """Hosts without GPUs, of so many cores and bytes, which `per_node` ranks each share equally."""
+        core, share = cls.load(CORE), cores / per_node
+
+        def scaled(table: Table) -> Table:
+            return tuple((tokens, rate * share) for tokens, rate in table)
+
+        return dataclasses.replace(
+            core,
+            name="these hosts",
+            about=f"{cores} cores and {memory / 2**30:.0f} GiB each, rates supposed",
+            per_node=per_node,
+            attention={
+                dtype: {way: {kind: scaled(table) for kind, table in kinds.items()} for way, kinds in ways.items()}
+                for dtype, ways in core.attention.items()
+            },
+            gemm={dtype: rate * share for dtype, rate in core.gemm.items()},
+            memory_rate=core.memory_rate * share,
+            elementwise_rate=core.elementwise_rate * share,
+            offload_rate=core.offload_rate * share,
+            host_memory=float(memory),
+            host_rate=core.host_rate * cores,
+            memory=memory / per_node,
+        )
+
     def node(self, rank: int) -> int:
         return rank // self.per_node
 
@@ -124,7 +151,7 @@ class Machine:
         """Whether ranks have memory of their own beside their host's. Processors have not, nor work ahead."""
         return self.ahead
 
-    def needs(self, dtype: str) -> str:
+    def rated_dtype(self, dtype: str) -> str:
         """The dtype whose rates count. Raises ConfigError where there are none."""
         wanted = "bfloat16" if dtype == "float16" else dtype
         if wanted not in self.attention or wanted not in self.gemm:
@@ -140,7 +167,7 @@ class Machine:
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
         """Flops/s. A causal tile beyond its table is taken for two causal halves and a full square, and those again."""
-        tables = self.attention[self.needs(dtype)][direction]
+        tables = self.attention[self.rated_dtype(dtype)][direction]
         rate, last = interpolated(tables[kind], tokens), tables[kind][-1][0]
         if kind == "full" or tokens <= last:
             return rate
@@ -149,11 +176,11 @@ class Machine:
 
     def best_rate(self, dtype: str, direction: str) -> float:
         """Flops/s of attention at most."""
-        tables = self.attention[self.needs(dtype)][direction]
+        tables = self.attention[self.rated_dtype(dtype)][direction]
         return max(rate for table in tables.values() for _, rate in table)
 
     def gemm_seconds(self, dtype: str, flops: float) -> float:
-        return flops / self.gemm[self.needs(dtype)]
+        return flops / self.gemm[self.rated_dtype(dtype)]
 
 
 def interpolated(table: Table, tokens: float) -> float:

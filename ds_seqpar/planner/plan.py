@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,8 +44,8 @@ EACH = 2  # candidates of every size, Ulysses degree and schedule that get as fa
 STEPS, STEPS_EACH = 4000, 80  # of ranks, that the closed form looks at; at least, and of each size and Ulysses degree
 OVERLAPPED = 16  # inner ranks up to which the order of overlap is found, which takes the time of 100 steps
 SIMULATED = 15_000  # instructions, of all finalists together
+SECONDS = operator.attrgetter("seconds")
 SAME = "in time and memory the same as"
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,13 +117,14 @@ class _Search:
         self.found: list[Prediction] = []
         self.numbers: dict[tuple, Prediction] = {}  # by what they come out with
         self.steps = 0  # that the closed form has looked at
-        self.most = self.room()
+        self.most = self.most_steps()
+        self.room = SIMULATED  # instructions that may still be simulated
         self.lost: list[Prediction] = []
         self.bounds: list[Prediction] = []  # finalists by their closed form
         self.legal = self.considered = 0
         self.dropped: Counter[int] = Counter()  # size -> candidates of which others of its kind receive less
 
-    def room(self) -> int:
+    def most_steps(self) -> int:
         """How many steps the closed form may look at. Notes sizes that are too large."""
         every = list(degrees(self.request.world, self.request.heads, self.request.given))
         largest = max((size for size, _ in every), default=0)
@@ -170,10 +172,7 @@ class _Search:
                 least[candidate.size] = least_memory(self.request, candidate.size)
             needed = taken(least[candidate.size], self.request.room)
             if needed > self.request.limit:
-                self.refuse(
-                    candidate,
-                    f"needs at least {needed / GIB:.1f} GiB on each rank, which has {self.request.limit / GIB:.1f}",
-                )
+                self.refuse(candidate, self.request.shortage(needed))
             else:
                 yield candidate
 
@@ -199,7 +198,7 @@ class _Search:
         """Those that fit, the fastest first."""
         for estimate in self.estimated():
             self.look(estimate)
-        return sorted(self.found, key=_seconds)
+        return sorted(self.found, key=SECONDS)
 
     def look(self, estimate: Estimate) -> None:
         """At its closed form, if that may be among the best."""
@@ -219,7 +218,7 @@ class _Search:
 
     def hopeless(self, estimate: Estimate) -> str:
         """Why it need not be looked at beside what is found, or ""."""
-        best = sorted(map(_seconds, self.found))[:FINALISTS]
+        best = sorted(map(SECONDS, self.found))[:FINALISTS]
         if len(best) == FINALISTS and estimate.least > best[-1]:
             return "computing attention alone takes longer than all that others do"
         if best and (self.steps + estimate.work > self.most or estimate.seconds > FAR * best[0]):
@@ -234,39 +233,40 @@ class _Search:
     def finals(self, found: list[Prediction]) -> list[Prediction]:
         """The best, the fastest first. Those that are too many to simulate stay at their closed form; they are taken
         to be slower than it by as much as any of the others is."""
-        finalists, room = found[:FINALISTS], SIMULATED
+        finalists = found[:FINALISTS]
         self.lost, self.bounds = found[FINALISTS:], finalists
         ranked: list[Prediction] = []
         slower = 1.0
         for one in finalists:
-            if (cost := instructions(self.request, one)) <= room:
-                room -= cost
-                ranked.append(simulated(self.request, one))
-                slower = max(slower, ranked[-1].seconds / one.seconds)
-            else:
-                ranked.append(one)
+            exact = self.simulated(one)
+            slower = max(slower, exact.seconds / one.seconds) if exact else slower
+            ranked.append(exact or one)
         for one in [] if "overlap" in self.request.given else self.overlapping(found):
-            if (cost := instructions(self.request, one)) <= room:
-                room -= cost
-                ranked.append(simulated(self.request, one))
+            if exact := self.simulated(one):
+                ranked.append(exact)
             else:
                 self.refused["overlap", "looking for the order of its products would take too long"] += 1
-        ranked += self.staging(ranked, room)
+        ranked += self.staging(ranked)
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
         return _plainest(self.different(ranked))
 
-    def staging(self, ranked: list[Prediction], room: int) -> list[Prediction]:
-        """The fastest with Ulysses, in stages that hide its exchanges. room: instructions that may be simulated."""
-        given, found = self.request.given, list[Prediction]()
+    def simulated(self, one: Prediction) -> Prediction | None:
+        """None where that would take more instructions than are left."""
+        cost = instructions(self.request, one)
+        if cost > self.room:
+            return None
+        self.room -= cost
+        return simulated(self.request, one)
+
+    def staging(self, ranked: list[Prediction]) -> list[Prediction]:
+        """The fastest with Ulysses, in stages that hide its exchanges."""
+        given = self.request.given
         if given.get("head_stages", "auto") != "auto" or given.get("overlap") is False:
-            return found
-        chances = [one for one in sorted(ranked, key=_seconds) if one.config.ulysses > 1 and not one.config.overlap]
-        for one in (one for one in chances[:STAGED] if one.candidate.inner <= OVERLAPPED):
-            for other in staged(self.request, one):
-                if (cost := instructions(self.request, other)) <= room:
-                    room -= cost
-                    found.append(simulated(self.request, other))
-        return found
+            return []
+        chances = [one for one in sorted(ranked, key=SECONDS) if one.config.ulysses > 1 and not one.config.overlap]
+        few = [one for one in chances[:STAGED] if one.candidate.inner <= OVERLAPPED]
+        found = [self.simulated(other) for one in few for other in staged(self.request, one)]
+        return [one for one in found if one]
 
     def different(self, ranked: list[Prediction]) -> list[Prediction]:
         """One of those that come out alike: plans that the overlap pass made the same, or ways round of one length."""
@@ -311,10 +311,6 @@ def _promise(estimate: Estimate) -> tuple:
         len(candidate.own),
         candidate.placement != "auto",
     )
-
-
-def _seconds(one: Prediction) -> float:
-    return one.seconds
 
 
 def _numbers(one: Prediction) -> tuple:

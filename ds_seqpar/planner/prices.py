@@ -65,7 +65,10 @@ class MachinePrices:
     def busy(self, rank: int, instruction: Instruction) -> float:
         if isinstance(instruction, Wait | Enter | Leave):
             return 0.0
-        device, calls = self.work(rank, instruction)
+        return self.with_host(*self.work(rank, instruction))
+
+    def with_host(self, device: float, calls: int) -> float:
+        """Seconds of a device's work that the host starts in so many calls."""
         host = self.machine.instruction * calls
         return max(device, host) if self.machine.ahead else device + host
 
@@ -114,12 +117,8 @@ class MachinePrices:
         if isinstance(one, PackHeads) and not trade.inward and len(trade.fields) == 1:
             return 0.0
         if isinstance(one, PackHeads):
-            return 2 * sum(self.exchanged(trade, inner, member, other) for other in others) / self.rate
-        return 2 * sum(self.exchanged(trade, inner, other, member) for other in others) / self.rate
-
-    @property
-    def rate(self) -> float:
-        return self.machine.memory_rate
+            return 2 * sum(self.exchanged(trade, inner, member, other) for other in others) / self.machine.memory_rate
+        return 2 * sum(self.exchanged(trade, inner, other, member) for other in others) / self.machine.memory_rate
 
     def copied(self, times: int, member: int, unit: Unit, wide: bool = False) -> float:
         size = self.bytes(member, unit)
@@ -128,7 +127,7 @@ class MachinePrices:
             fields = shape.fields(self.direction, unit[0], shape.wide)
             per_token = shape.batch * sum(field.elements * field.itemsize for field in fields)
             size = per_token * self.call.shards.tokens(side_of(unit[0]), unit[1])
-        return times * size / self.rate
+        return times * size / self.machine.memory_rate
 
     def product(self, member: int, q: Key, kv: Key) -> tuple[float, int]:
         """(seconds, kernel calls) of every block of q with every one of kv."""

@@ -124,7 +124,7 @@ class Request:
         self._check_given()
         if self.documents and sum(self.documents) != self.seq:
             raise ConfigError(f"documents must have {self.seq} tokens together; got {sum(self.documents)}")
-        self.machine.needs(self.dtype)
+        self.machine.rated_dtype(self.dtype)
         if self.zero.drives and self.machine.nvme_rate is None:
             raise ConfigError(
                 f'zero_optimization keeps states on drives ("nvme"), whose time hangs on nvme_rate; got machine '
@@ -163,6 +163,10 @@ class Request:
     def room(self) -> Room:
         room = Room.of(self.machine, self.world, self.memory)
         return room._replace(limit=2**62, host=math.inf) if self.regardless else room
+
+    def shortage(self, needed: float) -> str:
+        """Why what needs so many bytes of a rank does not fit."""
+        return f"needs at least {needed / 2**30:.1f} GiB on each rank, which has {self.limit / 2**30:.1f}"
 
     @functools.cached_property
     def pairs(self) -> int:

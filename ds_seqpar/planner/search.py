@@ -15,7 +15,7 @@ from ..compiler.masks import Mask
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.timeline import Timeline
-from ..config import SequenceParallelConfig
+from ..config import MEMORY_SETTINGS, SequenceParallelConfig
 from ..errors import ConfigError
 from . import prices
 from .attended import attention_figures, stages_inside
@@ -27,7 +27,6 @@ from .request import Request, Step
 from .steptime import StepTime, call_of, carried_seconds, step_time
 
 DIRECTIONS = ("forward", "backward")
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +50,10 @@ class Prediction:
     memory: Footprint
     simulated: bool = False
 
+    @property
+    def ways(self) -> tuple[Closed, Closed]:
+        return self.forward, self.backward
+
 
 # ---- estimates without a plan
 
@@ -71,8 +74,7 @@ class Estimator:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.products = functools.lru_cache(maxsize=None)(self._products)
-        self.seconds = functools.lru_cache(maxsize=None)(self._seconds)
+        self.products, self.seconds = functools.cache(self._products), functools.cache(self._seconds)
         self.known: dict[tuple, tuple[float, list[float]]] = {}
 
     def __call__(self, candidate: Candidate) -> Estimate:
@@ -189,14 +191,14 @@ def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_h
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
     """The prediction of a candidate by its closed form, with as few settings that save memory as it needs.
 
-    Returns one sentence where it does not fit or is not legal. Of the last resorts (`LAST_SPARING`) the fastest that
+    Returns one sentence where it does not fit or is not legal. Of the last resorts (`LAST_RESORTS`) the fastest that
     fits is taken."""
     least, best = math.inf, None
     closed_forms: dict[tuple, list[Closed]] = {}  # by (head stages, what forward leaves for backward)
     try:
         plain = configured(request, candidate)
         for spared in memory_settings(request, candidate.ulysses):
-            if best is not None and not (LAST & set(best.spared) and len(spared) == len(best.spared)):
+            if best is not None and not (LAST_NAMES & set(best.spared) and len(spared) == len(best.spared)):
                 break
             config = dataclasses.replace(plain, **spared)
             step = request.step(config, Mask())
@@ -216,7 +218,7 @@ def predict(request: Request, candidate: Candidate) -> Prediction | str:
         return best
     if least <= request.limit:
         return "what would have to leave the device does not fit the host"
-    return f"needs at least {least / GIB:.1f} GiB on each rank, which has {request.limit / GIB:.1f}"
+    return request.shortage(least)
 
 
 def configured(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
@@ -230,14 +232,12 @@ def _prediction(
     figures: Figures, memory: Footprint, known: dict[tuple, list[Closed]],
 ) -> Prediction:  # fmt: skip
     """known: closed forms that were computed before."""
-    stages = config.head_stages
-    call = call_of(request.step(config), stages)
+    stages, call = config.head_stages, call_of(request.step(config))
     if (stages, call.kept) not in known:
         known[stages, call.kept] = [closed(request.machine, call, way) for way in DIRECTIONS]
     ways = known[stages, call.kept]
-    seconds = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
-    carried = [stages * carried_seconds(request.machine, request.world, way) for way in ways]
-    took = step_time(request.step(config), request.machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
+    attention = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
+    time, seconds = _timed(request, config, figures, ways, attention)
     return Prediction(
         candidate=candidate,
         config=config,
@@ -246,10 +246,22 @@ def _prediction(
         figures=figures,
         forward=ways[0],
         backward=ways[1],
-        time=took,
-        seconds=request.seconds_each(took.seconds, took.sequences),
+        time=time,
+        seconds=seconds,
         memory=memory,
     )
+
+
+def _timed(
+    request: Request, config: SequenceParallelConfig, figures: Figures, ways: Sequence[Closed],
+    attention: Sequence[float],
+) -> tuple[StepTime, float]:  # fmt: skip
+    """(The time of a step, its seconds for each sequence). ways: closed forms, forward and backward. attention: seconds
+    of one layer, forward and backward."""
+    carried = [config.head_stages * carried_seconds(request.machine, request.world, way) for way in ways]
+    forward, backward = attention
+    took = step_time(request.step(config), request.machine, forward, backward, figures, (carried[0], carried[1]))
+    return took, request.seconds_each(took.seconds, took.sequences)
 
 
 def staged(request: Request, one: Prediction) -> list[Prediction]:
@@ -267,43 +279,28 @@ def staged(request: Request, one: Prediction) -> list[Prediction]:
 
 def instructions(request: Request, one: Prediction) -> int:
     """About how many instructions a simulation would take: at most 12 for each pair of a followed and an inner rank."""
-    inner = one.candidate.inner
-    call = call_of(request.step(one.config), one.config.head_stages)
-    return (
-        12 * prices.followed_ranks(request.machine, call) * (inner + 1) * (call.stages if call.hides_exchanges else 1)
-    )
+    call = call_of(request.step(one.config))
+    each = call.stages if call.hides_exchanges else 1
+    return 12 * prices.followed_ranks(request.machine, call) * (one.candidate.inner + 1) * each
 
 
 def overlapped(request: Request, one: Prediction) -> float:
     """A lower bound of the seconds of a step with overlap, for each sequence."""
-    stages = one.config.head_stages
-    seconds = [stages * way.overlapped for way in (one.forward, one.backward)]
-    took = _timed(request, one, seconds)
-    return request.seconds_each(took.seconds, took.sequences)
-
-
-def _timed(request: Request, one: Prediction, seconds: Sequence[float]) -> StepTime:
-    """The time of a step. seconds: of one layer's attention, forward and backward."""
-    stages, machine = one.config.head_stages, request.machine
-    ways = one.forward, one.backward
-    carried = [stages * carried_seconds(machine, request.world, way) for way in ways]
-    step, figures = request.step(one.config), one.figures
-    return step_time(step, machine, seconds[0], seconds[1], figures, (carried[0], carried[1]))
+    attention = [one.config.head_stages * way.overlapped for way in one.ways]
+    return _timed(request, one.config, one.figures, one.ways, attention)[1]
 
 
 def simulated(request: Request, one: Prediction) -> Prediction:
     """The same prediction, with the time of attention that the simulator finds."""
-    call = call_of(request.step(one.config), one.config.head_stages)
-    seconds = [prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
-    took = _timed(request, one, seconds)
-    return dataclasses.replace(
-        one, time=took, seconds=request.seconds_each(took.seconds, took.sequences), simulated=True
-    )
+    call = call_of(request.step(one.config))
+    attention = [prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
+    time, seconds = _timed(request, one.config, one.figures, one.ways, attention)
+    return dataclasses.replace(one, time=time, seconds=seconds, simulated=True)
 
 
 def timelines(request: Request, one: Prediction) -> dict[str, Timeline]:
     """Direction -> what all ranks do in attention of one layer, for one stage of heads unless stages hide exchanges."""
-    call = call_of(request.step(one.config), one.config.head_stages)
+    call = call_of(request.step(one.config))
     return {way: prices.simulated(request.machine, call, way) for way in DIRECTIONS}
 
 
@@ -321,25 +318,16 @@ def floor(request: Request, one: Prediction) -> float:
 # ---- settings that spare memory
 
 # tried in this order, each together with those before it; head stages come next
-SPARING: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
-LAST_SPARING: tuple[dict[str, Any], ...] = (
+TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
+LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"keep_exchanged": False},
     {"offload_checkpoints": True},
     {"keep_attention": False},
     {"offload_checkpoints": True, "keep_attention": False},
 )
-LAST = {name for settings in LAST_SPARING for name in settings}
+LAST_NAMES = {name for settings in LAST_RESORTS for name in settings}
 NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # attention with no memory but its inputs: a bound
-COMMON = (
-    "travel_dtype",
-    "kernel",
-    "head_stages",
-    "keep_attention",
-    "keep_exchanged",
-    "offload_checkpoints",
-    "mlp_tiles",
-    "loss_tiles",
-)  # settings that are the same for all candidates
+COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that are the same for all candidates
 
 
 def common(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,17 +337,18 @@ def common(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
     """Settings to try one after another, which save more and more memory. Given settings are left as they are."""
-    given, (q_heads, kv_heads) = request.given, request.heads
-    stages = [{"head_stages": n} for n in dealing.free_stages(q_heads, kv_heads, ulysses) if n > 1]
+    given = common(request.given)
+    stages = [{"head_stages": n} for n in dealing.free_stages(*request.heads, ulysses) if n > 1]
     rungs: list[dict[str, Any]] = [{}]
-    for settings in (*SPARING, *stages):
-        if more := {name: value for name, value in settings.items() if name not in common(given)}:
+    for settings in (*TILES, *stages):
+        if more := {name: value for name, value in settings.items() if name not in given}:
             rungs.append({**rungs[-1], **more})
-    for settings in LAST_SPARING if request.checkpointing else ():
+    plain = rungs[-1]
+    for settings in LAST_RESORTS if request.checkpointing else ():
         away = request.machine.apart or "offload_checkpoints" not in settings
         fits = away and (ulysses > 1 or "keep_exchanged" not in settings)
-        if fits and not set(settings) & set(common(given)):
-            rungs.append({**rungs[_last_plain(rungs)], **settings})
+        if fits and not set(settings) & set(given):
+            rungs.append({**plain, **settings})
     return rungs
 
 
@@ -373,11 +362,6 @@ def in_words(spared: Mapping[str, Any]) -> list[str]:
     said = {"keep_attention False": "attention runs twice", "keep_exchanged False": "heads are exchanged again"}
     words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
     return [said.get(word, word) for word in words]
-
-
-def _last_plain(rungs: list[dict[str, Any]]) -> int:
-    """The index of the last rung that has none of `LAST_SPARING`."""
-    return max(n for n, rung in enumerate(rungs) if not set(rung) & LAST)
 
 
 def least_memory(request: Request, size: int) -> Footprint:

@@ -58,9 +58,9 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def call_of(step: Step, stages: int = 1) -> Call:
-    """Attention of one layer of a step, on the heads of the first of so many stages."""
-    m, inner = step.model, step.config.size // step.config.ulysses
+def call_of(step: Step) -> Call:
+    """Attention of one layer of a step, on the heads of its first stage."""
+    m, inner, stages = step.model, step.config.size // step.config.ulysses, step.config.head_stages
     kv_heads = math.ceil(m.kv_heads / stages)
     return Call(
         config=step.config,

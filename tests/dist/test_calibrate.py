@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ds_seqpar.cli import calibrate, calibration, zero_costs
+from ds_seqpar.cli import calibrate, calibration
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
 from tests.launch import RankFailure, on_ranks
@@ -17,7 +17,7 @@ def small(per_node):
     for sizes, size in ((calibration.TILES, (32, 64)), (calibration.HEADS, (1, 16)), (calibration.MATRIX, 64),
                         (calibration.LONG, 2**16), (calibration.MOVED, 2**16), (calibration.WINDOW, 0.0)):  # fmt: skip
         sizes["cpu"] = size
-    zero_costs.MODULES, zero_costs.HOOKED = 2, 1
+    calibration.MODULES, calibration.HOOKED = 2, 1
     return calibrate.calibrate()
 
 

@@ -144,7 +144,7 @@ def test_a_machine_is_supposed_by_the_name_of_the_device():
     for way in ("forward", "backward"):
         assert supposed.best_rate("float32", way) == known.best_rate("bfloat16", way)
     with pytest.raises(ConfigError, match=r"bfloat16.*float32"):
-        known.needs("float32")
+        known.rated_dtype("float32")
 
 
 def test_a_machine_that_is_named_has_the_ranks_that_launch():

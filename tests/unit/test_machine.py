@@ -121,4 +121,4 @@ def test_what_is_missing_or_no_machine_at_all_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json.*No such file"):
         Machine.load(str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"h100-ib.*bfloat16.*float64"):
-        Machine.load("h100-ib").needs("float64")
+        Machine.load("h100-ib").rated_dtype("float64")

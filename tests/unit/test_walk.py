@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import random
+from collections import deque
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_an_error_in_a_step_says_where_it_happened(monkeypatch):
     _use(monkeypatch, Broken())
     config = SequenceParallelConfig(size=2, ulysses=1).resolve(2)
     q, k, v, _ = tensors(1, 4, (2, 1), 4)
-    rank = runtime.Runtime(config, config.topology(2), 0, virtual._VirtualComm(0, virtual._Mailbox()))
+    rank = runtime.Runtime(config, config.topology(2), 0, virtual._VirtualComm(0, virtual.Mailbox(deque)))
     with pytest.raises(RuntimeError, match="no such instruction") as caught:
         runtime.run(rank.forward(q, k, v, None, CAUSAL, rank.shards(4), Scores(1.0)))
     (note,) = caught.value.__notes__
