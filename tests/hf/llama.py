@@ -54,6 +54,20 @@ def small(seed=0, **changes):
     return llama(seed, num_hidden_layers=1, **changes)
 
 
+def with_lora(model, *targets, **changes):
+    """The model with adapters of peft's, whose weights begin at random."""
+    import peft
+
+    torch.manual_seed(1)
+    given = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **changes}
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), **given))
+
+
+def adam(rate, **more):
+    """Entries of a DeepSpeed JSON: AdamW, which nothing is compiled for."""
+    return {"optimizer": {"type": "AdamW", "params": {"lr": rate, "torch_adam": True}}, **more}
+
+
 def held(section, seq=SEQ):
     """The positions that each rank of a sequence holds."""
     size, ulysses, layout = section["size"], section.get("ulysses", 1), section.get("layout", "zigzag")
