@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from tests import oracle
+from tests.dist.ranks import make
 from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, averaged, gap
 from tests.launch import on_engine_ranks as on_ranks
@@ -124,7 +124,7 @@ def shared_otherwise(sps, model):
 @torch.no_grad()
 def windows():
     """The greatest error of logits, by window, to the same model without one."""
-    sp, parts, found = SequenceParallel(SequenceParallelConfig(**WAYS["mesh"])), documents(), {}
+    sp, parts, found = make(**WAYS["mesh"]), documents(), {}
     for window in (None, max(LENGTHS), max(LENGTHS) + 1, sum(LENGTHS), 9999, max(LENGTHS) - 1):
         changes = {"layer_types": ["full_attention"] * 2} if window is None else {"window": window}
         logits, _, _ = run(exact("gemma2", **changes).patch_attention(sp), sp, *parts)
@@ -133,7 +133,7 @@ def windows():
 
 
 def controls(family):
-    sps = {name: SequenceParallel(SequenceParallelConfig(**section)) for name, section in WAYS.items()}
+    sps = {name: make(**section) for name, section in WAYS.items()}
     model = exact(family)
     found = {"ways": shared_otherwise(sps, model)}
     for name in ("u2r2", "r4"):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from tests.dist.ranks import is_one_sentence
+from tests.dist.ranks import is_one_sentence, make
 from tests.hf.families import model_of
 from tests.hf.llama import gap, settings, step
 from tests.hf.test_families import batch_of, plain
@@ -47,7 +46,7 @@ def test_engines_on_packs_and_odd_lengths(cases):
 
 def compiled_for_many(count):
     """A compiled model on packs that are all different: it must not be compiled for one and used for another."""
-    sp, model = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), model_of("llama", num_hidden_layers=1)
+    sp, model = make(size=2, ulysses=1), model_of("llama", num_hidden_layers=1)
     eager = model_of("llama", num_hidden_layers=1)
     for one in (model, eager):
         one.patch_attention(sp)
@@ -71,7 +70,7 @@ def test_a_compiled_model_takes_pack_after_pack():
 
 def refused():
     """What a patched model says of batches that are not this rank's, or leave a rank without tokens."""
-    sp, said = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2)), []
+    sp, said = make(size=4, ulysses=2), []
     model = model_of("llama").patch_attention(sp)
     packed = sp.shard_batch(batch_of("packed"))
     odd = sp.shard_batch(batch_of("odd"))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention
 from tests import oracle
+from tests.dist.ranks import make
 from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
 from tests.hf.llama import IGNORE, averaged, gap, small
 from tests.launch import on_engine_ranks as on_ranks
@@ -86,7 +86,7 @@ def compared(cases, expected):
     """By case the errors of the loss, the logits, the hidden states and all gradients."""
     sps, found = {}, {}
     for name, kind, loss, section in cases:
-        sp = sps.setdefault(section, SequenceParallel(SequenceParallelConfig(**SECTIONS[section])))
+        sp = sps.setdefault(section, make(**SECTIONS[section]))
         model, batch, wanted = model_of(name).patch_attention(sp), collated(kind), expected[name, kind, loss]
         value, *tensors = computed(model, batch, loss)
         assert all(isinstance(x, WholeTensor) for x in tensors)
@@ -202,10 +202,10 @@ def ways(section, kinds):
     """By way and kind of batch the errors of loss and gradients, beside the plain model."""
     found = {}
     for changes in ({}, {"mlp_tiles": 2, "loss_tiles": 3}):
-        sp = SequenceParallel(SequenceParallelConfig(**section, **changes))
-        for way, (make, loss_of, its) in WAYS.items():
+        sp = make(**section, **changes)
+        for way, (made, loss_of, its) in WAYS.items():
             for kind in kinds if its == changes else ():
-                model, batch = make(), collated("odd" if way == "by position" else kind)
+                model, batch = made(), collated("odd" if way == "by position" else kind)
                 batch["use_cache"] = False  # with one the plain model does not see documents
                 wanted = loss_of(model, batch)
                 wanted.backward()
@@ -247,7 +247,7 @@ def scored(model, batch):
 def fused(kinds):
     from trl.trainer.utils import add_fused_lm_head
 
-    sp, found = SequenceParallel(SequenceParallelConfig(**SECTIONS["r2"])), {}
+    sp, found = make(**SECTIONS["r2"]), {}
     for kind in kinds:
         model, batch = small(), collated(kind)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
@@ -270,7 +270,7 @@ def test_a_fused_head_scores_whole_sequences():
 
 def costs(forwards):
     """By forward: elements that arrived, and what attention did, of a step that uses the loss alone."""
-    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    sp = make(**SECTIONS["u2r2"])
     model, found = small().patch_attention(sp), {}
     for kind in KINDS:
         for name, batch in (("whole", collated(kind)), ("sharded", sp.shard_batch(collated(kind)))):
@@ -295,7 +295,7 @@ def test_a_step_by_its_loss_costs_what_a_sharded_one_costs():
 def kept():
     """Bytes of tensors that are there after a forward, and at most in backward, of a whole and of a sharded batch; the
     bytes of whole ids."""
-    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    sp = make(**SECTIONS["u2r2"])
     model, found = small().patch_attention(sp), {}
     ids = torch.randint(3, 64, (2, 512), generator=torch.Generator().manual_seed(1))
     for name in ("whole", "sharded") * 2:  # the first of each is a warm-up

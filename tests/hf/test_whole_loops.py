@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from tests import scripts
+from tests.dist.ranks import make
 from tests.hf.llama import MODES, RATE, array, gap, norm, part, ragged, settings, small, weights
 from tests.hf.test_whole_in_whole_out import preference
 from tests.launch import on_engine_ranks as on_ranks
@@ -210,7 +210,7 @@ WRAPPERS = {
 
 def wrapped(names):
     """By wrapper the gradients after two micro-batches."""
-    sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
+    sp, found = make(**SECTION), {}
     for name in names:
         model = small().patch_attention(sp)
         around = WRAPPERS[name](model)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import ds_seqpar
 import hf_integration
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
+from tests.dist.ranks import make
 from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, small, step
 from tests.launch import on_engine_ranks as on_ranks
 
@@ -48,15 +48,15 @@ def same(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def all_compared(makes):
-    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
-    return [compared(sp, make) for make in makes]
+def all_compared(models):
+    sp = make(**SECTION)
+    return [compared(sp, model) for model in models]
 
 
-def compared(sp, make):
+def compared(sp, of):
     """Whether a patched model under whole_sequences gives what the model gave before, bit for bit; and whether it is
     sharded again afterwards."""
-    batch, model = own_batch(), make().eval()
+    batch, model = own_batch(), of().eval()
     before = outputs(model, batch), gradients(model, batch)
     patch_attention(model, sp)
     with whole_sequences(model):
@@ -81,7 +81,7 @@ def test_it_is_the_unpatched_model():
 def nested():
     """Whether ranks met in a forward: inside, inside twice, after the inner one, after it, after an exception, where
     the model was unpatched inside, and of a model that is not patched."""
-    sp, model, met = SequenceParallel(SequenceParallelConfig(**SECTION)), small(), []
+    sp, model, met = make(**SECTION), small(), []
     patch_attention(model, sp)
 
     def call():
