@@ -9,9 +9,8 @@ import torch
 from tests.dist.ranks import make
 from tests.hf import test_tiles as tiles
 from tests.hf.families import FAMILIES, batch_of, model_of
-from tests.hf.llama import averaged, gap, llama, small
+from tests.hf.llama import averaged, gap, llama, small, with_lora
 from tests.hf.test_checkpointing import CHECKPOINTING, enable
-from tests.hf.test_noise import with_lora
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -137,7 +136,7 @@ def test_no_query_of_all_heads_stands(how):
 
 def one_adapted(name, stages):
     """Gradients of a first layer of which one projection alone has LoRA."""
-    sp, model = make(size=1, **stages), with_lora(small(num_key_value_heads=4), [name], lora_dropout=0.0)
+    sp, model = make(size=1, **stages), with_lora(small(num_key_value_heads=4), name)
     model.patch_attention(sp)
     model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
     return averaged(model)

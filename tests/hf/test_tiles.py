@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
-from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, update
+from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
 from tests.hf.test_families import batch_of, gradients
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
@@ -252,22 +251,16 @@ def test_a_norm_with_readers_of_other_kinds_is_computed():
 
 # --- under ZeRO
 
-OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}, "gradient_clipping": 1.0}
+OPTIMIZER = adam(3e-3, gradient_clipping=1.0)
 STEPS = 2
-
-
-def lora(*targets):
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(targets), init_lora_weights=False)
-    return peft.get_peft_model(llama(), config)
 
 
 MODELS = {
     "plain": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
-    "lora": lambda: lora("gate_proj", "down_proj"),  # the first MLP's input wants no gradient
-    "lora attention": lambda: lora("q_proj", "v_proj", "o_proj"),
-    "lora head": lambda: lora("q_proj", "lm_head"),
+    "lora": lambda: with_lora(llama(), "gate_proj", "down_proj"),  # the first MLP's input wants no gradient
+    "lora attention": lambda: with_lora(llama(), "q_proj", "v_proj", "o_proj"),
+    "lora head": lambda: with_lora(llama(), "q_proj", "lm_head"),
 }
 
 

@@ -11,7 +11,7 @@ from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make
 from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
-from tests.hf.llama import IGNORE, averaged, gap, small
+from tests.hf.llama import IGNORE, averaged, gap, small, with_lora
 from tests.launch import on_engine_ranks as on_ranks
 from tests.live import Live
 
@@ -130,14 +130,6 @@ def exact(**changes):
     return small(**changes).double()
 
 
-def lora():
-    import peft
-
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(exact(), config)
-
-
 def checkpointed():
     model = exact()
     model.gradient_checkpointing_enable()
@@ -192,7 +184,7 @@ WAYS = {
     "positions": (exact, counted, {}),
     "slices": (exact, one_row, {}),
     "hidden states": (exact, hidden, {}),
-    "adapters": (lora, lambda model, batch: model(**batch).loss, {}),
+    "adapters": (lambda: with_lora(exact(), "q_proj", "v_proj"), lambda model, batch: model(**batch).loss, {}),
     "checkpoints": (checkpointed, lambda model, batch: preference(model(**batch), batch), {}),
     "tiles": (exact, lambda model, batch: model(**batch).loss, {"mlp_tiles": 2, "loss_tiles": 3}),
 }

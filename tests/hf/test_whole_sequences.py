@@ -2,7 +2,6 @@
 
 import functools
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ import ds_seqpar
 import hf_integration
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
 from tests.dist.ranks import make
-from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, small, step
+from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, small, step, with_lora
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -67,14 +66,12 @@ def compared(sp, of):
     return [*found, sum(sp.comm.received.values()) > 0]
 
 
-def lora():
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(small(), config)
+def adapted():
+    return with_lora(small(), "q_proj")
 
 
 def test_it_is_the_unpatched_model():
-    makes = small, lora, functools.partial(small, attn_implementation="eager")
+    makes = small, adapted, functools.partial(small, attn_implementation="eager")
     assert on_ranks(WORLD, all_compared, makes) == [[[True] * 3] * len(makes)] * WORLD
 
 
