@@ -5,7 +5,7 @@ import torch.distributed as dist
 from transformers import DataCollatorWithFlattening
 
 from hf_integration import PackingCollator
-from tests.dist.ranks import is_one_sentence
+from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.trainers import documents, make, trained
 from tests.launch import on_trainer_ranks as on_ranks
@@ -102,10 +102,7 @@ def unclear(folder):
     """Packs of several documents, two at a time in two groups, of which the last are repeated."""
     data = [[first, second] for first, second in zip(documents(10), documents(10, seed=6), strict=True)]
     trainer = make(folder, 4, {"size": 1}, 3, parts={"data_collator": PackingCollator(), "eval_dataset": data[:6]})
-    try:
-        trainer.evaluate()
-    except ValueError as error:
-        return type(error).__name__, str(error)
+    return refusal(trainer.evaluate)
 
 
 def test_packs_whose_repetitions_cannot_be_told_are_refused(tmp_path):
