@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import lengths_of
@@ -45,9 +45,7 @@ class SequenceParallelCallback(TrainerCallback):
         """A training step begins, with loading its data."""
         self.began = time.perf_counter()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.peak = self.peak or peak(args.device, args.bf16 or args.fp16)
         self.flops = Flops(kwargs["model"]) if self.peak else None
 
@@ -61,15 +59,12 @@ class SequenceParallelCallback(TrainerCallback):
         if self.flops is not None:
             self.done += self.flops.of(lengths) / self.sp.size
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._measure(args, control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._measure(args, control)
+    on_epoch_end = on_step_end
 
-    def _measure(self, args: TrainingArguments, control: TrainerControl) -> None:
+    def _measure(self, args: Any, control: Any) -> None:
         """All ranks come here, and know whether they will log; `on_log` may be called by one rank alone."""
         if self.began is not None:
             self.seconds += time.perf_counter() - self.began
@@ -92,14 +87,7 @@ class SequenceParallelCallback(TrainerCallback):
             self.said = True
         self.done = self.tokens = self.seconds = 0.0
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
             logs.update(self.figures)  # not in state.log_history: no two runs have the same, and states are compared
             self.figures = {}

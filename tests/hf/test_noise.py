@@ -22,9 +22,9 @@ SEQ, DROPPED, ALPHA = 50, 0.3, 5.0
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]
 
 
-def dropping(*targets, **changes):
-    """A small model with adapters that drop their inputs; targets: by default many."""
-    return with_lora(small(pad_token_id=0), *(targets or TARGETS), lora_dropout=DROPPED, **changes)
+def dropping(*targets, model=None, **changes):
+    """A model with adapters that drop their inputs; by default a small one with many."""
+    return with_lora(model or small(), *(targets or TARGETS), lora_dropout=DROPPED, **changes)
 
 
 def with_neftune(model):
@@ -294,7 +294,7 @@ def test_what_cannot_draw_by_token_says_so():
 
 def run(folder, size, noisy, resume):
     """Size 1, 2 and 4 on 4 ranks: as many groups, of as many sequences each."""
-    model = dropping(init_lora_weights=True) if noisy == "lora" else small(pad_token_id=0)
+    model = dropping(model=small(pad_token_id=0), init_lora_weights=True) if noisy == "lora" else small(pad_token_id=0)
     data = documents(48)
     if noisy != "lora":  # its size hangs on a batch's length
         data = [{name: x.repeat(4)[:30] for name, x in example.items()} for example in data]
@@ -303,7 +303,7 @@ def run(folder, size, noisy, resume):
     given = {"model": model, "parts": {"train_dataset": data}, "max_steps": 2, **changes}
     logs = trained(trainers.make(folder, size, {"size": size}, **given)).logs
     if resume:
-        given["model"] = dropping(init_lora_weights=True)
+        given["model"] = dropping(model=small(pad_token_id=0), init_lora_weights=True)
         trainer = trainers.make(folder, size, {"size": size}, **given)
         logs["resumed"] = trained(trainer, resume_from_checkpoint=f"{folder}/checkpoint-1").logs["loss"]
     return logs
