@@ -33,7 +33,7 @@ from .families import FAMILIES
 from .slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 from .tiled_loss import LEAF, STAGED, TILING
 from .tiles import Conditions, Source, ceil_of, cuts, trained
-from .tiling import normed
+from .tiling import before_leaf, normed
 
 
 def stage(module: Any) -> None:
@@ -64,16 +64,10 @@ def unstage(module: Any) -> None:
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """ZeRO-3 looks for a leaf's input among what has no name; where that wants no gradient (LoRA in a first layer) it
-    would take those of parameters too early."""
+    """ZeRO-3 looks for a leaf's input among what has no name."""
     if "hidden_states" in kwargs:
         args = (kwargs.pop("hidden_states"), *args)
-    x = args[0]
-    if (tiling := getattr(module, TILING, None)) is not None:
-        tiling.lend(module)
-    if hasattr(module, "ds_id") and torch.is_grad_enabled() and not x.requires_grad and trained(module):
-        args = (x.detach().requires_grad_(), *args[1:])
-    return args, kwargs
+    return before_leaf(module, args) or args, kwargs
 
 
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

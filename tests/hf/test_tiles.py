@@ -207,6 +207,24 @@ def test_hooks_see_numbers():
         assert all(error < 1e-5 for error in errors), (case, errors)  # NaN is not
 
 
+def checkpointed_by_hand(section):
+    """(whether what a norm and an MLP are given is the same after backward, its gradient), in a user's checkpoint."""
+    sp = make(size=1, **section)
+    layer = small().patch_attention(sp).model.layers[0]
+    x = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    given = 2 * x
+    before = given.detach().clone()
+    sp.checkpoint(lambda x: layer.mlp(layer.post_attention_layernorm(x)), given).square().sum().backward()
+    return torch.equal(given, before), x.grad
+
+
+def test_a_checkpoint_of_a_users_keeps_what_it_is_given():
+    """In a layer's own checkpoint the gradient takes the place of what the MLP's norm is given; nobody else has it."""
+    (kept, gradient), (_, expected) = (on_ranks(1, checkpointed_by_hand, section)[0] for section in (TILES, {}))
+    assert kept
+    torch.testing.assert_close(gradient, expected)
+
+
 class Adapted(torch.nn.Module):
     """An MLP with something beside it that reads the same."""
 
