@@ -131,8 +131,12 @@ def test_neither_intermediates_nor_logits_stand_whole(checkpointing):
         assert sizes == (most, most), tiles
 
 
-def calls(checkpointing):
-    """How often the MLPs of a model of 2 layers are computed for a tile, in a step."""
+def calls(checkpointings):
+    """By way to checkpoint: how often the MLPs of a model of 2 layers are computed for a tile, in a step."""
+    return [calls_of(checkpointing) for checkpointing in checkpointings]
+
+
+def calls_of(checkpointing):
     sp, model = make(size=1, mlp_tiles=4), llama()
     model.patch_attention(sp)
     if checkpointing is not None:
@@ -145,7 +149,7 @@ def calls(checkpointing):
 
 
 def test_a_checkpointed_layer_does_not_compute_its_mlp_a_third_time():
-    assert [on_ranks(1, calls, how)[0] for how in (None, False, True)] == [2, 2, 3]
+    assert on_ranks(1, calls, (None, False, True)) == [[2, 2, 3]]
 
 
 HOOKS = {
@@ -207,7 +211,7 @@ def test_hooks_see_numbers():
         assert all(error < 1e-5 for error in errors), (case, errors)  # NaN is not
 
 
-def checkpointed_by_hand(section):
+def by_hand(section):
     """(whether what a norm and an MLP are given is the same after backward, its gradient), in a user's checkpoint."""
     sp = make(size=1, **section)
     layer = small().patch_attention(sp).model.layers[0]
@@ -218,9 +222,13 @@ def checkpointed_by_hand(section):
     return torch.equal(given, before), x.grad
 
 
+def both_by_hand():
+    return by_hand(TILES), by_hand({})
+
+
 def test_a_checkpoint_of_a_users_keeps_what_it_is_given():
     """In a layer's own checkpoint the gradient takes the place of what the MLP's norm is given; nobody else has it."""
-    (kept, gradient), (_, expected) = (on_ranks(1, checkpointed_by_hand, section)[0] for section in (TILES, {}))
+    (((kept, gradient), (_, expected)),) = on_ranks(1, both_by_hand)
     assert kept
     torch.testing.assert_close(gradient, expected)
 
@@ -469,30 +477,35 @@ def not_additive(logits, labels, shift_labels, num_items_in_batch, **_):
     return losses / num_items_in_batch * (1 if logits.shape[1] > 1 else 2)
 
 
-def own_loss(tiles):
+def own_loss():
     model = llama()
     model.loss_function = not_additive
-    return refusal(ds_seqpar.initialize, model=model, config=settings({"size": 1, **tiles}, "2", 1, 1))
+    configs = [settings({"size": 1, **tiles}, "2", 1, 1) for tiles in ({}, TILES)]
+    return [refusal(ds_seqpar.initialize, model=copy.deepcopy(model), config=config) for config in configs]
 
 
 def test_a_loss_that_is_no_sum_over_tokens_is_refused():
     """What check_loss tries is the tiled loss, of two tokens: a tile each."""
-    assert on_ranks(1, own_loss, {}) == [(None, None)]
-    ((kind, message),) = on_ranks(1, own_loss, TILES)
+    ((taken, (kind, message)),) = on_ranks(1, own_loss)
+    assert taken == (None, None)
     assert kind == "ConfigError"
     assert missing(message, "num_items_in_batch", "where that is", "check_loss=False") == []
 
 
-def without_logits(tiles):
-    """The loss of a model whose head and loss are one."""
-    model = small()
-    model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
-    model.patch_attention(make(size=1, **tiles))
-    return model(**whole_calls.brought(batch_of("odd"), torch.device("cpu"))).loss.item()
+def without_logits():
+    """Losses of a model whose head and loss are one, with tiles and without."""
+    found = []
+    for tiles in ({"mlp_tiles": 2}, {}):
+        model = small()
+        model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
+        model.patch_attention(make(size=1, **tiles))
+        found.append(model(**whole_calls.brought(batch_of("odd"), torch.device("cpu"))).loss.item())
+    return found
 
 
 def test_a_loss_without_logits_is_not_compared_with_tiles_that_it_does_not_have():
-    assert on_ranks(1, without_logits, {"mlp_tiles": 2}) == pytest.approx(on_ranks(1, without_logits, {}))
+    ((tiled, whole),) = on_ranks(1, without_logits)
+    assert tiled == pytest.approx(whole)
 
 
 def bf16_errors():

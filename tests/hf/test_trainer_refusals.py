@@ -14,7 +14,6 @@ from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
-    LlamaConfig,
     LlamaForCausalLM,
     default_data_collator,
 )
@@ -56,13 +55,7 @@ class OwnForwardForCausalLM(LlamaForCausalLM):
 
 
 def own_forward():
-    torch.manual_seed(0)
-    return OwnForwardForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=2, pad_token_id=0,
-        )
-    )  # fmt: skip
+    return OwnForwardForCausalLM(small(pad_token_id=0).config)
 
 
 def with_loss(function):
