@@ -8,10 +8,9 @@ what is saved, copied or made of it knows nothing of us.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -160,7 +159,7 @@ EAGER = "eager_attention_forward"
 
 
 class ConfigView:
-    """What an attention module reads in place of the model's config: the same, with the name of our attention."""
+    """What an attention module that calls our attention has in place of the model's config: the same, with its name."""
 
     _attn_implementation = NAME
 
@@ -173,32 +172,15 @@ class ConfigView:
         return getattr(self.own, name)
 
 
-def use_ours(module: Any) -> None:
-    """Has an attention module call our attention."""
-    module.config = ConfigView(module.config)
-
-
-def use_own(module: Any) -> None:
-    """Gives an attention module its config back."""
-    module.config = module.config.own
-
-
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention of the unpatched model. "eager" is a function of each model's own file."""
+    """The attention of the unpatched model. "eager" is a function of each model's own file. The module has its own
+    config meanwhile: flash attention reads the name of its kernel there."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
     eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
-    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(module.config.own._attn_implementation, eager)
-    with _own_config(module):
-        return function(module, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _own_config(module: Any) -> Iterator[None]:
-    """A context in which the module has its own config: flash attention reads the name of its kernel there."""
-    view = module.config
-    module.config = view.own
+    view, module.config = module.config, module.config.own
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(view.own._attn_implementation, eager)
     try:
-        yield
+        return function(module, *args, **kwargs)
     finally:
         module.config = view
 
