@@ -187,17 +187,6 @@ def test_windows_are_those_of_the_config():
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("mistral", {"attention_dropout": 0.1}, "attention_dropout"),
         ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
-def test_what_a_family_cannot_have_is_refused(family, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        families.check_model(model_of(family, **changes))
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "words"),
-    [
         ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
                          "kv_lora_rank": 16, "q_lora_rank": 16, "first_k_dense_replace": 2}, "latent attention"),
         ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2}, "chunked attention"),
@@ -206,8 +195,9 @@ def test_what_a_family_cannot_have_is_refused(family, changes, words):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_attention_of_another_kind_is_refused_by_its_name(family, changes, words):
-    config = AutoConfig.for_model(family, **{**SIZE, **changes})
+def test_what_a_family_cannot_have_and_attention_of_another_kind_are_refused_by_name(family, changes, words):
+    given = {name: x for name, x in FAMILIES.get(family, {}).items() if name != "window"}
+    config = AutoConfig.for_model(family, **{**SIZE, **given, **changes})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=words):

@@ -11,7 +11,7 @@ from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelMixin
 from hf_integration.trainer_checks import check_kind
 from tests.hf.llama import IGNORE, small
-from tests.hf.trainers import documents, settings
+from tests.hf.trainers import documents, fields
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -34,17 +34,14 @@ def sft(folder, size, parts=None, **changes):
         pass
 
     sequences = SEQUENCES * (size or 1) // int(os.environ["WORLD_SIZE"])  # a group's
-    given = {
-        "per_device_train_batch_size": sequences, "per_device_eval_batch_size": sequences, "max_steps": 2,
-        "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 3e-3, "report_to": "none",
-        "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "eval_strategy": "steps",
-        "eval_steps": 1, "deepspeed": settings(size and {"size": size}, 2),
-    }  # fmt: skip
-    own = {"train_dataset": rows(changes.pop("documents", 48)), "eval_dataset": rows(8, seed=9), **(parts or {})}
+    how = {"max_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 1, **changes}
+    own = {"train_dataset": rows(how.pop("documents", 48)), "eval_dataset": rows(8, seed=9), **(parts or {})}
     return (Shared if size else SFTTrainer)(
-        model=small(vocab_size=300, pad_token_id=0), args=SFTConfig(str(folder), **{**given, **changes}),
-        processing_class=ByT5Tokenizer(extra_ids=0), **own,
-    )  # fmt: skip
+        model=small(vocab_size=300, pad_token_id=0),
+        args=SFTConfig(str(folder), **fields(sequences, size and {"size": size}, **how)),
+        processing_class=ByT5Tokenizer(extra_ids=0),
+        **own,
+    )
 
 
 def figures(trainer):

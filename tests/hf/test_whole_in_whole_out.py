@@ -173,6 +173,22 @@ def hidden(model, batch):
     return sum((x * real(batch)).float().pow(2).mean() for x in states).sqrt()
 
 
+def with_fused_head():
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = exact()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def scored(model, batch):
+    """A preference by the log-probabilities of trl's fused head, and the entropy beside them."""
+    output = model(**batch, fused_lm_head=True)
+    counted = output.label_mask
+    sums = (output.log_probs * counted).sum(-1)
+    return -F.logsigmoid(sums[0] - sums[1]) + 0.1 * output.loss + output.entropy[counted].mean().detach()
+
+
 # way -> (the model, its loss of a batch, changes of the configuration)
 WAYS = {
     "by position": (exact, lambda model, batch: model(batch["input_ids"], labels=batch["labels"]).loss, {}),
@@ -186,6 +202,7 @@ WAYS = {
     "hidden states": (exact, hidden, {}),
     "adapters": (lambda: with_lora(exact(), "q_proj", "v_proj"), lambda model, batch: model(**batch).loss, {}),
     "checkpoints": (checkpointed, lambda model, batch: preference(model(**batch), batch), {}),
+    "a fused head": (with_fused_head, scored, {}),
     "tiles": (exact, lambda model, batch: model(**batch).loss, {"mlp_tiles": 2, "loss_tiles": 3}),
 }
 
@@ -226,38 +243,6 @@ def test_other_ways_to_call_it(world, section, kinds):
         assert len(found) == len(WAYS) * len(kinds)
         for case, errors in found.items():
             assert max(errors) < 1e-6, (case, errors)  # transformers computes its loss in fp32
-
-
-def scored(model, batch):
-    """A preference by the log-probabilities of trl's fused head, and the entropy beside them."""
-    output = model(**batch, fused_lm_head=True)
-    counted = output.label_mask
-    sums = (output.log_probs * counted).sum(-1)
-    return -F.logsigmoid(sums[0] - sums[1]) + 0.1 * output.loss + output.entropy[counted].mean().detach()
-
-
-def fused(kinds):
-    from trl.trainer.utils import add_fused_lm_head
-
-    sp, found = make(**SECTIONS["r2"]), {}
-    for kind in kinds:
-        model, batch = small(), collated(kind)
-        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        wanted = scored(model, batch)
-        wanted.backward()
-        its_gradients = gradients(model)
-        model.zero_grad()
-        patch_attention(model, sp)
-        loss = scored(model, batch)
-        loss.backward()
-        found[kind] = abs(loss.item() / wanted.item() - 1), gap(averaged(model), its_gradients)
-    return found
-
-
-def test_a_fused_head_scores_whole_sequences():
-    for found in on_ranks(2, fused, ["odd", "left"]):
-        for kind, errors in found.items():
-            assert max(errors) < 1e-5, kind
 
 
 def costs(forwards):
