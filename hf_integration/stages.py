@@ -6,8 +6,8 @@ stands at once. Backward goes through the stages again: it projects once more, t
 and adds the stage's part to the gradient of the input. Gradients of a weight's slices fill the weight's gradient, which
 reaches the parameter, and so ZeRO and DDP, once.
 
-What a family does between projections and attention (norms of q and k, RoPE, sinks) is the forward of its own class, on
-a twin of the module that has the stage's heads.
+Between projections and attention families have norms of q and k, RoPE, sinks. That is the forward of the family's own
+class, on a copy of the module (its twin) that has the stage's heads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The loss of a causal language model in tiles, whatever lies between its head and the loss.
 
-Families scale or cap their logits, and add a loss that balances experts. None of that is written again here: the
-forward of the model's own class runs for each tile, on a twin of the model whose base model gives that tile of the last
-hidden state, and once more for all the rest, on one whose base model is the real one but gives no tokens.
+Families scale or cap their logits, and add a loss that balances experts. None of that is written again here. The
+forward of the model's own class runs for each tile, on a copy of the model (a twin) whose base model gives that tile of
+the last hidden state. It runs once more for all the rest, with the real base model, of whose output no tokens are left.
 """
 
 from __future__ import annotations

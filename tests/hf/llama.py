@@ -76,8 +76,8 @@ def held(section, seq=SEQ):
 
 
 def ragged(section, data_size, steps, sequences=4, seq=SEQ, seed=7):
-    """A window of global batches with label counts that differ between sequences, groups, ranks and micro-steps, and
-    no label at all for the last rank of the first group, in every micro-step."""
+    """A window of global batches. Label counts differ between sequences, groups, ranks and micro-steps; the last rank
+    of the first group has none in any of them."""
     generator = torch.Generator().manual_seed(seed)
     window = []
     for step in range(steps):
