@@ -228,8 +228,13 @@ def by_own_checkpoint_of_tiles(model):
     by_own_checkpoint(tiled, reentrant=True)
 
 
+def dropouts(model):
+    """Those of a layer's up_proj, by adapter."""
+    return model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout
+
+
 def of_another_kind(model):
-    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"] = nn.FeatureAlphaDropout(0.1)
+    dropouts(model)["default"] = nn.FeatureAlphaDropout(0.1)
     model(**batch("plain"))
 
 
@@ -238,17 +243,16 @@ def of_another_kind_on_one_rank(model):
 
 
 def of_another_p_on_one_rank(model):
-    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"].p = 0.1 + 0.2 * dist.get_rank()
+    dropouts(model)["default"].p = 0.1 + 0.2 * dist.get_rank()
     model(**batch("plain"))
 
 
 def by_some_tokens(model):
-    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"](torch.ones(2, 3, 64))
+    dropouts(model)["default"](torch.ones(2, 3, 64))
 
 
 def compiled(model):
-    whole = batch("plain")
-    torch.compile(model, backend="eager")(**whole).loss.backward()
+    torch.compile(model, backend="eager")(**batch("plain")).loss.backward()
 
 
 REFUSED = {
@@ -269,13 +273,12 @@ def refused():
         model.patch_attention(sp)
         model(**batch("plain"))
         found[call.__name__] = refusal(call, model)
-    model = dropping("q_proj", "up_proj").train()
+    model, losses = dropping("q_proj", "up_proj").train(), []
     model.patch_attention(sp)
-    torch.manual_seed(4)
-    losses = [float(model(**batch("plain")).loss)]
-    model.base_model.model.model.layers[0].compile(backend="eager")
-    torch.manual_seed(4)
-    losses.append(float(model(**batch("plain")).loss))
+    for _ in range(2):
+        torch.manual_seed(4)
+        losses.append(float(model(**batch("plain")).loss))
+        model.base_model.model.model.layers[0].compile(backend="eager")
     return found, losses
 
 
