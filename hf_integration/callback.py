@@ -1,22 +1,58 @@
-"""What a sequence parallel run adds to the Trainer's log: tokens a second, utilisation, memory; the shape, once."""
+"""What a sequence parallel run adds to the Trainer's log: tokens a second, utilisation, memory; the shape, once.
+
+Model flops utilisation (MFU) is the flops that training steps have over those that the devices could do at most. What
+is computed again, by checkpoints or kernels, does not count.
+"""
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
+from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import lengths_of
 from ds_seqpar.errors import InputError
 
-from .utilisation import Flops, peak
+from .families import unwrapped, windows
+from .job import counted, elements
+
+# flops/s in bf16 and fp16, without sparsity, by what the device is called. Source: NVIDIA's data sheets
+PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
+
+
+def peak(device: torch.device, half: bool) -> float | None:
+    """Flops/s of a device at most, None where that is not known. half: whether it multiplies in bf16 or fp16."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and half else ""
+    return next((rate for pattern, rate in PEAKS.items() if re.search(pattern, name)), None)
+
+
+class Flops:
+    """Of the training steps of a patched model. For each weight and token a matrix takes two in forward, two for its
+    input's gradient, and two for its own, which frozen weights do not have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        numbers, self.windows = counted(unwrapped(model)), windows(unwrapped(model))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        weights = numbers.layers * (numbers.projections + numbers.mlp) + numbers.embedding
+        all_trained = len(trained) == len([*model.parameters()])
+        self.each_token = 6 * weights if all_trained else 4 * weights + 6 * sum(map(elements, trained))
+        self.each_pair = 12 * numbers.heads * numbers.head_dim
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """lengths: tokens of the documents that are trained on."""
+        from ds_seqpar.planner.request import pairs_of
+
+        pairs = sum(pairs_of(lengths, window) for window in self.windows)
+        return self.each_token * sum(lengths) + self.each_pair * pairs
 
 
 class SequenceParallelCallback(TrainerCallback):
@@ -45,9 +81,7 @@ class SequenceParallelCallback(TrainerCallback):
         """A training step begins, with loading its data."""
         self.began = time.perf_counter()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.peak = self.peak or peak(args.device, args.bf16 or args.fp16)
         self.flops = Flops(kwargs["model"]) if self.peak else None
 
@@ -61,15 +95,12 @@ class SequenceParallelCallback(TrainerCallback):
         if self.flops is not None:
             self.done += self.flops.of(lengths) / self.sp.size
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._measure(args, control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._measure(args, control)
+    on_epoch_end = on_step_end
 
-    def _measure(self, args: TrainingArguments, control: TrainerControl) -> None:
+    def _measure(self, args: Any, control: Any) -> None:
         """All ranks come here, and know whether they will log; `on_log` may be called by one rank alone."""
         if self.began is not None:
             self.seconds += time.perf_counter() - self.began
@@ -92,14 +123,7 @@ class SequenceParallelCallback(TrainerCallback):
             self.said = True
         self.done = self.tokens = self.seconds = 0.0
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
             logs.update(self.figures)  # not in state.log_history: no two runs have the same, and states are compared
             self.figures = {}

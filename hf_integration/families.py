@@ -8,10 +8,9 @@ what is saved, copied or made of it knows nothing of us.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -160,7 +159,7 @@ EAGER = "eager_attention_forward"
 
 
 class ConfigView:
-    """What an attention module reads in place of the model's config: the same, with the name of our attention."""
+    """What an attention module that calls our attention has in place of the model's config: the same, with its name."""
 
     _attn_implementation = NAME
 
@@ -173,31 +172,28 @@ class ConfigView:
         return getattr(self.own, name)
 
 
-def use_ours(module: Any) -> None:
-    """Has an attention module call our attention."""
-    module.config = ConfigView(module.config)
-
-
-def use_own(module: Any) -> None:
-    """Gives an attention module its config back."""
-    module.config = module.config.own
-
-
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention of the unpatched model. "eager" is a function of each model's own file."""
+    """The attention of the unpatched model. "eager" is a function of each model's own file. The module has its own
+    config meanwhile: flash attention reads the name of its kernel there."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
     eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
-    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(module.config.own._attn_implementation, eager)
-    with _own_config(module):
-        return function(module, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _own_config(module: Any) -> Iterator[None]:
-    """A context in which the module has its own config: flash attention reads the name of its kernel there."""
-    view = module.config
-    module.config = view.own
+    view, module.config = module.config, module.config.own
+    function: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(view.own._attn_implementation, eager)
     try:
-        yield
+        return function(module, *args, **kwargs)
     finally:
         module.config = view
+
+
+def is_of_liger(forward: Callable[..., Any]) -> bool:
+    """Whether a forward is Liger's: of a class that Liger wrote, or put over that of a module.
+
+    Its norms, activations and RoPE compute each token by itself, so a rank's own tokens are enough. Its fused loss
+    takes shift_labels and num_items_in_batch, and makes no whole logits: it takes the place of our loss tiles."""
+    return getattr(forward, "__module__", "").startswith("liger_kernel.")
+
+
+def as_in_training(model: Any) -> dict[str, bool]:
+    """The arguments by which a model in evaluation mode computes its loss as it does in training: fused with the head,
+    without logits. Empty where it has one way alone."""
+    return {"skip_logits": True} if is_of_liger(model.forward) else {}

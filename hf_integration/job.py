@@ -32,7 +32,6 @@ from .families import FAMILIES, windows
 
 if TYPE_CHECKING:
     from ds_seqpar.planner.auto import Job
-if TYPE_CHECKING:
     from ds_seqpar.planner.request import Model
 
 

@@ -24,8 +24,7 @@ from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.runtime.agreement import agree
 
-from .families import FAMILIES, unwrapped
-from .liger import as_in_training
+from .families import FAMILIES, as_in_training, unwrapped
 from .tiled_loss import token_losses
 from .tiling import evaluated
 

@@ -34,14 +34,13 @@ from ds_seqpar.runtime.telling import told_once
 from . import checkpointing, noise, rope, sharded, stages, tiling, whole_calls
 from .families import (
     NAME,
+    ConfigView,
     attentions,
     check_adapters,
     check_model,
     heads,
     local_attention,
     unwrapped,
-    use_ours,
-    use_own,
     vocabulary,
     windows,
 )
@@ -93,7 +92,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         return model
     AttentionInterface.register(NAME, _attention)
     for module, window in zip(attentions(inner), windows(inner), strict=True):
-        use_ours(module)
+        module.config = ConfigView(module.config)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
         stages.stage(module)
@@ -153,7 +152,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
         hook.remove()
     for module in attentions(inner):
         if hasattr(module, SP):  # not one that was put in later
-            use_own(module)
+            module.config = module.config.own
             stages.unstage(module)
             delattr(module, SP)
             delattr(module, MASK)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.runtime.agreement import sums
@@ -24,23 +24,19 @@ class PreemptionCallback(TrainerCallback):
         self.sp, self.signalled = sp, False
         self.before: Any = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.signalled = False
         self.before = signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, *_: Any) -> None:
         self.signalled = True
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         (ranks,) = sums(self.sp.control_world, [int(self.signalled)], "the end of a step")
         if ranks:
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         signal.signal(signal.SIGTERM, self.before)
 
 

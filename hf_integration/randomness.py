@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
 
@@ -59,9 +59,9 @@ class SharedDraws(TrainerCallback):
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         share(self.sp.control_world)
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.train_sampling_strategy == "group_by_length":
             share(self.sp.control_world)

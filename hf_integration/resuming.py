@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Run:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Finding:
     """What one rank sees of a checkpoint. fault: what is missing or damaged. other: why it is another run's. random:
     the file of its random state, where that is missing or damaged; each "" where all is well."""
@@ -159,45 +159,48 @@ def _steps(folder: str) -> list[int]:
 
 def look(folder: Path, run: Run) -> Finding:
     """What this rank would read of a checkpoint, and whether it is there and whole."""
-    if not folder.is_dir():
-        return Finding(fault="there is no such folder")
     random = random_state(folder, run.rank, run.ranks)
     found = Finding(random="" if is_whole(random) else random.name)
+    found.fault = next(filter(None, _faults(folder, run, found)), "")
+    return found
+
+
+def _faults(folder: Path, run: Run, found: Finding) -> Iterator[str]:
+    """What is missing or damaged, or "" for what is well, file by file: nobody asks further once there is a fault.
+    found: takes the step, and why it is another run's."""
+    if not folder.is_dir():
+        yield "there is no such folder"
     try:
-        step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+        found.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     except FileNotFoundError:
-        return dataclasses.replace(found, fault=f"{TRAINER_STATE_NAME} is missing")
+        yield f"{TRAINER_STATE_NAME} is missing"
     except (OSError, ValueError, TypeError) as reason:
-        return dataclasses.replace(found, fault=f"{TRAINER_STATE_NAME} is damaged ({type(reason).__name__})")
-    if type(step) is not int or step < 1:
-        return dataclasses.replace(found, fault=f"{TRAINER_STATE_NAME} is damaged (global_step {step!r})")
-    found = dataclasses.replace(found, step=step)
-    if run.scheduler and (fault := _fault(folder / SCHEDULER_NAME)):
-        return dataclasses.replace(found, fault=fault)
-    return _look_at_shards(folder, run, found)
-
-
-def _look_at_shards(folder: Path, run: Run, found: Finding) -> Finding:
-    """The same of what DeepSpeed reads."""
-    latest = folder / ("latest_universal" if run.universal else "latest")
+        yield f"{TRAINER_STATE_NAME} is damaged ({type(reason).__name__})"
+    if type(found.step) is not int or found.step < 1:
+        yield f"{TRAINER_STATE_NAME} is damaged (global_step {found.step!r})"
+    if run.scheduler:
+        yield _fault(folder / SCHEDULER_NAME)
+    # the rest is what DeepSpeed reads
+    latest, tag = folder / ("latest_universal" if run.universal else "latest"), ""
     try:
         tag = latest.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return dataclasses.replace(found, fault=f"{latest.name} is missing or damaged")
+        yield f"{latest.name} is missing or damaged"
     if not tag or not (folder / tag).is_dir():
-        return dataclasses.replace(found, fault=f"the folder that {latest.name} names is missing")
+        yield f"the folder that {latest.name} names is missing"
     if run.universal:
-        return found
+        return
     models = sorted((folder / tag).glob("*mp_rank_00_model_states.pt"))
-    own = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), None)
-    if not models or (fault := _fault(own or models[0])):
-        return dataclasses.replace(found, fault=fault if models else f"{tag} has no model_states.pt")
-    if other := _other(own or models[0], run):
-        return dataclasses.replace(found, other=other)
+    if not models:
+        yield f"{tag} has no model_states.pt"
+    read = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), models[0])
+    yield _fault(read)
+    found.other = _other(read, run)
     shard = f"zero_pp_rank_{run.rank}_mp_rank_00"
-    needed = [f"{shard}_model_states.pt"] if run.stage == 3 else []
-    needed += [f"{'bf16_' if run.bf16 else ''}{shard}_optim_states.pt"] if run.stage else []
-    return dataclasses.replace(found, fault=next(filter(None, (_fault(folder / tag / name) for name in needed)), ""))
+    if run.stage == 3 and not found.other:
+        yield _fault(folder / tag / f"{shard}_model_states.pt")
+    if run.stage and not found.other:
+        yield _fault(folder / tag / f"{'bf16_' if run.bf16 else ''}{shard}_optim_states.pt")
 
 
 def _other(model_states: Path, run: Run) -> str:

@@ -149,14 +149,21 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
     return positions.clone()
 
 
-def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
-    """What is wrong whatever the tensors hold, as a sentence."""
-    if unshifted:
-        return f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
+def misused(given: Mapping[str, Any]) -> str:
+    """What no forward can take that is not local, as a sentence; "" where there is nothing."""
     if given.get("past_key_values") is not None or given.get("use_cache"):
         return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
     if given.get("is_causal") is False:
         return "sharded attention of this model is causal; got is_causal=False, leave it out"
+    return ""
+
+
+def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
+    """What is wrong whatever the tensors hold, as a sentence."""
+    if unshifted:
+        return f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
+    if said := misused(given):
+        return said
     labels, tokens = given.get("shift_labels"), tokens_of(given)
     if labels is not None and not given.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
         return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"

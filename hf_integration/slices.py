@@ -188,11 +188,8 @@ class Gradients:
                 return []
             # a frozen projection of an input that wants no gradient has none: LoRA on others, in a first layer
             pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
-            trained, given = (
-                [out for out, _ in pairs],
-                [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs],
-            )
-            found = list(torch.autograd.grad(trained, [*asked, *tensors], given, allow_unused=True))
+            given = [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs]
+            found = list(torch.autograd.grad([out for out, _ in pairs], [*asked, *tensors], given, allow_unused=True))
             sums.add(found[len(asked) :])
             return found[: len(asked)]
 

@@ -6,8 +6,8 @@ stands at once. Backward goes through the stages again: it projects once more, t
 and adds the stage's part to the gradient of the input. Gradients of a weight's slices fill the weight's gradient, which
 reaches the parameter, and so ZeRO and DDP, once.
 
-What a family does between projections and attention (norms of q and k, RoPE, sinks) is the forward of its own class, on
-a twin of the module that has the stage's heads.
+Between projections and attention families have norms of q and k, RoPE, sinks. That is the forward of the family's own
+class, on a copy of the module (its twin) that has the stage's heads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .families import FAMILIES
 from .slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 from .tiled_loss import LEAF, STAGED, TILING
 from .tiles import Conditions, Source, ceil_of, cuts, trained
-from .tiling import normed
+from .tiling import before_leaf, normed
 
 
 def stage(module: Any) -> None:
@@ -64,16 +64,10 @@ def unstage(module: Any) -> None:
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """ZeRO-3 looks for a leaf's input among what has no name; where that wants no gradient (LoRA in a first layer) it
-    would take those of parameters too early."""
+    """ZeRO-3 looks for a leaf's input among what has no name."""
     if "hidden_states" in kwargs:
         args = (kwargs.pop("hidden_states"), *args)
-    x = args[0]
-    if (tiling := getattr(module, TILING, None)) is not None:
-        tiling.lend(module)
-    if hasattr(module, "ds_id") and torch.is_grad_enabled() and not x.requires_grad and trained(module):
-        args = (x.detach().requires_grad_(), *args[1:])
-    return args, kwargs
+    return before_leaf(module, args) or args, kwargs
 
 
 def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

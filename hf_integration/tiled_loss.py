@@ -1,8 +1,8 @@
 """The loss of a causal language model in tiles, whatever lies between its head and the loss.
 
-Families scale or cap their logits, and add a loss that balances experts. None of that is written again here: the
-forward of the model's own class runs for each tile, on a twin of the model whose base model gives that tile of the last
-hidden state, and once more for all the rest, on one whose base model is the real one but gives no tokens.
+Families scale or cap their logits, and add a loss that balances experts. None of that is written again here. The
+forward of the model's own class runs for each tile, on a copy of the model (a twin) whose base model gives that tile of
+the last hidden state. It runs once more for all the rest, with the real base model, of whose output no tokens are left.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Tiling:
     nothing is added up. norms: attention or MLP -> the norm before it, whose only readers these are. deferred: of the
     norm that ran last, until all readers had it, (the storage of its output, what that stands for); unread: by how many
     it is still to be read. layers: norm -> its layer. watched: norms that somebody else saw in this forward.
+    in_layer: whether a checkpoint of transformers computes a layer now, in which what the MLP's norm is given was made.
     """
 
     mlp: int | str
@@ -60,6 +61,7 @@ class Tiling:
     unread: int = 0
     layers: dict[nn.Module, nn.Module] = dataclasses.field(default_factory=dict)
     watched: frozenset[nn.Module] = frozenset()
+    in_layer: bool = False
 
     def defers(self, norm: nn.Module) -> bool:
         """Whether nobody but its readers is given this norm's output, or its gradient. What a forward has found holds
@@ -122,12 +124,12 @@ class Tiling:
 
     @contextlib.contextmanager
     def being(self, local: bool) -> Iterator[None]:
-        """A context in which a layer is computed again, of a forward that was local or not."""
-        before, self.local = self.local, local
+        """A context in which a checkpoint computes a layer, of a forward that was local or not."""
+        before, self.local, self.in_layer = self.local, local, True
         try:
             yield
         finally:
-            self.local = before
+            self.local, self.in_layer = before, False
             self.forget()
 
 

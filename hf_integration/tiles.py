@@ -1,13 +1,14 @@
 """A function of each token applied tile by tile, so that what it needs inside never stands whole in memory.
 
-Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed's own (`sequence_tiled_compute`)
-add up the gradients of tiles in `.grad`, in the parameters' dtype, tell ZeRO by a mark on each parameter when the last
-tile has come, and take the loss's gradients in forward. Here nothing reaches a parameter until all tiles are through:
-the gradients of tiles are asked for with `torch.autograd.grad`, which runs no hook of a parameter, are added up in fp32
-or wider, and are then given back once, as those of the function itself. So ZeRO and DDP see one gradient a parameter
-and backward pass, whatever the number of tiles. In backward tiles are computed again, with the gradient that arrived.
-A loss, whose gradient is a factor for all of it, takes its gradients in forward as theirs does and computes nothing
-again, except in fp16, whose loss scale those would not have had.
+Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed's (`sequence_tiled_compute`) add
+up gradients of tiles in `.grad`, in the parameters' dtype. A mark on each parameter tells ZeRO when the last tile has
+come. Here nothing reaches a parameter until all tiles are through. `torch.autograd.grad`, which runs no hook of a
+parameter, gives the gradients of tiles. They are added up in fp32 or wider, and given back once, as those of the
+function itself. So ZeRO and DDP see one gradient a parameter and backward pass, whatever the number of tiles.
+
+In backward tiles are computed again, with the gradient that arrived. That of a loss is a factor for all of it: a loss
+takes its gradients in forward, as DeepSpeed's does, and computes nothing again. In fp16 it does, since those would not
+have had the loss scale.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
 from ds_seqpar.runtime.keeping import is_checkpointed
 
-from .families import attentions, unwrapped
+from .families import attentions, is_of_liger, unwrapped
 from .graphs import between_graphs
-from .liger import is_of_liger
 from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
 from .tiles import ceil_of, tiled, trained
 
@@ -78,7 +77,7 @@ def tile(model: Any, config: SequenceParallelConfig) -> None:
         forwards.append((model, model_forward))
     hooks = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
     hooks.append(base.register_forward_hook(_after_base, always_call=True))
-    hooks += [mlp.register_forward_pre_hook(_before_mlp) for mlp in mlps]
+    hooks += [mlp.register_forward_pre_hook(before_leaf) for mlp in mlps]
     modules = (*(module for module, _ in forwards), *head, base)
     tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
     for layer, reader, norm in _norms_before(model, mlps):
@@ -226,10 +225,11 @@ def _after_base(module: Any, args: tuple, output: Any) -> None:
         tiling.forget()
 
 
-def _before_mlp(module: Any, args: tuple) -> tuple | None:
-    """Two things that ZeRO-3 needs. The parameters of the norm before the MLP are fetched with the MLP's own. And an
+def before_leaf(module: Any, args: tuple) -> tuple | None:
+    """Two things that ZeRO-3 needs of a leaf. The parameters of the norm before it are fetched with its own. And an
     input without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
-    getattr(module, TILING).lend(module)
+    if (tiling := getattr(module, TILING, None)) is not None:
+        tiling.lend(module)
     if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
@@ -251,7 +251,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         tiling.check_read()
     source = None if is_norm else tiling.source(x, module)
     # what an MLP's own norm is of is made in the layer: a checkpoint's second run makes it for one backward alone
-    used_up = source is not None and is_checkpointed() and tiling.readers(source.norm) == 1
+    used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
     return tiled(lambda tile, _: untiled(module, tile), x, trained(module), tiles, source, used_up)
 
 

@@ -40,9 +40,8 @@ from . import trainer_checks as checks
 from .callback import SequenceParallelCallback
 from .families import unwrapped
 from .job import job_of_trainer
-from .loaders import prepare_loader
+from .loaders import Stream, examples_of, prepare_loader, stream_of
 from .patch import patch_attention, unpatch_attention
-from .streams import Stream, examples_of, stream_of
 from .tiling import evaluated
 
 Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
@@ -159,11 +158,10 @@ class SequenceParallelMixin(Behind):
             patch_attention(unwrapped(reference), self.sp)
 
     def _patch(self, model: nn.Module) -> None:
-        error = checks.model_error(model)
         base = unwrapped(model)
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
         job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
-        self.sp = self.accelerator.sp = prepare_model(base, self._section, getattr(self, "sp", None), error, job)
+        self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
         self._look_at_loss(base)
 
     def _look_at_loss(self, base: nn.Module) -> None:

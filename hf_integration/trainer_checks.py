@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
@@ -23,26 +22,24 @@ from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.loaders import Loader
 
-from .families import check_adapters
-
-# field of TrainingArguments -> (is it wrong?, what is needed and what to do)
+# field of TrainingArguments -> (what is wrong, what is needed and what to do)
 ARGUMENTS = {
     "average_tokens_across_devices": (
-        lambda value: not value,
+        False,
         "average_tokens_across_devices=True, ranks hold different numbers of label tokens and must divide by their sum",
     ),
     "train_sampling_strategy": (
-        lambda value: value == "batch_rebalance",
+        "batch_rebalance",
         "a train_sampling_strategy that gives the ranks of a sequence the same examples; use random, sequential or "
         "group_by_length",
     ),
-    "predict_with_generate": (lambda value: value, "predict_with_generate=False, it would generate from a part"),
-    "eval_use_gather_object": (lambda value: value, "eval_use_gather_object=False, results are gathered as tensors"),
+    "predict_with_generate": (True, "predict_with_generate=False, it would generate from a part"),
+    "eval_use_gather_object": (True, "eval_use_gather_object=False, results are gathered as tensors"),
     "auto_find_batch_size": (
-        lambda value: value,
+        True,
         "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
     ),
-}  # fmt: skip
+}
 # setting of accelerate's data loaders -> (what it must be, why)
 BATCHING = {
     "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
@@ -88,11 +85,9 @@ def check_kind(kind: type) -> None:
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raises ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
-    for field, (is_wrong, needed) in ARGUMENTS.items():
-        value = getattr(args, field, None)
-        if field in vars(args) and is_wrong(value):
-            got = repr(value) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
-            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={got}")
+    for field, (wrong, needed) in ARGUMENTS.items():
+        if field in vars(args) and getattr(args, field) == wrong:
+            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={wrong!r}")
 
 
 def check_json(args: TrainingArguments) -> None:
@@ -153,15 +148,6 @@ def has_own_loss(trainer: Any) -> bool:
     libraries = "transformers", "trl", __package__
     kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
     return any(kind.__module__.partition(".")[0] not in libraries or kind.__name__ == "DPOTrainer" for kind in kinds)
-
-
-def model_error(model: nn.Module) -> ConfigError | None:
-    """Why the model cannot be trained."""
-    try:
-        check_adapters(model)
-    except ConfigError as error:
-        return error
-    return None  # patch_attention says what it needs of models
 
 
 def loader_error(loader: Any) -> ConfigError | None:

@@ -25,7 +25,7 @@ from ds_seqpar.whole import whole_loss, whole_of
 
 from .graphs import between_graphs
 from .losses import loss_error, loss_function_error
-from .sharded import Agreement, fits, tokens_of, wrong_inputs
+from .sharded import Agreement, fits, misused, tokens_of, wrong_inputs
 from .tiled_loss import token_losses
 from .tiling import add_up_losses
 
@@ -165,10 +165,8 @@ def _prepare(
 
 def _misuse(given: Mapping[str, Any]) -> str:
     """What no whole batch may have, as a sentence."""
-    if given.get("past_key_values") is not None or given.get("use_cache"):
-        return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
-    if given.get("is_causal") is False:
-        return "sharded attention of this model is causal; got is_causal=False, leave it out"
+    if said := misused(given):
+        return said
     if given.get("return_token_accuracy") or given.get("return_predicted_tokens"):
         return (
             "token_accuracy and predicted_tokens, which Liger gives, are of a rank's part; got a request, leave it out"

@@ -14,9 +14,8 @@ from datasets import Dataset
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention
-from tests.dist.ranks import refusal
+from tests.dist.ranks import make, refusal
 from tests.hf import trainers
 from tests.hf.llama import averaged, gap, small
 from tests.hf.test_families import batch_of, gradients
@@ -86,7 +85,7 @@ def whole_calls():
     """Gaps of a patched model's loss and gradients, given a whole batch, from those of the plain one with Liger, and
     of the one without; and what is refused."""
     sp, batch = (
-        SequenceParallel(SequenceParallelConfig(size=2)),
+        make(size=2),
         {name: x[:1, :19] for name, x in batch_of("odd").items()},
     )
     plain, shared = with_liger(), patch_attention(with_liger(), sp)
@@ -95,7 +94,7 @@ def whole_calls():
         assert output.logits is None  # the loss is fused
         output.loss.backward()
     loss, other = (output.loss.item() for output in outputs)
-    tiles = SequenceParallel(SequenceParallelConfig(size=2, loss_tiles=2))
+    tiles = make(size=2, loss_tiles=2)
     refused = [
         refusal(patch_attention, with_liger(), tiles),
         refusal(lambda: shared(**batch, return_token_accuracy=True)),

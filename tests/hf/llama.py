@@ -54,6 +54,20 @@ def small(seed=0, **changes):
     return llama(seed, num_hidden_layers=1, **changes)
 
 
+def with_lora(model, *targets, **changes):
+    """The model with adapters of peft's, whose weights begin at random."""
+    import peft
+
+    torch.manual_seed(1)
+    given = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM", **changes}
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), **given))
+
+
+def adam(rate, **more):
+    """Entries of a DeepSpeed JSON: AdamW, which nothing is compiled for."""
+    return {"optimizer": {"type": "AdamW", "params": {"lr": rate, "torch_adam": True}}, **more}
+
+
 def held(section, seq=SEQ):
     """The positions that each rank of a sequence holds."""
     size, ulysses, layout = section["size"], section.get("ulysses", 1), section.get("layout", "zigzag")
@@ -62,8 +76,8 @@ def held(section, seq=SEQ):
 
 
 def ragged(section, data_size, steps, sequences=4, seq=SEQ, seed=7):
-    """A window of global batches with label counts that differ between sequences, groups, ranks and micro-steps, and
-    no label at all for the last rank of the first group, in every micro-step."""
+    """A window of global batches. Label counts differ between sequences, groups, ranks and micro-steps; the last rank
+    of the first group has none in any of them."""
     generator = torch.Generator().manual_seed(seed)
     window = []
     for step in range(steps):

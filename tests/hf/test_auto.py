@@ -51,33 +51,31 @@ def a_step(section, stage, **changes):
     return step(returned[0], shards) if shards else None, lines, sp.config.settings()
 
 
-@pytest.mark.parametrize("ranks", each_then_rest([2], [4]))
-def test_a_length_in_the_json_is_planned_for(ranks):
-    gradients, loss = one_process(llama(), window(ranks))
-    by_rank = on_ranks(ranks, a_step, {"seq_len": 48}, "3")
-    for rank, (found, lines, config) in enumerate(by_rank):
-        assert gap(found["gradients"], gradients) < 1e-5
-        assert found["loss"] == pytest.approx(loss, rel=1e-6)
-        assert len(lines) == (rank == 0)
-        assert config == by_rank[0][2]
-        assert config["seq_len"] == 48
-    (line,) = by_rank[0][1]
-    assert line.startswith(LINE)
-    assert missing(line, "48 tokens", f"{ranks} ranks of these hosts, {ranks} a node") == []
+def steps(sections):
+    return [a_step(section, "3") for section in sections]
 
 
 @pytest.mark.parametrize("ranks", each_then_rest([2], [4]))
-def test_memory_auto_spares_what_the_machine_needs_and_changes_no_number(ranks, tmp_path):
-    """A machine of so little memory that nothing fits."""
+def test_a_length_in_the_json_is_planned_for_and_memory_auto_changes_no_number(ranks, tmp_path):
+    """The second time on a machine of so little memory that nothing fits."""
     (tmp_path / "small.json").write_text(json.dumps({**CPU, "memory": 1e5}), encoding="utf-8")
     gradients, loss = one_process(llama(), window(ranks))
-    section = {"seq_len": 48, "memory": "auto", "machine": str(tmp_path / "small.json"), "mlp_tiles": 2}
-    for rank, (found, lines, config) in enumerate(on_ranks(ranks, a_step, section, "3")):
-        assert gap(found["gradients"], gradients) < 1e-5
-        assert found["loss"] == pytest.approx(loss, rel=1e-6)
-        assert (config["memory"], config["loss_tiles"], config["mlp_tiles"]) == ("auto", "auto", 2)
+    sparing = {"seq_len": 48, "memory": "auto", "machine": str(tmp_path / "small.json"), "mlp_tiles": 2}
+    by_rank = on_ranks(ranks, steps, [{"seq_len": 48}, sparing])
+    for rank, found in enumerate(by_rank):
+        for made, _, _ in found:
+            assert gap(made["gradients"], gradients) < 1e-5
+            assert made["loss"] == pytest.approx(loss, rel=1e-6)
+        (_, lines, config), (_, spared, settings) = found
+        assert len(lines) == (rank == 0)
+        assert config == by_rank[0][0][2]
+        assert config["seq_len"] == 48
+        assert (settings["memory"], settings["loss_tiles"], settings["mlp_tiles"]) == ("auto", "auto", 2)
         words = "loss_tiles auto", " GiB a rank where the machine has ", "gradient checkpointing would spare most"
-        assert [missing(line, *words) for line in lines] == [[]] * (rank == 0)
+        assert [missing(line, *words) for line in spared] == [[]] * (rank == 0)
+    (line,) = by_rank[0][0][1]
+    assert line.startswith(LINE)
+    assert missing(line, "48 tokens", f"{ranks} ranks of these hosts, {ranks} a node") == []
 
 
 def sizes(cases):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import ds_seqpar
 from tests.dist.ranks import make, refusal
 from tests.grids import each_then_rest
-from tests.hf.llama import MODES, array, gap, llama, norm, one_process, part, ragged, settings, step
+from tests.hf.llama import MODES, array, gap, llama, norm, ragged, settings, step
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -126,23 +126,6 @@ def test_what_is_kept_is_a_setting(mode):
             for name, count in (("plain", again), ("reentrant", again), ("selective", LAYERS)):
                 assert found[name][1] == count
                 assert gap(found[name][0], gradients) <= (1e-6 if mode == "u2r2" else 0)
-
-
-def whole_run():
-    """Under an engine and beside one process: one optimiser step of two micro-steps."""
-    expected, loss = one_process(llama(), ragged(MODES["u2r2"], 1, 2))
-    model = llama()
-    model.gradient_checkpointing_enable()
-    engine, *_ = ds_seqpar.initialize(model=model, config=settings(MODES["u2r2"], "3", 2, 4))
-    sp = engine.sequence_parallel
-    done = step(engine, sp.shard_batches([part(batch, 0, 1) for batch in ragged(MODES["u2r2"], 1, 2)]))
-    return gap(done["gradients"], expected), abs(done["loss"] - loss) / loss
-
-
-@pytest.mark.whole
-def test_a_checkpointed_engine_is_one_process():
-    for errors in on_ranks(WORLD, whole_run):
-        assert max(errors) < 1e-5
 
 
 def own_layers():

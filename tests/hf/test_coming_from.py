@@ -16,6 +16,7 @@ from hf_integration.accelerate_config import joined
 from tests import scripts
 from tests.hf.llama import MODES, norm, one_process, ragged, settings, small
 from tests.hf.test_trainer_scripts import set_by_accelerate
+from tests.hf.test_whole_loops import MODEL
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
@@ -46,16 +47,7 @@ args = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
 )
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-)
+MODEL
 data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (16, 50))]
 trainer = Trainer(model=model, args=args, train_dataset=data)
 trainer.train()
@@ -63,7 +55,7 @@ if trainer.is_world_process_zero():
     sp = getattr(trainer, "sp", None)
     losses = [[x["loss"], x["grad_norm"]] for x in trainer.state.log_history if "loss" in x]
     print(json.dumps([[losses, sp and [sp.size, sp.config.ulysses]]]))
-"""
+""".replace("MODEL", MODEL)
 IMPORT = "from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed\n"
 OURS = "from hf_integration import SequenceParallelTrainer as Trainer\n"
 JSON = {

@@ -47,8 +47,8 @@ def test_a_compiled_patched_model_is_one_graph(degree, checkpointing, section):
 
 
 def on_whole_batches():
-    """(differences of gradients and loss, for a loss of whole logits too) of a patched and compiled LLaMA that is given
-    whole batches, between whose graphs they are shared, and of the plain one."""
+    """Differences of gradients and loss between a patched and compiled LLaMA and the plain one, on whole batches. Whole
+    logits are part of the loss."""
     plain, model, sp = small(), small(), make()
     model.patch_attention(sp)
     compiled, (batch,) = torch.compile(model, backend="eager"), window()

@@ -147,24 +147,14 @@ def test_every_ready_configuration_is_complete(config):
     ("section", "words"),
     [
         ({"size": 3}, ("size 3 on 2 ranks",)),
+        ({"size": 2, "ulysses": 3}, ("ulysses 3, size 2",)),
+        (None, ("absent.json: No such file",)),
         ({"size": 4, "schedul": "ring"}, ("got 'schedul'", "'schedule'")),
         ({"size": 4, "layout": "zigzig"}, ("got 'zigzig'", "'zigzag'")),
     ],
 )
 def test_bad_settings_end_it_with_a_sentence(section, words, tmp_path):
-    ran = run(2, config_with(tmp_path, **section), tmp_path)
+    ran = run(2, config_with(tmp_path, **section) if section else tmp_path / "absent.json", tmp_path)
     assert ran.failed
     assert missing(ran.stdout + ran.stderr, *words) == []
     assert "Traceback" not in ran.stderr
-
-
-def test_missing_json_ends_it_with_a_sentence(tmp_path):
-    ran = run(1, tmp_path / "absent.json", tmp_path)
-    assert ran.failed
-    assert "absent.json: No such file" in ran.stdout + ran.stderr
-
-
-def test_bad_degree_ends_it_with_a_sentence(tmp_path):
-    ran = run(2, config_with(tmp_path, size=2, ulysses=3), tmp_path)
-    assert ran.failed
-    assert "ulysses 3, size 2" in ran.stdout + ran.stderr

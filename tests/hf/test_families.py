@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from hf_integration import families
 from tests import oracle
+from tests.dist.ranks import make
 from tests.hf.families import FAMILIES, SEQ, SIZE, batch_of, gradients, model_of, told
 from tests.hf.llama import IGNORE, averaged, gap
 from tests.launch import on_engine_ranks as on_ranks
@@ -60,7 +60,7 @@ def sharded(model, sp, batch):
 def compared(names, cases, expected):
     """(family, case) -> the greatest errors of logits, loss and gradients. cases: those of each name; expected: what
     `plain` gives, by name, window and kind."""
-    sps = {name: SequenceParallel(SequenceParallelConfig(**section)) for name, section in SECTIONS.items()}
+    sps = {name: make(**section) for name, section in SECTIONS.items()}
     found = {}
     for name, its in zip(names, cases, strict=True):
         for window, kind, section in its:
@@ -96,7 +96,7 @@ def test_a_family_is_what_it_is_unpatched(names, cases):
 
 def local_forwards():
     """Forwards with a cache, and of whole sequences, beside the model before it was patched; each rank tries others."""
-    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), {}
+    sp, found = make(size=2, ulysses=1), {}
     ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(2))
     mask = (torch.arange(24) >= torch.tensor([[0], [5]])).long()
     for name in NAMES[dist.get_rank() :: 2]:
@@ -147,7 +147,7 @@ def with_rope(name):
 def of_ropes(expected):
     """By RoPE: errors of logits, loss and gradients in one model's batches of one document and of packs, and whether it
     is unpatched as it was."""
-    sp, found = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1, layout="contiguous")), {}
+    sp, found = make(size=2, ulysses=1, layout="contiguous"), {}
     for name, wanted in expected.items():
         model = with_rope(name)
         for (logits, loss, grads), kind in zip(wanted[:2], ("packed", "odd"), strict=True):
@@ -187,17 +187,6 @@ def test_windows_are_those_of_the_config():
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("mistral", {"attention_dropout": 0.1}, "attention_dropout"),
         ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
-def test_what_a_family_cannot_have_is_refused(family, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        families.check_model(model_of(family, **changes))
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "words"),
-    [
         ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
                          "kv_lora_rank": 16, "q_lora_rank": 16, "first_k_dense_replace": 2}, "latent attention"),
         ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2}, "chunked attention"),
@@ -206,8 +195,9 @@ def test_what_a_family_cannot_have_is_refused(family, changes, words):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_attention_of_another_kind_is_refused_by_its_name(family, changes, words):
-    config = AutoConfig.for_model(family, **{**SIZE, **changes})
+def test_what_a_family_cannot_have_and_attention_of_another_kind_are_refused_by_name(family, changes, words):
+    given = {name: x for name, x in FAMILIES.get(family, {}).items() if name != "window"}
+    config = AutoConfig.for_model(family, **{**SIZE, **given, **changes})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=words):

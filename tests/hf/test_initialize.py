@@ -3,21 +3,22 @@
 import argparse
 import json
 import os
+import warnings
 
 import deepspeed
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from torch import nn
 from torch.utils.data import ChainDataset
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.engine import deepspeed_config
 from hf_integration import patch_attention, patched_with, unpatch_attention
-from tests.dist.ranks import is_one_sentence, refusal
-from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step
+from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.hf.llama import MODES, RATE, array, gap, one_process, part, ragged, settings, small, step, with_lora
 from tests.hf.test_trainer_refusals import half_loss, local_mean, own_forward, prompt_tuned, unshifted_loss, with_loss
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
@@ -73,14 +74,28 @@ REFUSED_JSON = {
         {**without("sequence_parallel"), "zero_optimization": {"stage": 2, "sequence_parallel": SECTION}},
         ('inside "zero_optimization"', "sequence_parallel"),
     ),
+    **{
+        key: (good(**{key: value}), (f'not set "{key}"',))
+        for key, value in {
+            "sequence_parallel_size": 4,
+            "data_parallel_size": 1,
+            "curriculum_learning": {"enabled": True},
+            "data_efficiency": {"enabled": True},
+            "gradient_allreduce_op": "sum",
+        }.items()
+    },
+    "a misspelt setting": (good(sequence_parallel={"size": 2, "ulises": 2}), ("got 'ulises'", "'ulysses'")),
+    "no object": (good(sequence_parallel=4), ('"sequence_parallel"', "an object", "got 4")),
+    "size": (good(sequence_parallel={"size": 3}), ("size 3", "2 ranks", "[1, 2]")),
+    "ulysses": (good(sequence_parallel={"size": 2, "ulysses": 3}), ("ulysses 3", "size 2", "[1, 2]")),
+    "other batches": (good(train_batch_size=3), ("train_batch_size", "must be 4", "got 3")),
     "own accumulation": (good(managed_gradient_accumulation=False), ('not set "managed_gradient_accumulation"',)),
-    "sum": (good(gradient_allreduce_op="sum"), ('not set "gradient_allreduce_op"',)),
     "zenflow": (
         good(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
         ('not set "zero_optimization.zenflow"',),
     ),
     "experts": (good(expert_parallel={"enabled": True, "autoep_size": 2}), ('not set "expert_parallel"',)),
-    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), ('not set "tensor_parallel"',)),
+    "AutoTP": (good(tensor_parallel={"autotp_size": 2}), ('not set "tensor_parallel"', "AutoTP")),
     "auto batch": (
         good(train_micro_batch_size_per_gpu="auto"),
         ('"auto" for train_micro_batch_size_per_gpu', "Trainer"),
@@ -107,31 +122,39 @@ def test_a_json_that_means_something_else():
         assert missing(message, *REFUSED_JSON[name][1]) == [], (name, message)
 
 
-def refused_files(paths):
-    return refusals({str(number): {"config": path} for number, path in enumerate(paths)})
+# what a file holds -> what is said of it, beside its name
+WHOLE = json.dumps(without("sequence_parallel"))[:-1]
+FILES = {
+    "size twice": (WHOLE + ', "sequence_parallel": {"size": 2, "ulysses": 1, "size": 4}}', ('"size" twice',)),
+    "section twice": (
+        WHOLE + ', "sequence_parallel": {"size": 2}, "sequence_parallel": {"size": 4}}',
+        ('"sequence_parallel" twice',),
+    ),
+    "missing": (None, ("No such file",)),
+    "comma": ('{\n  "train_batch_size": 4,\n  "gradient_clipping" 0\n}\n', ("line 3 column 23",)),
+    "list": ("[1, 2]", ("holds a list",)),
+    "bytes": ("\xff{}", ("UTF-8",)),
+}
 
 
-def test_a_key_given_twice(tmp_path):
-    """The last one won, in silence."""
-    whole = json.dumps(without("sequence_parallel"))[:-1]
-    texts = {
-        "size": whole + ', "sequence_parallel": {"size": 2, "ulysses": 1, "size": 4}}',
-        "sequence_parallel": whole + ', "sequence_parallel": {"size": 2}, "sequence_parallel": {"size": 4}}',
-    }
-    paths = [tmp_path / f"{key}.json" for key in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        path.write_text(text)
-    for key, path, (_, message) in zip(texts, paths, all_refused(refused_files, paths).values(), strict=True):
-        assert missing(message, str(path), f'"{key}" twice') == []
+def refused_files(folder):
+    return refusals({name: {"config": folder / f"{name}.json"} for name in FILES})
+
+
+def test_a_json_that_cannot_be_read_or_gives_a_key_twice(tmp_path):
+    """Of two the last one won, in silence."""
+    for name, (content, _) in FILES.items():
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(content, encoding="latin-1")
+    for name, (_, message) in all_refused(refused_files, tmp_path).items():
+        assert missing(message, str(tmp_path / f"{name}.json"), *FILES[name][1]) == []
 
 
 def other_sections():
     """(U that is chosen, a step's results) for an sp of one's own with settings that the JSON does not name."""
     found = []
     for section in (None, {"size": 2}, {"schedule": "auto", "overlap": True}):
-        sp = SequenceParallel(
-            SequenceParallelConfig(size=2, ulysses=1, layout="striped", overlap=True, kernel="reference"), heads=(8, 2)
-        )
+        sp = make((8, 2), size=2, ulysses=1, layout="striped", overlap=True, kernel="reference")
         config = {**without("sequence_parallel"), **({"sequence_parallel": section} if section else {})}
         engine, *_ = ds_seqpar.initialize(model=small(), config=config, sequence_parallel=sp)
         batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in window()])
@@ -155,9 +178,23 @@ def test_a_json_without_the_section_takes_the_sp_that_is_given():
 
 # --- arguments
 
+OTHER_SIZE = ("the same settings", "size 1", "2 in the JSON")
 REFUSED_ARGUMENTS = {
     "mesh_param": ({"mesh_param": (2, 2)}, ("no mesh_param",)),
-    "mpu": ({"mpu": "mpu"}, ("no mpu",)),
+    "mpu": ({"mpu": "mpu"}, ("no mpu",)),  # deepspeed#5248
+    "pipeline": (
+        lambda: {"model": PipelineModule(layers=[nn.Linear(2, 2)] * 4, num_stages=2)},
+        ("no PipelineModule", "plain model"),
+    ),
+    "nothing": ({"config": None}, ("got none", "config=", "--deepspeed_config")),
+    "own model": (lambda: {"model": nn.Linear(2, 2)}, ("got Linear alone", "sequence_parallel=sp")),
+    "another sp": (lambda: {"sequence_parallel": make(size=1)}, OTHER_SIZE),
+    "another sp's model": (lambda: {"model": patch_attention(small(), make(size=1))}, OTHER_SIZE),
+    "another sp of an own model": (lambda: {"model": nn.Linear(2, 2), "sequence_parallel": make(size=1)}, OTHER_SIZE),
+    "two sps": (
+        lambda: {"model": patch_attention(small(), make(**SECTION)), "sequence_parallel": make(**SECTION)},
+        ("another SequenceParallel",),
+    ),
     "collate_fn": ({"collate_fn": list}, ("collate_fn belongs to training_data", "got it alone")),
     "a stream": (
         lambda: {"training_data": ChainDataset([])},
@@ -175,6 +212,7 @@ REFUSED_ARGUMENTS = {
 
 
 def refused_arguments():
+    deepspeed.init_distributed()  # which pipelines need
     return refusals({name: given for name, (given, _) in REFUSED_ARGUMENTS.items()})
 
 
@@ -231,6 +269,32 @@ def test_arguments_that_are_taken():
     for result in on_ranks(WORLD, every_argument):
         assert gap(result["gradients"], gradients) < 1e-5
         assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def said_of_clipping(path):
+    """(size, what the namespace says afterwards) of initialize by args; by what the JSON says of clipping, None being
+    nothing, the warnings (text, file) of it."""
+    args, found = argparse.Namespace(deepspeed_config=path, local_rank=int(os.environ["LOCAL_RANK"])), {}
+    engine, *_ = ds_seqpar.initialize(model=small(), args=args)
+    for clipping in (None, 0):
+        config = without("gradient_clipping") if clipping is None else good(gradient_clipping=clipping)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ds_seqpar.initialize(model=small(), config=config)
+        found[clipping] = [(str(w.message), w.filename) for w in seen if "gradient_clipping" in str(w.message)]
+    return (engine.sequence_parallel.size, args.deepspeed_config), found
+
+
+def test_the_configuration_may_come_with_args_and_clipping_that_is_not_set_is_warned_of(tmp_path):
+    """DeepSpeed clips at 1.0 where the JSON says nothing, which hides a wrong scale. The warning names the caller."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(good()))
+    for by_args, found in on_ranks(WORLD, said_of_clipping, str(path)):
+        assert by_args == (2, str(path))
+        ((message, file),) = found[None]
+        assert missing(message, "clips at 1.0", "0 for none") == []
+        assert file == __file__
+        assert found[0] == []
 
 
 def alone():
@@ -304,9 +368,7 @@ def test_trying_the_loss_changes_nothing():
 
 
 def adapted():
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(small(), config)
+    return with_lora(small(), "q_proj", "v_proj")
 
 
 def adapters(model):
@@ -344,7 +406,7 @@ def test_lora_is_taken_and_gets_the_gradients_of_the_unsplit_run():
 
 def compiled_models():
     """Whether what torch.compile and peft hold is what is patched, and given back."""
-    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    sp = make(**SECTION)
     inner = small()
     found = []
     for model in (torch.compile(inner), torch.compile(adapted()), torch.nn.parallel.DistributedDataParallel(inner)):
@@ -358,7 +420,7 @@ def test_a_model_inside_torch_compile_or_ddp_is_patched():
 
 
 def translated():
-    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    sp = make(**SECTION)
     return deepspeed_config(good(curriculum_learning={"enabled": False}), sp)
 
 

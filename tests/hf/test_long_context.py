@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ds_seqpar
-from tests.hf.llama import llama, ragged, settings, update
-from tests.hf.test_tiles import OPTIMIZER, Sizes, lora
+from tests.hf.llama import llama, ragged, settings, update, with_lora
+from tests.hf.test_tiles import OPTIMIZER, Sizes
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -30,7 +30,7 @@ FEATURES = {
         True,
     ),
 }
-MODELS = {"plain": lambda: llama(num_key_value_heads=4), "lora": lambda: lora("q_proj", "down_proj")}
+MODELS = {"plain": lambda: llama(num_key_value_heads=4), "lora": lambda: with_lora(llama(), "q_proj", "down_proj")}
 GRID = list(itertools.product(MODELS, (1, 2, 4), ("2", "3")))
 COVER = {("plain", 2, "3"): ["all, attention again"], ("lora", 2, "2"): ["all"]}
 

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention
-from tests.dist.ranks import is_one_sentence, refusal
+from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import MODES, array, gap, one_process, part, ragged, settings, small
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
@@ -30,7 +29,7 @@ def window():
 def on_ddp(divisors):
     """Gradients of a window of three micro-batches on DDP, as docs/gradient_contract.md has it; by what the loss is
     divided by."""
-    sp, found = SequenceParallel(SequenceParallelConfig(**MODES["r2"])), []
+    sp, found = make(**MODES["r2"]), []
     for divisor in divisors:
         model = DistributedDataParallel(patch_attention(small(), sp))
         batches = sp.shard_batches([part(batch, sp.data_rank, sp.data_size) for batch in window()])
@@ -82,7 +81,7 @@ def starcoder(**changes):
 
 
 def never_called():
-    sp = SequenceParallel(SequenceParallelConfig(**MODES["u2r2"]), heads=(8, 2))
+    sp = make((8, 2), **MODES["u2r2"])
     config = settings(MODES["u2r2"], "2", 1, 1)
     return (
         refusal(ds_seqpar.initialize, model=starcoder(), config=config, sequence_parallel=sp),

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention
-from tests.dist.ranks import WRONG, is_one_sentence, refusal
+from tests.dist.ranks import WRONG, is_one_sentence, make, refusal
 from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, step
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
@@ -58,9 +57,9 @@ TOKENS = {
 def forwards():
     """What a forward says where one rank has another model, and of tokens that the model does not have; then the loss
     of models that are alike, twice."""
-    sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
-    for name, (make, _) in OTHERS.items():
-        model = make() if dist.get_rank() == WRONG else small()
+    sp, found = make(**SECTION), {}
+    for name, (other, _) in OTHERS.items():
+        model = other() if dist.get_rank() == WRONG else small()
         patch_attention(model, sp)
         (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
         found[name] = *refusal(model, **batch), sum(sp.comm.received.values())
@@ -99,7 +98,7 @@ def unseeded(stages):
         engine, *_ = ds_seqpar.initialize(model=model, config=settings(SECTION, stage, 1, 4))
         batches = engine.sequence_parallel.shard_batches(ragged(SECTION, 1, 1))
         found.append(step(engine, batches))
-    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
+    sp = make(**SECTION)
     model = DistributedDataParallel(patch_attention(small(seed=dist.get_rank()), sp))
     (batch,) = sp.shard_batches(ragged(SECTION, 1, 1))
     model(**batch).loss.backward()

@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from ds_seqpar.placement import starts_of
 from hf_integration import noise, unpatch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf import families, trainers
-from tests.hf.llama import IGNORE, array, gap, small
+from tests.hf.llama import IGNORE, array, gap, small, with_lora
 from tests.hf.trainers import documents, trained
 from tests.launch import on_trainer_ranks, on_warm_ranks
 from tests.words import missing
@@ -23,9 +22,9 @@ SEQ, DROPPED, ALPHA = 50, 0.3, 5.0
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]
 
 
-def with_lora(model, targets=TARGETS, **changes):
-    given = {"r": 4, "lora_dropout": DROPPED, "init_lora_weights": False, "task_type": "CAUSAL_LM", **changes}
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, **given))
+def dropping(*targets, model=None, **changes):
+    """A model with adapters that drop their inputs; by default a small one with many."""
+    return with_lora(model or small(), *(targets or TARGETS), lora_dropout=DROPPED, **changes)
 
 
 def with_neftune(model):
@@ -50,7 +49,7 @@ def batch(kind, rows=2):
     return given
 
 
-LORA = {"model": lambda: with_neftune(with_lora(small()))}
+LORA = {"model": lambda: with_neftune(dropping())}
 # what is trained -> model, kind of batch, how layers are checkpointed, sections besides size
 CASES = {
     "phi3's own": {
@@ -107,7 +106,7 @@ def test_losses_and_gradients_are_those_of_one_rank_a_sequence(names):
 
 def masks(steps):
     """Of each step and dropout what it kept (1 or 0), in one list; what it made of what it kept."""
-    model = with_lora(small(), TARGETS[:4]).train()
+    model = dropping(*TARGETS[:4]).train()
     model.patch_attention(make(size=1))
     kept, scales = [], set()
 
@@ -186,7 +185,7 @@ def test_neftune_adds_what_it_adds_to_the_whole():
 
 def others():
     sp, found = make(size=2), {}
-    model = with_neftune(with_lora(small())).train()
+    model = with_neftune(dropping()).train()
     model.patch_attention(sp)
     whole = batch("plain")
     found["copies"] = [float(copied(**whole).loss) for copied in (model, copy.deepcopy(model)) if torch.manual_seed(4)]
@@ -223,14 +222,19 @@ def by_own_checkpoint(model, reentrant=False):
 
 
 def by_own_checkpoint_of_tiles(model):
-    tiled = with_lora(small(), ["up_proj"]).train()
+    tiled = dropping("up_proj").train()
     tiled.patch_attention(make(size=2, mlp_tiles=2))
     tiled.enable_input_require_grads()
     by_own_checkpoint(tiled, reentrant=True)
 
 
+def dropouts(model):
+    """Those of a layer's up_proj, by adapter."""
+    return model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout
+
+
 def of_another_kind(model):
-    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"] = nn.FeatureAlphaDropout(0.1)
+    dropouts(model)["default"] = nn.FeatureAlphaDropout(0.1)
     model(**batch("plain"))
 
 
@@ -239,17 +243,16 @@ def of_another_kind_on_one_rank(model):
 
 
 def of_another_p_on_one_rank(model):
-    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"].p = 0.1 + 0.2 * dist.get_rank()
+    dropouts(model)["default"].p = 0.1 + 0.2 * dist.get_rank()
     model(**batch("plain"))
 
 
 def by_some_tokens(model):
-    model.base_model.model.model.layers[0].mlp.up_proj.lora_dropout["default"](torch.ones(2, 3, 64))
+    dropouts(model)["default"](torch.ones(2, 3, 64))
 
 
 def compiled(model):
-    whole = batch("plain")
-    torch.compile(model, backend="eager")(**whole).loss.backward()
+    torch.compile(model, backend="eager")(**batch("plain")).loss.backward()
 
 
 REFUSED = {
@@ -266,17 +269,16 @@ REFUSED = {
 def refused():
     sp, found = make(size=2), {}
     for call in REFUSED:
-        model = with_lora(small(), ["q_proj", "up_proj"]).train()
+        model = dropping("q_proj", "up_proj").train()
         model.patch_attention(sp)
         model(**batch("plain"))
         found[call.__name__] = refusal(call, model)
-    model = with_lora(small(), ["q_proj", "up_proj"]).train()
+    model, losses = dropping("q_proj", "up_proj").train(), []
     model.patch_attention(sp)
-    torch.manual_seed(4)
-    losses = [float(model(**batch("plain")).loss)]
-    model.base_model.model.model.layers[0].compile(backend="eager")
-    torch.manual_seed(4)
-    losses.append(float(model(**batch("plain")).loss))
+    for _ in range(2):
+        torch.manual_seed(4)
+        losses.append(float(model(**batch("plain")).loss))
+        model.base_model.model.model.layers[0].compile(backend="eager")
     return found, losses
 
 
@@ -295,7 +297,7 @@ def test_what_cannot_draw_by_token_says_so():
 
 def run(folder, size, noisy, resume):
     """Size 1, 2 and 4 on 4 ranks: as many groups, of as many sequences each."""
-    model = with_lora(small(pad_token_id=0), init_lora_weights=True) if noisy == "lora" else small(pad_token_id=0)
+    model = dropping(model=small(pad_token_id=0), init_lora_weights=True) if noisy == "lora" else small(pad_token_id=0)
     data = documents(48)
     if noisy != "lora":  # its size hangs on a batch's length
         data = [{name: x.repeat(4)[:30] for name, x in example.items()} for example in data]
@@ -304,7 +306,7 @@ def run(folder, size, noisy, resume):
     given = {"model": model, "parts": {"train_dataset": data}, "max_steps": 2, **changes}
     logs = trained(trainers.make(folder, size, {"size": size}, **given)).logs
     if resume:
-        given["model"] = with_lora(small(pad_token_id=0), init_lora_weights=True)
+        given["model"] = dropping(model=small(pad_token_id=0), init_lora_weights=True)
         trainer = trainers.make(folder, size, {"size": size}, **given)
         logs["resumed"] = trained(trainer, resume_from_checkpoint=f"{folder}/checkpoint-1").logs["loss"]
     return logs

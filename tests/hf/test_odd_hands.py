@@ -7,7 +7,6 @@ import io
 import itertools
 import pickle
 
-import peft
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -20,7 +19,7 @@ import ds_seqpar
 from hf_integration import patch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.families import model_of
-from tests.hf.llama import gap, settings, small, update
+from tests.hf.llama import adam, gap, settings, small, update, with_lora
 from tests.hf.test_families import gradients
 from tests.launch import on_ranks
 
@@ -93,8 +92,7 @@ def epoch():
     """Losses of an engine whose epoch ends with half a batch, and those of the same sequences in a plain loop."""
     rows, losses = torch.randint(0, 64, (6, 12), generator=torch.Generator().manual_seed(1)), []
     cuts = [slice(0, 4), slice(4, 6)]
-    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
-    engine, *_ = ds_seqpar.initialize(model=small(), config=settings({"size": 1}, "2", 1, 4, **adam))
+    engine, *_ = ds_seqpar.initialize(model=small(), config=settings({"size": 1}, "2", 1, 4, **adam(1e-2)))
     for cut in cuts * 2:
         batch = {"input_ids": rows[cut], "labels": rows[cut]}
         losses.append(update(engine, engine.sequence_parallel.shard_batches([batch]))[0])
@@ -115,11 +113,6 @@ def test_half_a_batch_at_the_end_of_an_epoch():
 
 
 # --- copies and what is made of it
-
-
-def with_lora(model, *targets):
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(targets), init_lora_weights=False)
-    return peft.get_peft_model(model, config)
 
 
 def others():

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from tests.dist.ranks import is_one_sentence
+from tests.dist.ranks import assert_all_refused, everywhere, make, on_wrong, only_one, try_all
 from tests.hf.families import model_of
 from tests.hf.llama import gap, settings, step
 from tests.hf.test_families import batch_of, plain
 from tests.launch import on_engine_ranks as on_ranks
-from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 FEW = [("packed", "gemma2", 2, "checkpointed", "3"), ("odd", "gpt_oss", 1, "checkpointed", "2")]
@@ -47,7 +45,7 @@ def test_engines_on_packs_and_odd_lengths(cases):
 
 def compiled_for_many(count):
     """A compiled model on packs that are all different: it must not be compiled for one and used for another."""
-    sp, model = SequenceParallel(SequenceParallelConfig(size=2, ulysses=1)), model_of("llama", num_hidden_layers=1)
+    sp, model = make(size=2, ulysses=1), model_of("llama", num_hidden_layers=1)
     eager = model_of("llama", num_hidden_layers=1)
     for one in (model, eager):
         one.patch_attention(sp)
@@ -69,44 +67,47 @@ def test_a_compiled_model_takes_pack_after_pack():
     assert max(on_ranks(2, compiled_for_many, 5, timeout=300)) < 1e-5
 
 
+def packed(sp):
+    return sp.shard_batch(batch_of("packed"))
+
+
+def call(batch):
+    """A forward of a patched model on what `batch(sp)` makes."""
+    return lambda sp, rank: model_of("llama").patch_attention(sp)(**batch(sp))
+
+
+# what is not this rank's, or leaves a rank without tokens
+WRONG = {
+    "short": (
+        call(lambda sp: sp.shard_batch({name: x[:, :3] for name, x in batch_of("odd").items()})),
+        everywhere("InputError", "4 ranks", "got 3 tokens"),
+    ),
+    "no placement": (
+        call(lambda sp: {**packed(sp), "placement": None}),
+        everywhere("InputError", "tokens", "sp.shard_batches"),
+    ),
+    "another placement": (
+        call(lambda sp: {**packed(sp), "placement": sp.shard_batch(batch_of("odd"))["placement"]}),
+        everywhere("InputError", "tokens", "placement", "got (1, "),
+    ),
+    "a text": (
+        call(lambda sp: {**packed(sp), "placement": "packed"}),
+        everywhere("InputError", "Placement", "got str"),
+    ),
+    "positions": (
+        call(lambda sp: {**packed(sp), "position_ids": packed(sp)["position_ids"] + 1}),
+        everywhere("InputError", "position_ids", "placement", "other tokens"),
+    ),
+    "another placement on one rank": (
+        call(lambda sp: {**packed(sp), **on_wrong(sp.rank, placement=sp.shard_batch(batch_of("odd"))["placement"])}),
+        only_one("InputError", "placement"),
+    ),
+}
+
+
 def refused():
-    """What a patched model says of batches that are not this rank's, or leave a rank without tokens."""
-    sp, said = SequenceParallel(SequenceParallelConfig(size=4, ulysses=2)), []
-    model = model_of("llama").patch_attention(sp)
-    packed = sp.shard_batch(batch_of("packed"))
-    odd = sp.shard_batch(batch_of("odd"))
-    short = sp.shard_batch({name: x[:, :3] for name, x in batch_of("odd").items()})
-    tries = [
-        short,
-        {**packed, "placement": None},
-        {**packed, "placement": odd["placement"]},
-        {**packed, "placement": "packed"},
-        {**packed, "position_ids": packed["position_ids"] + 1},
-        {**packed, "placement": packed["placement"] if sp.rank else odd["placement"]},
-    ]
-    for batch in tries:
-        try:
-            model(**batch)
-            said.append(("nothing", ""))
-        except ValueError as error:
-            said.append((type(error).__name__, str(error)))
-    return said, sum(sp.comm.received.values())
-
-
-WORDS = [
-    ("4 ranks", "got 3 tokens"),
-    ("tokens", "sp.shard_batches"),
-    ("tokens", "placement", "got (1, "),
-    ("Placement", "got str"),
-    ("position_ids", "placement", "other tokens"),
-    (),
-]
+    return try_all(WRONG, make(size=4, ulysses=2))
 
 
 def test_what_is_not_this_ranks_is_refused_before_anything_is_sent():
-    for said, received in on_ranks(4, refused):
-        assert received == 0
-        for (kind, sentence), words in zip(said, WORDS, strict=True):
-            assert kind in ("InputError", "DisagreementError"), words
-            assert missing(sentence, *words) == []
-            assert is_one_sentence(sentence)
+    assert_all_refused(WRONG, on_ranks(4, refused))

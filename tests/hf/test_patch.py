@@ -1,11 +1,6 @@
 """A patched LLaMA on 4 ranks computes what the unpatched one does, and can be given back as it was."""
 
-import contextlib
 import copy
-import io
-import json
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -14,25 +9,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention, patched_with, unpatch_attention
-from tests.hf.llama import (
-    IGNORE,
-    LAYOUTS,
-    MODES,
-    SEQ,
-    array,
-    averaged,
-    gap,
-    llama,
-    one_process,
-    ragged,
-    settings,
-    small,
-    update,
-    weights,
-)
+from tests.dist.ranks import make, refusal
+from tests.hf import llama as helpers
+from tests.hf.llama import IGNORE, LAYOUTS, MODES, SEQ, array, averaged, gap, llama, one_process, ragged, small
 from tests.launch import on_engine_ranks as on_ranks
+from tests.oracle import error
 from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -41,10 +23,6 @@ WAYS = [{**MODES[mode], "layout": layout} for mode in ("u4", "r4", "u2r2") for l
 WAYS.append(MODES["u4"])
 # query and key/value heads: MHA, GQA with fewer kv heads than 4 Ulysses members, MQA, and such that no members divide
 HEADS = ((8, 8), (8, 2), (8, 1), (6, 3))
-
-
-def parallel(section):
-    return SequenceParallel(SequenceParallelConfig(**section))
 
 
 def tokens(rows=2, seq=SEQ, seed=1):
@@ -58,14 +36,10 @@ def sharded_logits(model, sp, ids, **kwargs):
     return sp.gather(local, 1)
 
 
-def error(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
 def logits_errors(ways, dtypes):
     """By dtype: (error against the unpatched model, the unpatched model's own error against fp64) of each way and head
     count."""
-    sps = [parallel(section) for section in ways]
+    sps = [make(**section) for section in ways]
     return {dtype: logits_errors_in(dtype, sps) for dtype in dtypes}
 
 
@@ -116,31 +90,6 @@ def test_logits_in_bf16_are_as_near_as_the_unpatched_models(logits_found):
             assert difference < 2 * noise < 0.05
 
 
-def padded_error(section):
-    """Of the logits of real tokens in sequences padded on the right, against the unpatched model with its mask."""
-    sp, model, ids = parallel(section), llama(), tokens(rows=3)
-    mask = (torch.arange(SEQ) < torch.tensor([[SEQ], [29], [5]])).long()
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE)}
-    with torch.no_grad():
-        plain = model(input_ids=ids, attention_mask=mask).logits
-    patch_attention(model, sp)
-    (local,) = sp.shard_batches([batch])
-    with torch.no_grad():
-        logits = sp.gather(model(**local).logits, 1)
-        ones = sp.gather(model(**local, attention_mask=torch.ones_like(local["input_ids"])).logits, 1)
-    real = mask.bool()
-    return error(logits[real], plain[real]), error(ones[real], plain[real])
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=[pytest.mark.whole] if x != "zigzag" else []) for x in LAYOUTS]
-)
-def test_right_padding_is_exact_on_real_tokens(layout):
-    """TransformerEngine#3331, #1930: tail padding drops real keys. A mask of ones is no mask."""
-    for errors in on_ranks(WORLD, padded_error, {**MODES["u2r2"], "layout": layout}):
-        assert max(errors) < 1e-5
-
-
 def labelled_padding(layouts):
     """Errors of (loss, gradients) against the unpatched model with its mask, where the first padding token, the end of
     the text, has a label; by layout."""
@@ -153,23 +102,25 @@ def labelled_padding(layouts):
     plain_loss.backward()
     expected = {name: array(p.grad) for name, p in plain.named_parameters()}
     for layout in layouts:
-        sp, model = parallel({**MODES["u2r2"], "layout": layout}), small()
+        sp, model = make(**MODES["u2r2"], layout=layout), small()
         patch_attention(model, sp)
-        loss = model(**sp.shard_batch(batch)).loss
+        shard = sp.shard_batch(batch)
+        loss = model(**shard, attention_mask=torch.ones_like(shard["input_ids"])).loss
         loss.backward()
         found.append((abs(sp.mean_loss(loss) - plain_loss.item()), gap(averaged(model), expected)))
     return found
 
 
 def test_a_label_on_the_first_padding_token_is_exact():
-    """The end of a text is often its padding token: predicted from a real token, it counts as in the plain run."""
+    """The end of a text is often its padding token: predicted from a real token, it counts as in the plain run.
+    TransformerEngine#3331, #1930: tail padding drops real keys. A mask of ones is no mask."""
     for found in on_ranks(WORLD, labelled_padding, LAYOUTS):
         assert np.max(found) < 1e-5
 
 
 def other_inputs(section):
     """Errors where the model is called otherwise: positional arguments, embeddings, the base model alone."""
-    sp, model, ids = parallel(section), small(), tokens()
+    sp, model, ids = make(**section), small(), tokens()
     with torch.no_grad():
         plain, hidden = model(ids).logits, model.model(ids).last_hidden_state
     patch_attention(model, sp)
@@ -193,7 +144,7 @@ def test_arguments_by_position_embeddings_and_the_base_model():
 
 def autocast_errors(section):
     """Of gradients under autocast to bf16, against fp32: unpatched, and patched; and in which dtypes attention ran."""
-    sp, found = parallel(section), []
+    sp, found = make(**section), []
     window = ragged(section, 1, 1)
     exact, _ = one_process(llama(), window)
     for patched in (False, True):
@@ -250,14 +201,14 @@ def generate_everywhere(stage):
     """Whether a patched model generates as its unpatched twin: before and after training steps, train() and eval(),
     with and without padding; and whether generating sent anything. Every rank has prompts of its own."""
     case = MODES["r2"]
-    engine, *_ = ds_seqpar.initialize(model=llama(), config=settings(case, stage, 1, 4, optimizer=ADAM))
+    engine, *_ = ds_seqpar.initialize(model=llama(), config=helpers.settings(case, stage, 1, 4, **helpers.adam(1e-2)))
     sp, model = engine.sequence_parallel, engine.module
     same, sent = [], []
     for trained in (False, True):
         if trained:
-            update(engine, sp.shard_batches(ragged(case, 1, 1, seed=0)))
+            helpers.update(engine, sp.shard_batches(ragged(case, 1, 1, seed=0)))
         twin = llama()
-        twin.load_state_dict({name: torch.from_numpy(x) for name, x in weights(model).items()})
+        twin.load_state_dict({name: torch.from_numpy(x) for name, x in helpers.weights(model).items()})
         assert twin.config._attn_implementation == "sdpa"
         for training in (True, False):
             for padded in (True, False):
@@ -265,11 +216,8 @@ def generate_everywhere(stage):
                 ours = generated(model.train(training), sp.rank, padded)
                 sent.append(sp.comm.received - before)
                 same.append(ours == generated(twin.train(training), sp.rank, padded))
-    update(engine, sp.shard_batches(ragged(case, 1, 1, seed=3)))  # and training goes on
+    helpers.update(engine, sp.shard_batches(ragged(case, 1, 1, seed=3)))  # and training goes on
     return same, sent, bool(sp.comm.received)
-
-
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.whole) for s in ("0", "2")), "3"])
@@ -281,64 +229,44 @@ def test_generate_is_that_of_the_unpatched_model(stage):
         assert trained
 
 
-def come_and_go(section):
-    """What is left of a patch after unpatching, and what the model then computes."""
-    sp, model = parallel(section), llama()
-    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
-    attributes = [sorted(vars(m)) for m in model.modules()]
+def come_and_go():
+    """What must be true, in order: patched, once more, with another, and unpatched, twice; and what is said of another
+    SequenceParallel."""
+    sp, other, model, said = make(**MODES["r2"]), make(**MODES["r2"]), llama(), []
+
+    def state():
+        return [(len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()]
+
     with torch.no_grad():
-        plain = model(tokens()).logits
-    found = []
+        plain, before, found = model(tokens()).logits, state(), []
     for _ in range(2):
-        assert patch_attention(model, sp) is model
-        assert patched_with(model) is sp
-        assert model.config._attn_implementation == "sdpa"  # what is made of the config is not patched
+        found += [patch_attention(model, sp) is model, patched_with(model) is sp]
+        found.append(model.config._attn_implementation == "sdpa")  # what is made of the config is not patched
+        patched = state()
+        patch_attention(model, sp)
+        said.append(refusal(patch_attention, model, other))
+        found += [state() == patched, patched_with(model) is sp]
         found.append(error(sharded_logits(model, sp, tokens()), plain) < 1e-5)
-        assert unpatch_attention(model) is model
-        assert patched_with(model) is None
-        assert model.config._attn_implementation == "sdpa"
+        found += [unpatch_attention(model) is model, patched_with(model) is None, state() == before]
         with torch.no_grad():
             found.append(torch.equal(model(tokens()).logits, plain))
-        found.append([len(m._forward_pre_hooks) for m in model.modules()] == hooks)
-        found.append([sorted(vars(m)) for m in model.modules()] == attributes)
     unpatch_attention(model)  # a model that is not patched stays as it is
-    found.append(model.config._attn_implementation == "sdpa")
-    eager = llama(attn_implementation="eager")
-    eager.patch_attention(sp).unpatch_attention()
-    found.append(eager.config._attn_implementation == "eager")
-    return found
+    eager = llama(attn_implementation="eager").patch_attention(sp).unpatch_attention()
+    return [*found, eager.config._attn_implementation == "eager"], said
 
 
-def test_unpatching_gives_the_model_back():
-    assert on_ranks(2, come_and_go, MODES["r2"]) == [[True] * 10] * 2
-
-
-def patch_twice():
-    """Patching again with the same SequenceParallel, then with another: (hooks the same, what was raised)."""
-    sp, other, model = parallel(MODES["r2"]), parallel(MODES["r2"]), small()
-    patch_attention(model, sp)
-    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
-    patch_attention(model, sp)
-    again = [len(m._forward_pre_hooks) for m in model.modules()]
-    try:
-        patch_attention(model, other)
-    except ds_seqpar.SeqParError as reason:
-        return hooks == again, type(reason).__name__, str(reason), patched_with(model) is sp
-    return None
-
-
-def test_patching_twice():
+def test_a_model_is_patched_once_and_given_back():
     """axolotl#3498: partitioned twice."""
-    for same, kind, message, kept in on_ranks(2, patch_twice):
-        assert same
-        assert kept
-        assert kind == "ConfigError"
-        assert missing(message, "another SequenceParallel", "unpatch_attention(model)") == []
+    for found, said in on_ranks(2, come_and_go):
+        assert found == [True] * 21
+        for kind, message in said:
+            assert kind == "ConfigError"
+            assert missing(message, "another SequenceParallel", "unpatch_attention(model)") == []
 
 
 def two_models():
     """Two models, two SequenceParallels, in turns, a third unpatched; all made from one config object, as users do."""
-    sps = [parallel({"size": 2, "ulysses": 2}), parallel({"size": 4, "ulysses": 1, "layout": "striped"})]
+    sps = [make(size=2, ulysses=2), make(size=4, ulysses=1, layout="striped")]
     config = llama().config
     torch.manual_seed(1)
     models = [LlamaForCausalLM(config) for _ in range(3)]
@@ -362,53 +290,3 @@ def two_models():
 def test_two_models_with_settings_of_their_own_take_turns():
     """deepspeed#8291: head counts kept once a process gave the second model the first one's split, and hung."""
     assert on_ranks(WORLD, two_models) == [[True] * 8] * WORLD
-
-
-FRESH = """
-import json, sys
-sys.modules["ds_seqpar"] = sys.modules["hf_integration"] = None  # as where they are not installed
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-ids = torch.tensor(json.loads(sys.argv[2]))
-with torch.no_grad():
-    print(json.dumps([model.config._attn_implementation, model(ids).logits.tolist()]))
-"""
-
-
-def save(folder):
-    """Saves a patched model on one rank; returns what the unpatched one computes."""
-    sp, model = parallel(MODES["r2"]), llama()
-    with torch.no_grad():
-        plain = model(tokens(rows=1)).logits
-    patch_attention(model, sp)
-    if sp.rank == 0:
-        model.save_pretrained(folder)
-    return plain.tolist()
-
-
-def fresh(*words):
-    """Runs it in a forked rank."""
-    sys.argv = ["-c", *words]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        exec(FRESH, {})
-    return said.getvalue()
-
-
-# a process that never had either package is test_trainer_checkpoints.py's, too
-@pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.whole)])
-def test_a_saved_model_knows_nothing_of_us(how, tmp_path):
-    """Loads with from_pretrained in a process that has neither package."""
-    plain = on_ranks(2, save, tmp_path / "model")[0]
-    for file in (tmp_path / "model").glob("*.json"):
-        assert "ds_seqpar" not in file.read_text()
-        assert "sequence_parallel" not in file.read_text()
-    words = str(tmp_path / "model"), json.dumps(tokens(rows=1).tolist())
-    if how == "forked":
-        (said,) = on_ranks(1, fresh, *words, keep=None)
-    else:
-        command = [sys.executable, "-c", FRESH, *words]
-        said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
-    implementation, logits = json.loads(said.splitlines()[-1])
-    assert implementation == "sdpa"
-    np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6)

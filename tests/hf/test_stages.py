@@ -9,9 +9,8 @@ import torch
 from tests.dist.ranks import make
 from tests.hf import test_tiles as tiles
 from tests.hf.families import FAMILIES, batch_of, model_of
-from tests.hf.llama import averaged, gap, llama, small
+from tests.hf.llama import averaged, gap, llama, small, with_lora
 from tests.hf.test_checkpointing import CHECKPOINTING, enable
-from tests.hf.test_noise import with_lora
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -117,8 +116,12 @@ def test_attention_runs_once_and_sends_once():
 HEADS, LENGTH = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 32}, 96
 
 
-def largest(stages, how):
-    """The most elements that a tensor has in a step."""
+def largest():
+    """By way to checkpoint: the most elements that a tensor has in a step, without stages and with four."""
+    return {how: [largest_of(stages, how) for stages in ({}, {"head_stages": 4})] for how in CHECKPOINTING}
+
+
+def largest_of(stages, how):
     sp, model = make(size=1, **stages), llama(**HEADS)
     model.patch_attention(sp)
     enable(model, CHECKPOINTING[how])
@@ -129,15 +132,16 @@ def largest(stages, how):
     return sizes.most
 
 
-@pytest.mark.parametrize("how", CHECKPOINTING)
-def test_no_query_of_all_heads_stands(how):
-    assert on_ranks(1, largest, {}, how) == [LENGTH * 8 * 32]
-    assert on_ranks(1, largest, {"head_stages": 4}, how) <= [LENGTH * 96]  # an intermediate of the MLP
+def test_no_query_of_all_heads_stands():
+    (found,) = on_ranks(1, largest)
+    for how, (whole, mine) in found.items():
+        assert whole == LENGTH * 8 * 32, how
+        assert mine <= LENGTH * 96, how  # an intermediate of the MLP
 
 
 def one_adapted(name, stages):
     """Gradients of a first layer of which one projection alone has LoRA."""
-    sp, model = make(size=1, **stages), with_lora(small(num_key_value_heads=4), [name], lora_dropout=0.0)
+    sp, model = make(size=1, **stages), with_lora(small(num_key_value_heads=4), name)
     model.patch_attention(sp)
     model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
     return averaged(model)
@@ -154,18 +158,21 @@ def test_lora_may_be_on_one_projection_of_a_first_layer():
     assert max(errors.values()) < 1e-5
 
 
-def with_other_norms(stages):
-    """Gradients, where norms of q and k have forwards of their own, as Liger gives them."""
-    sp, model = make(size=1, **stages), model_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
-    for norm in (model.model.layers[0].self_attn.q_norm, model.model.layers[0].self_attn.k_norm):
-        norm.forward = types.MethodType(type(norm).forward, norm)
-    model.patch_attention(sp)
-    model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
-    return averaged(model)
+def with_other_norms():
+    """Gradients without stages and with them, where norms of q and k have forwards of their own, as Liger gives."""
+    found = []
+    for stages in ({}, STAGES):
+        sp, model = make(size=1, **stages), model_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"])
+        for norm in (model.model.layers[0].self_attn.q_norm, model.model.layers[0].self_attn.k_norm):
+            norm.forward = types.MethodType(type(norm).forward, norm)
+        model.patch_attention(sp)
+        model.train()(**sp.shard_batch(batch_of("odd"))).loss.backward()
+        found.append(averaged(model))
+    return found
 
 
 def test_norms_with_other_forwards_keep_their_gradients():
-    ((whole,), (mine,)) = (on_ranks(1, with_other_norms, stages) for stages in ({}, STAGES))
+    ((whole, mine),) = on_ranks(1, with_other_norms)
     assert gap(mine, whole) < 1e-5
 
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ds_seqpar
-from hf_integration import tiling, whole_calls, whole_sequences
+from hf_integration import tiling, whole_calls
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
-from tests.hf.llama import MODES, gap, llama, one_process, ragged, settings, small, update
+from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
 from tests.hf.test_families import batch_of, gradients
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
@@ -132,8 +131,12 @@ def test_neither_intermediates_nor_logits_stand_whole(checkpointing):
         assert sizes == (most, most), tiles
 
 
-def calls(checkpointing):
-    """How often the MLPs of a model of 2 layers are computed for a tile, in a step."""
+def calls(checkpointings):
+    """By way to checkpoint: how often the MLPs of a model of 2 layers are computed for a tile, in a step."""
+    return [calls_of(checkpointing) for checkpointing in checkpointings]
+
+
+def calls_of(checkpointing):
     sp, model = make(size=1, mlp_tiles=4), llama()
     model.patch_attention(sp)
     if checkpointing is not None:
@@ -146,7 +149,7 @@ def calls(checkpointing):
 
 
 def test_a_checkpointed_layer_does_not_compute_its_mlp_a_third_time():
-    assert [on_ranks(1, calls, how)[0] for how in (None, False, True)] == [2, 2, 3]
+    assert on_ranks(1, calls, (None, False, True)) == [[2, 2, 3]]
 
 
 HOOKS = {
@@ -208,6 +211,28 @@ def test_hooks_see_numbers():
         assert all(error < 1e-5 for error in errors), (case, errors)  # NaN is not
 
 
+def by_hand(section):
+    """(whether what a norm and an MLP are given is the same after backward, its gradient), in a user's checkpoint."""
+    sp = make(size=1, **section)
+    layer = small().patch_attention(sp).model.layers[0]
+    x = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    given = 2 * x
+    before = given.detach().clone()
+    sp.checkpoint(lambda x: layer.mlp(layer.post_attention_layernorm(x)), given).square().sum().backward()
+    return torch.equal(given, before), x.grad
+
+
+def both_by_hand():
+    return by_hand(TILES), by_hand({})
+
+
+def test_a_checkpoint_of_a_users_keeps_what_it_is_given():
+    """In a layer's own checkpoint the gradient takes the place of what the MLP's norm is given; nobody else has it."""
+    (((kept, gradient), (_, expected)),) = on_ranks(1, both_by_hand)
+    assert kept
+    torch.testing.assert_close(gradient, expected)
+
+
 class Adapted(torch.nn.Module):
     """An MLP with something beside it that reads the same."""
 
@@ -252,22 +277,16 @@ def test_a_norm_with_readers_of_other_kinds_is_computed():
 
 # --- under ZeRO
 
-OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}, "gradient_clipping": 1.0}
+OPTIMIZER = adam(3e-3, gradient_clipping=1.0)
 STEPS = 2
-
-
-def lora(*targets):
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(targets), init_lora_weights=False)
-    return peft.get_peft_model(llama(), config)
 
 
 MODELS = {
     "plain": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
-    "lora": lambda: lora("gate_proj", "down_proj"),  # the first MLP's input wants no gradient
-    "lora attention": lambda: lora("q_proj", "v_proj", "o_proj"),
-    "lora head": lambda: lora("q_proj", "lm_head"),
+    "lora": lambda: with_lora(llama(), "gate_proj", "down_proj"),  # the first MLP's input wants no gradient
+    "lora attention": lambda: with_lora(llama(), "q_proj", "v_proj", "o_proj"),
+    "lora head": lambda: with_lora(llama(), "q_proj", "lm_head"),
 }
 
 
@@ -359,22 +378,15 @@ def test_ddp_is_given_each_gradient_once():
 # --- what else a model is asked for
 
 
-def own_again():
-    """What is as it was: names of what is not."""
-    sp, model, plain = make(size=1, **TILES), llama().eval(), llama().eval()
-    before = [sorted(vars(module)) for module in model.modules()]
+def sharded_and_local():
+    """What is not as it should be, by name."""
+    sp, model = make(size=1, **TILES), llama().eval()
     model.patch_attention(sp)
-    ids = torch.arange(24).view(2, 12)
     tiled, shard = [], sp.shard_batch(batch_of("odd"))
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda *_: tiled.append(1))
-    given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    same = {"generated": torch.equal(model.generate(ids, **how), plain.generate(ids, **how))}
-    with whole_sequences(model):
-        output, expected = model(**given), plain(**given)
-        same["whole"] = torch.equal(output.logits, expected.logits) and torch.equal(output.loss, expected.loss)
-    same["local are not tiled"] = len(tiled) == 2 * (how["max_new_tokens"] + 1)
+    model(torch.arange(24).view(2, 12))
+    same = {"local ones are not tiled": len(tiled) == 2}
     with torch.no_grad():
         same["logits are whole without gradients"] = model(**shard).logits.shape == (2, 51, 64)
     same["no logits with them"] = model(**shard).logits is None
@@ -384,16 +396,12 @@ def own_again():
         copied.model.layers[0].mlp.down_proj.weight.zero_()
         copied.lm_head.weight.zero_()
     same["a copy has its own weights"] = abs(copied(**shard).loss.item() / 4.158883 - 1) < 1e-5  # log 64
-    copied.unpatch_attention()
-    model.unpatch_attention()
-    same["unpatched"] = [sorted(vars(module)) for module in model.modules()] == before
-    same["a copy unpatched"] = [sorted(vars(module)) for module in copied.modules()] == before
-    same["and its own"] = torch.equal(model(**given).logits, expected.logits)
     return [name for name, equal in same.items() if not equal]
 
 
-def test_local_forwards_copies_and_what_is_unpatched_are_the_models_own():
-    assert on_ranks(1, own_again) == [[]]
+def test_local_forwards_and_copies_are_the_models_own():
+    """That they give what the plain model gives, and what unpatching leaves: test_odd_hands.py."""
+    assert on_ranks(1, sharded_and_local) == [[]]
 
 
 class WithForward(torch.nn.Module):
@@ -458,30 +466,35 @@ def not_additive(logits, labels, shift_labels, num_items_in_batch, **_):
     return losses / num_items_in_batch * (1 if logits.shape[1] > 1 else 2)
 
 
-def own_loss(tiles):
+def own_loss():
     model = llama()
     model.loss_function = not_additive
-    return refusal(ds_seqpar.initialize, model=model, config=settings({"size": 1, **tiles}, "2", 1, 1))
+    configs = [settings({"size": 1, **tiles}, "2", 1, 1) for tiles in ({}, TILES)]
+    return [refusal(ds_seqpar.initialize, model=copy.deepcopy(model), config=config) for config in configs]
 
 
 def test_a_loss_that_is_no_sum_over_tokens_is_refused():
     """What check_loss tries is the tiled loss, of two tokens: a tile each."""
-    assert on_ranks(1, own_loss, {}) == [(None, None)]
-    ((kind, message),) = on_ranks(1, own_loss, TILES)
+    ((taken, (kind, message)),) = on_ranks(1, own_loss)
+    assert taken == (None, None)
     assert kind == "ConfigError"
     assert missing(message, "num_items_in_batch", "where that is", "check_loss=False") == []
 
 
-def without_logits(tiles):
-    """The loss of a model whose head and loss are one."""
-    model = small()
-    model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
-    model.patch_attention(make(size=1, **tiles))
-    return model(**whole_calls.brought(batch_of("odd"), torch.device("cpu"))).loss.item()
+def without_logits():
+    """Losses of a model whose head and loss are one, with tiles and without."""
+    found = []
+    for tiles in ({"mlp_tiles": 2}, {}):
+        model = small()
+        model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
+        model.patch_attention(make(size=1, **tiles))
+        found.append(model(**whole_calls.brought(batch_of("odd"), torch.device("cpu"))).loss.item())
+    return found
 
 
 def test_a_loss_without_logits_is_not_compared_with_tiles_that_it_does_not_have():
-    assert on_ranks(1, without_logits, {"mlp_tiles": 2}) == pytest.approx(on_ranks(1, without_logits, {}))
+    ((tiled, whole),) = on_ranks(1, without_logits)
+    assert tiled == pytest.approx(whole)
 
 
 def bf16_errors():

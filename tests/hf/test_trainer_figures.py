@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
 from hf_integration import SequenceParallelCallback
-from hf_integration.utilisation import Flops
+from hf_integration.callback import Flops
 from tests.hf.llama import llama
 from tests.hf.trainers import documents, make
 from tests.launch import on_trainer_ranks as on_ranks

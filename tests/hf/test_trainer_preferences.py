@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer
 
 from hf_integration import SequenceParallelMixin
 from tests.hf.llama import small
-from tests.hf.trainers import settings
+from tests.hf.trainers import fields
 from tests.launch import on_trainer_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -58,14 +58,10 @@ def figures(folder, name, size):
     torch.manual_seed(3)  # of adapters too
     own, changes, data = *REFERENCES[name](), Path(folder).parent
     of_group = PAIRS * (size or 1) // int(os.environ["WORLD_SIZE"])
-    given = {
-        "per_device_train_batch_size": of_group, "per_device_eval_batch_size": of_group, "max_steps": 2,
-        "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 3e-3, "report_to": "none",
-        "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "eval_strategy": "steps",
-        "eval_steps": 1, "deepspeed": settings(size and {"size": size}, changes.pop("stage", 2)),
-    }  # fmt: skip
+    how = {"max_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 1, **changes}
+    given = fields(of_group, size and {"size": size}, **how)
     trainer = (Shared if size else DPOTrainer)(
-        model=model(), args=DPOConfig(str(folder), **(given | changes)), processing_class=ByT5Tokenizer(extra_ids=0),
+        model=model(), args=DPOConfig(str(folder), **given), processing_class=ByT5Tokenizer(extra_ids=0),
         train_dataset=load_from_disk(data / "train"), eval_dataset=load_from_disk(data / "eval"), **own,
     )  # fmt: skip
     trainer.train()

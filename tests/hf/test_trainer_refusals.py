@@ -14,14 +14,13 @@ from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
-    LlamaConfig,
     LlamaForCausalLM,
     default_data_collator,
 )
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from hf_integration import SequenceParallelTrainer
-from tests.dist.ranks import is_one_sentence
+from hf_integration import SequenceParallelMixin, SequenceParallelTrainer
+from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.llama import small
 from tests.hf.trainers import documents, make, settings, trained
 from tests.launch import on_ranks
@@ -56,13 +55,7 @@ class OwnForwardForCausalLM(LlamaForCausalLM):
 
 
 def own_forward():
-    torch.manual_seed(0)
-    return OwnForwardForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=2, pad_token_id=0,
-        )
-    )  # fmt: skip
+    return OwnForwardForCausalLM(small(pad_token_id=0).config)
 
 
 def with_loss(function):
@@ -123,6 +116,12 @@ def loaders(prepare):
     return OwnLoaders
 
 
+def rewards():
+    from trl import RewardTrainer
+
+    return {"kind": type("Shared", (SequenceParallelMixin, RewardTrainer), {})}
+
+
 # what is wrong -> (what `make` is given, words of the sentence)
 WRONG = {
     "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
@@ -177,6 +176,7 @@ WRONG = {
         lambda: parts(train_dataset=labelled_padding(), data_collator=default_data_collator),
         ["labels", "got 3", "-100", "attention_mask"],
     ),
+    "rewards": (rewards, ["other preference training", "got a RewardTrainer"]),
     "a misspelt section": (
         lambda: {"deepspeed_changes": {"sequence_paralel": {"size": 2}}},
         ['got "sequence_paralel", rename'],
@@ -221,18 +221,16 @@ class Broken(torch.utils.data.Dataset):
 
 def try_wrong(folder, names):
     """What the Trainer raises for each, by name: (kind, sentence, steps made)."""
-    found = {}
+    found, made = {}, []
     for name in names:
-        given = WRONG[name][0]()
-        given.setdefault("gradient_accumulation_steps", 1)
-        trainer = None
-        try:
-            trainer = make(f"{folder}/{name}", 2, SECTION, **given)
-            trainer.train()
-        except Exception as error:
-            found[name] = type(error).__name__, str(error), trainer and trainer.state.global_step
-        else:
-            found[name] = "nothing", "", trainer.state.global_step
+        given = {"gradient_accumulation_steps": 1, **WRONG[name][0]()}
+
+        def run(name=name, given=given):
+            made.append(make(f"{folder}/{name}", 2, SECTION, **given))
+            made[-1].train()
+
+        said = refusal(run)
+        found[name] = *said, sum(trainer.state.global_step for trainer in made)
     return found
 
 
@@ -241,8 +239,7 @@ def test_each_is_refused_by_every_rank_before_the_first_step(tmp_path):
         wrong = {}
         for name, (_, words) in WRONG.items():
             kind, sentence, steps = found[name]
-            refused = kind in ("ConfigError", "InputError", "DisagreementError") and is_one_sentence(sentence)
-            if not refused or steps or missing(sentence, *words):
+            if not kind or not is_one_sentence(sentence) or steps or missing(sentence, *words):
                 wrong[name] = found[name]
         assert wrong == {}
 
@@ -256,13 +253,9 @@ class ScaledLoss(SequenceParallelTrainer):
 
 
 def own_losses(folder):
-    """(the refusal of a model's own loss, the norms of runs on half of the usual loss, those of the usual one): by a
+    """(what is said of a model's own loss, the norms of runs on half of the usual loss, those of the usual one): by a
     compute_loss, which sees whole batches; by a model."""
-    said = []
-    try:
-        make(f"{folder}/model", 2, SECTION, model=with_loss(half_loss)).train()
-    except ValueError as error:
-        said.append(str(error))
+    _, said = refusal(make(f"{folder}/model", 2, SECTION, model=with_loss(half_loss)).train)
     args, norms = {"max_steps": 1, "max_grad_norm": 0}, []
     for name, given in {
         "whole": {"kind": ScaledLoss},
@@ -273,7 +266,7 @@ def own_losses(folder):
 
 
 def test_a_models_own_loss_is_looked_at_before_the_first_step(tmp_path):
-    for (sentence,), half, whole in on_ranks(2, own_losses, tmp_path):
+    for sentence, half, whole in on_ranks(2, own_losses, tmp_path):
         assert is_one_sentence(sentence)
         assert "num_items_in_batch" in sentence
         assert "check_loss=False" in sentence
@@ -283,14 +276,11 @@ def test_a_models_own_loss_is_looked_at_before_the_first_step(tmp_path):
 def own_loaders(folder):
     """(training losses, evaluation losses) with loaders of a user's that the Trainer's accelerator prepares, with its
     own, and what it says of those of sp.loader in evaluation."""
-    given, said = {"max_steps": 2, "eval_strategy": "epoch", "train_sampling_strategy": "sequential"}, ""
+    given = {"max_steps": 2, "eval_strategy": "epoch", "train_sampling_strategy": "sequential"}
     given["parts"] = {"train_dataset": documents(8)}
     own = make(f"{folder}/own", 2, SECTION, kind=loaders(lambda trainer: trainer.accelerator.prepare), **given)
     runs = [trained(trainer).logs for trainer in (own, make(f"{folder}/usual", 2, SECTION, **given))]
-    try:
-        make(f"{folder}/wrong", 2, SECTION, kind=loaders(lambda trainer: trainer.sp.loader)).evaluate()
-    except ValueError as error:
-        said = str(error)
+    _, said = refusal(make(f"{folder}/wrong", 2, SECTION, kind=loaders(lambda trainer: trainer.sp.loader)).evaluate)
     return *[(logs["loss"], logs["eval_loss"]) for logs in runs], said
 
 
@@ -304,21 +294,16 @@ def test_loaders_of_ones_own_are_prepared_by_the_accelerator(tmp_path):
 def unequal(folder):
     """Groups that have other numbers of examples would make other numbers of steps; ranks with other learning rates
     would step by them in their parts of the optimizer; data that was dealt to ranks before is no group's."""
-    data, said = equal(24, 16 if dist.get_rank() < 2 else 12), []
+    data = equal(24, 16 if dist.get_rank() < 2 else 12)
     trainer = make(folder, 1, SECTION, stage=3, parts={"train_dataset": data})
     other = make(folder, 1, SECTION, stage=3, learning_rate=1e-3 * (1 + (dist.get_rank() == 3)))
     dealt = make(folder, 1, SECTION, stage=3, parts={"train_dataset": documents(64)[dist.get_rank() :: 4]})
-    for call in (trainer.train, lambda: trainer.evaluate(data), other.train, dealt.train):
-        try:
-            call()
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    calls = trainer.train, lambda: trainer.evaluate(data), other.train, dealt.train
+    return [refusal(call)[1] for call in calls]
 
 
 def test_data_sets_are_as_long_on_all_ranks(tmp_path):
     for said in on_ranks(4, unequal, tmp_path):
-        assert len(said) == 4
         assert missing(said[0], "data sets", "ranks 0-1: training examples 16", "ranks 2-3: training examples 12") == []
         assert missing(said[1], "evaluation data", "ranks 0-1: 8", "ranks 2-3: 6") == []
         assert missing(said[2], "ranks 0-2: learning_rate 0.001", "rank 3: learning_rate 0.002") == []
@@ -355,10 +340,7 @@ def test_all_ranks_stop_when_one_cannot_read_its_data(tmp_path):
 
 
 def alone(folder):
-    try:
-        make(folder, 1, {"size": 1}, use_cpu=False)
-    except Exception as error:
-        return str(error)
+    return refusal(make, folder, 1, {"size": 1}, use_cpu=False)[1]
 
 
 def test_the_trainer_must_see_all_ranks(tmp_path):

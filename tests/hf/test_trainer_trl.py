@@ -10,11 +10,9 @@ from transformers import ByT5Tokenizer, Trainer
 from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelMixin
 from hf_integration.trainer_checks import check_kind
-from tests.dist.ranks import is_one_sentence
 from tests.hf.llama import IGNORE, small
-from tests.hf.trainers import documents, settings
+from tests.hf.trainers import documents, fields
 from tests.launch import on_trainer_ranks as on_ranks
-from tests.words import missing
 
 pytestmark = pytest.mark.usefixtures("compiled")
 # a micro-step's, of all ranks together; the plain one is alone, since trl's evaluation loss weighs its ranks alike,
@@ -36,17 +34,14 @@ def sft(folder, size, parts=None, **changes):
         pass
 
     sequences = SEQUENCES * (size or 1) // int(os.environ["WORLD_SIZE"])  # a group's
-    given = {
-        "per_device_train_batch_size": sequences, "per_device_eval_batch_size": sequences, "max_steps": 2,
-        "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 3e-3, "report_to": "none",
-        "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "eval_strategy": "steps",
-        "eval_steps": 1, "deepspeed": settings(size and {"size": size}, 2),
-    }  # fmt: skip
-    own = {"train_dataset": rows(changes.pop("documents", 48)), "eval_dataset": rows(8, seed=9), **(parts or {})}
+    how = {"max_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 1, **changes}
+    own = {"train_dataset": rows(how.pop("documents", 48)), "eval_dataset": rows(8, seed=9), **(parts or {})}
     return (Shared if size else SFTTrainer)(
-        model=small(vocab_size=300, pad_token_id=0), args=SFTConfig(str(folder), **{**given, **changes}),
-        processing_class=ByT5Tokenizer(extra_ids=0), **own,
-    )  # fmt: skip
+        model=small(vocab_size=300, pad_token_id=0),
+        args=SFTConfig(str(folder), **fields(sequences, size and {"size": size}, **how)),
+        processing_class=ByT5Tokenizer(extra_ids=0),
+        **own,
+    )
 
 
 def figures(trainer):
@@ -101,41 +96,6 @@ def test_wrapped_packing_cuts_documents_into_equal_blocks_as_the_plain_trainer_d
 )
 def test_packing_keeps_documents_apart_as_trl_does_alone(tmp_path, changes):
     same_as_plain(tmp_path, changes, (2,), ranks=2)
-
-
-def refused(folder, names):
-    """What each says, by name."""
-    said = {}
-    for name in names:
-        try:
-            WRONG[name][0](f"{folder}/{name}").train()
-        except ValueError as error:
-            said[name] = type(error).__name__, str(error)
-    return said
-
-
-def rewards(folder):
-    from trl import RewardTrainer
-
-    class Shared(SequenceParallelMixin, RewardTrainer):
-        pass
-
-    return Shared(model=small())
-
-
-# what is tried -> (what makes the Trainer, words of the sentence)
-WRONG = {
-    "rewards": (rewards, ["other preference training", "got a RewardTrainer"]),
-}
-
-
-def test_training_of_another_kind_is_refused_by_its_name(tmp_path):
-    for said in on_ranks(2, refused, tmp_path, list(WRONG)):
-        for name, (_, words) in WRONG.items():
-            kind, sentence = said.get(name, ("nothing", ""))
-            assert kind in ("ConfigError", "InputError"), (name, sentence)
-            assert is_one_sentence(sentence)
-            assert missing(sentence, *words) == [], sentence
 
 
 def test_what_else_trl_has_is_refused_whatever_its_name():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.whole import WholeTensor
 from hf_integration import patch_attention
 from tests import oracle
+from tests.dist.ranks import make
 from tests.hf.families import FAMILIES, batch_of, gradients, model_of, told
-from tests.hf.llama import IGNORE, averaged, gap, small
+from tests.hf.llama import IGNORE, averaged, gap, small, with_lora
 from tests.launch import on_engine_ranks as on_ranks
 from tests.live import Live
 
@@ -86,7 +86,7 @@ def compared(cases, expected):
     """By case the errors of the loss, the logits, the hidden states and all gradients."""
     sps, found = {}, {}
     for name, kind, loss, section in cases:
-        sp = sps.setdefault(section, SequenceParallel(SequenceParallelConfig(**SECTIONS[section])))
+        sp = sps.setdefault(section, make(**SECTIONS[section]))
         model, batch, wanted = model_of(name).patch_attention(sp), collated(kind), expected[name, kind, loss]
         value, *tensors = computed(model, batch, loss)
         assert all(isinstance(x, WholeTensor) for x in tensors)
@@ -128,14 +128,6 @@ def test_a_family_is_the_plain_model(world, cases):
 
 def exact(**changes):
     return small(**changes).double()
-
-
-def lora():
-    import peft
-
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(exact(), config)
 
 
 def checkpointed():
@@ -181,6 +173,22 @@ def hidden(model, batch):
     return sum((x * real(batch)).float().pow(2).mean() for x in states).sqrt()
 
 
+def with_fused_head():
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = exact()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def scored(model, batch):
+    """A preference by the log-probabilities of trl's fused head, and the entropy beside them."""
+    output = model(**batch, fused_lm_head=True)
+    counted = output.label_mask
+    sums = (output.log_probs * counted).sum(-1)
+    return -F.logsigmoid(sums[0] - sums[1]) + 0.1 * output.loss + output.entropy[counted].mean().detach()
+
+
 # way -> (the model, its loss of a batch, changes of the configuration)
 WAYS = {
     "by position": (exact, lambda model, batch: model(batch["input_ids"], labels=batch["labels"]).loss, {}),
@@ -192,8 +200,9 @@ WAYS = {
     "positions": (exact, counted, {}),
     "slices": (exact, one_row, {}),
     "hidden states": (exact, hidden, {}),
-    "adapters": (lora, lambda model, batch: model(**batch).loss, {}),
+    "adapters": (lambda: with_lora(exact(), "q_proj", "v_proj"), lambda model, batch: model(**batch).loss, {}),
     "checkpoints": (checkpointed, lambda model, batch: preference(model(**batch), batch), {}),
+    "a fused head": (with_fused_head, scored, {}),
     "tiles": (exact, lambda model, batch: model(**batch).loss, {"mlp_tiles": 2, "loss_tiles": 3}),
 }
 
@@ -202,10 +211,10 @@ def ways(section, kinds):
     """By way and kind of batch the errors of loss and gradients, beside the plain model."""
     found = {}
     for changes in ({}, {"mlp_tiles": 2, "loss_tiles": 3}):
-        sp = SequenceParallel(SequenceParallelConfig(**section, **changes))
-        for way, (make, loss_of, its) in WAYS.items():
+        sp = make(**section, **changes)
+        for way, (made, loss_of, its) in WAYS.items():
             for kind in kinds if its == changes else ():
-                model, batch = make(), collated("odd" if way == "by position" else kind)
+                model, batch = made(), collated("odd" if way == "by position" else kind)
                 batch["use_cache"] = False  # with one the plain model does not see documents
                 wanted = loss_of(model, batch)
                 wanted.backward()
@@ -236,41 +245,9 @@ def test_other_ways_to_call_it(world, section, kinds):
             assert max(errors) < 1e-6, (case, errors)  # transformers computes its loss in fp32
 
 
-def scored(model, batch):
-    """A preference by the log-probabilities of trl's fused head, and the entropy beside them."""
-    output = model(**batch, fused_lm_head=True)
-    counted = output.label_mask
-    sums = (output.log_probs * counted).sum(-1)
-    return -F.logsigmoid(sums[0] - sums[1]) + 0.1 * output.loss + output.entropy[counted].mean().detach()
-
-
-def fused(kinds):
-    from trl.trainer.utils import add_fused_lm_head
-
-    sp, found = SequenceParallel(SequenceParallelConfig(**SECTIONS["r2"])), {}
-    for kind in kinds:
-        model, batch = small(), collated(kind)
-        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        wanted = scored(model, batch)
-        wanted.backward()
-        its_gradients = gradients(model)
-        model.zero_grad()
-        patch_attention(model, sp)
-        loss = scored(model, batch)
-        loss.backward()
-        found[kind] = abs(loss.item() / wanted.item() - 1), gap(averaged(model), its_gradients)
-    return found
-
-
-def test_a_fused_head_scores_whole_sequences():
-    for found in on_ranks(2, fused, ["odd", "left"]):
-        for kind, errors in found.items():
-            assert max(errors) < 1e-5, kind
-
-
 def costs(forwards):
     """By forward: elements that arrived, and what attention did, of a step that uses the loss alone."""
-    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    sp = make(**SECTIONS["u2r2"])
     model, found = small().patch_attention(sp), {}
     for kind in KINDS:
         for name, batch in (("whole", collated(kind)), ("sharded", sp.shard_batch(collated(kind)))):
@@ -295,7 +272,7 @@ def test_a_step_by_its_loss_costs_what_a_sharded_one_costs():
 def kept():
     """Bytes of tensors that are there after a forward, and at most in backward, of a whole and of a sharded batch; the
     bytes of whole ids."""
-    sp = SequenceParallel(SequenceParallelConfig(**SECTIONS["u2r2"]))
+    sp = make(**SECTIONS["u2r2"])
     model, found = small().patch_attention(sp), {}
     ids = torch.randint(3, 64, (2, 512), generator=torch.Generator().manual_seed(1))
     for name in ("whole", "sharded") * 2:  # the first of each is a warm-up

@@ -11,14 +11,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_seqpar
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from tests import scripts
+from tests.dist.ranks import make
 from tests.hf.llama import MODES, RATE, array, gap, norm, part, ragged, settings, small, weights
 from tests.hf.test_whole_in_whole_out import preference
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
 DOCS = (Path(__file__).parents[2] / "docs" / "whole.md").read_text(encoding="utf-8")
+# of a script for them: what MODEL stands for in it
+MODEL = """model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=96,
+    num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2,
+))"""
 DDP = """
 import contextlib, json, sys
 import torch
@@ -30,16 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 data = torch.randint(0, 64, (24, 50))
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-)
+MODEL
 sampler = DistributedSampler(data, shuffle=False)
 loader = DataLoader(data, batch_size=2, sampler=sampler)
 ddp, steps, losses, norms = DistributedDataParallel(model), 2, [], []
@@ -56,7 +52,7 @@ for number, ids in enumerate(loader):
         optimizer.zero_grad()
 weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 print(json.dumps([losses, norms, weights]))
-"""
+""".replace("MODEL", MODEL)
 CHANGES = {
     "from transformers import LlamaConfig": (
         "from hf_integration import share_sequences\nfrom transformers import LlamaConfig"
@@ -76,16 +72,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)
 data = torch.randint(0, 64, (24, 50))
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-)
+MODEL
 loader = DataLoader(data, batch_size=2, shuffle=True)
 optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=0.5), [], []
 wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -100,7 +87,7 @@ for ids in loader:
         optimizer.zero_grad()
 weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 print(json.dumps([losses, norms, weights]))
-"""
+""".replace("MODEL", MODEL)
 WITH_ACCELERATE = {
     "from transformers import LlamaConfig": (
         "from hf_integration import prepare_loader, share_sequences\nfrom transformers import LlamaConfig"
@@ -210,7 +197,7 @@ WRAPPERS = {
 
 def wrapped(names):
     """By wrapper the gradients after two micro-batches."""
-    sp, found = SequenceParallel(SequenceParallelConfig(**SECTION)), {}
+    sp, found = make(**SECTION), {}
     for name in names:
         model = small().patch_attention(sp)
         around = WRAPPERS[name](model)

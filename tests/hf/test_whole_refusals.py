@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import CommunicationError
-from tests.dist.ranks import is_one_sentence, refusal
+from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import MODES, small
 from tests.launch import on_engine_ranks, on_ranks
 from tests.words import missing
@@ -99,7 +98,7 @@ WRONG = {
 
 def wrong_calls(names):
     """What a forward says, by name; then a right one, for which ranks must be in step."""
-    sp, found = SequenceParallel(SequenceParallelConfig(**MODES["r2"])), {}
+    sp, found = make(**MODES["r2"]), {}
     model = small().patch_attention(sp)
     for name in names:
         batch = WRONG[name][0](sp)
@@ -125,7 +124,7 @@ def own_mean(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=N
 
 
 def with_own_loss():
-    model = small().patch_attention(SequenceParallel(SequenceParallelConfig(**MODES["r2"])))
+    model = small().patch_attention(make(**MODES["r2"]))
     model.loss_function = own_mean
     said = refusal(model, input_ids=ids(), labels=ids())
     return *said, model(input_ids=ids()).logits.float().mean().isfinite().item()
@@ -155,7 +154,7 @@ ELSEWHERE = {
 
 
 def looked_at_alone():
-    sp, found = SequenceParallel(SequenceParallelConfig(**MODES["r2"])), []
+    sp, found = make(**MODES["r2"]), []
     model = small().patch_attention(sp)
     for elsewhere, _ in ELSEWHERE.values():
         output = model(input_ids=ids(), labels=ids(), output_hidden_states=True)
@@ -177,7 +176,7 @@ def test_a_rank_that_looks_alone_is_told():
 
 def nobody_comes():
     """What rank 0 raises, while rank 1 waits for it to have raised."""
-    model = small().patch_attention(SequenceParallel(SequenceParallelConfig(**MODES["r2"])))
+    model = small().patch_attention(make(**MODES["r2"]))
     output, store = model(input_ids=ids()), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["raised"])

@@ -2,16 +2,15 @@
 
 import functools
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
 
 import ds_seqpar
 import hf_integration
-from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from hf_integration import patch_attention, unpatch_attention, whole_sequences
-from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, small, step
+from tests.dist.ranks import make
+from tests.hf.llama import IGNORE, MODES, gap, one_process, ragged, settings, small, step, with_lora
 from tests.launch import on_engine_ranks as on_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -48,15 +47,15 @@ def same(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def all_compared(makes):
-    sp = SequenceParallel(SequenceParallelConfig(**SECTION))
-    return [compared(sp, make) for make in makes]
+def all_compared(models):
+    sp = make(**SECTION)
+    return [compared(sp, model) for model in models]
 
 
-def compared(sp, make):
+def compared(sp, of):
     """Whether a patched model under whole_sequences gives what the model gave before, bit for bit; and whether it is
     sharded again afterwards."""
-    batch, model = own_batch(), make().eval()
+    batch, model = own_batch(), of().eval()
     before = outputs(model, batch), gradients(model, batch)
     patch_attention(model, sp)
     with whole_sequences(model):
@@ -67,21 +66,19 @@ def compared(sp, make):
     return [*found, sum(sp.comm.received.values()) > 0]
 
 
-def lora():
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(small(), config)
+def adapted():
+    return with_lora(small(), "q_proj")
 
 
 def test_it_is_the_unpatched_model():
-    makes = small, lora, functools.partial(small, attn_implementation="eager")
+    makes = small, adapted, functools.partial(small, attn_implementation="eager")
     assert on_ranks(WORLD, all_compared, makes) == [[[True] * 3] * len(makes)] * WORLD
 
 
 def nested():
     """Whether ranks met in a forward: inside, inside twice, after the inner one, after it, after an exception, where
     the model was unpatched inside, and of a model that is not patched."""
-    sp, model, met = SequenceParallel(SequenceParallelConfig(**SECTION)), small(), []
+    sp, model, met = make(**SECTION), small(), []
     patch_attention(model, sp)
 
     def call():

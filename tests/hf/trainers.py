@@ -50,9 +50,9 @@ def settings(section, stage):
     }
 
 
-def arguments(folder, sequences, section=None, stage=2, deepspeed_changes=None, **changes):
-    """TrainingArguments; sequences: a device's in training, a group's with sequence parallelism."""
-    given = {
+def fields(sequences, section=None, stage=2, deepspeed_changes=None, **changes):
+    """Of TrainingArguments; sequences: a device's in training, a group's with sequence parallelism."""
+    return {
         "per_device_train_batch_size": sequences,
         "per_device_eval_batch_size": sequences,
         "gradient_accumulation_steps": 2,
@@ -65,8 +65,12 @@ def arguments(folder, sequences, section=None, stage=2, deepspeed_changes=None, 
         "use_cpu": True,
         "seed": 3,
         "deepspeed": {**settings(section, stage), **(deepspeed_changes or {})},
+        **changes,
     }
-    return TrainingArguments(str(folder), **{**given, **changes})
+
+
+def arguments(folder, sequences, *given, **changes):
+    return TrainingArguments(str(folder), **fields(sequences, *given, **changes))
 
 
 def make(folder, sequences, section=None, stage=2, model=None, parts=None, kind=None, **changes):
