@@ -176,8 +176,8 @@ AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come
 
 def _told_first(coming: Sequence[Tensor], going: Sequence[Tensor], group: Group, ahead: int | None = None) -> list:
     """An all-to-all over gloo that asks for everything before anything leaves, where gloo's own mixes both; measured
-    in docs/archive/2026-11-24-performance.md. coming, going: from and to each rank of the group, this one too; what is empty
-    is not sent. The first to be sent to is the next rank, then the one after, so that no two begin with the same.
+    in docs/archive. coming, going: from and to each rank of the group, this one too; what is empty is not sent. The
+    first to be sent to is the next rank, then the one after, so that no two begin with the same.
 
     ahead: of that many ranks in turn; then this waits, before each further one, for the next to arrive. A link then has
     few messages on it at a time, and none comes in while nothing goes out. None: all leave at once, and nothing waits.
