@@ -2,7 +2,7 @@
 
 `lower` gives every unit a buffer of its own; `assign` lets buffers of one size that do not live together share a slot.
 Over gloo a message leaves once its receiver has said that it is ready, and that word waits behind whatever the receiver
-is sending (docs/performance.md). So `asked_early` lets a rank ask at the start of an earlier step.
+is sending. So `asked_early` lets a rank ask at the start of an earlier step.
 """
 
 from __future__ import annotations

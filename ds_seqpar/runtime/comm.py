@@ -171,13 +171,13 @@ def _batched(sends: Sequence[Message], receives: Sequence[Message], group: Group
 
 EXCHANGE = 0x6EA9  # the tag of what `_told_first` sends: far from those of a program
 EARLY = 1  # step, over gloo; see `Comm`
-AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come; others are in docs/performance.md
+AHEAD = 3  # messages of a Ulysses exchange that leave before the first has come; docs/archive has others
 
 
 def _told_first(coming: Sequence[Tensor], going: Sequence[Tensor], group: Group, ahead: int | None = None) -> list:
     """An all-to-all over gloo that asks for everything before anything leaves, where gloo's own mixes both; measured
-    in docs/performance.md. coming, going: from and to each rank of the group, this one too; what is empty
-    is not sent. The first to be sent to is the next rank, then the one after, so that no two begin with the same.
+    in docs/archive. coming, going: from and to each rank of the group, this one too; what is empty is not sent. The
+    first to be sent to is the next rank, then the one after, so that no two begin with the same.
 
     ahead: of that many ranks in turn; then this waits, before each further one, for the next to arrive. A link then has
     few messages on it at a time, and none comes in while nothing goes out. None: all leave at once, and nothing waits.
