@@ -4,8 +4,8 @@
     python -m benchmarks.planner.settings --longest  # prints the longest sequences
 
 Sections: bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make. Longest:
-one sequence on all ranks, with what takes the least memory: a ring with as many head stages as key/value heads, MLPs
-and loss in tiles, checkpoints in host memory, attention run twice.
+one sequence on all ranks, with what takes the least memory. That is a ring with as many head stages as key/value heads,
+MLPs and loss in tiles, checkpoints in host memory, and attention run twice.
 """
 
 from __future__ import annotations
