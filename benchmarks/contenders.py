@@ -10,10 +10,9 @@ Ours is `uN`, SCHEDULE or `uN/SCHEDULE`, a shape after `=`, and any `+KEY=VALUE`
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 # schedule -> the settings that its shape is, in order
 SHAPES = {
@@ -28,18 +27,13 @@ SHAPES = {
 PEERS = ("deepspeed", "plain")
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """name: as it was spelled. peer: whose it is, None where ours. settings: our "sequence_parallel" section without
+class Spec(NamedTuple):
+    """name: as it was spelled. peer: whose it is, None where ours. section: our "sequence_parallel" section without
     size; of a peer its own settings."""
 
     name: str
     peer: str | None
-    settings: tuple[tuple[str, Any], ...]
-
-    @property
-    def section(self) -> dict[str, Any]:
-        return dict(self.settings)
+    section: dict[str, Any]
 
 
 def parse(text: str) -> Spec:
@@ -47,14 +41,14 @@ def parse(text: str) -> Spec:
     base, *words = text.split("+")
     extra = dict(setting(word) if "=" in word else (word, True) for word in words)
     if base in PEERS:
-        return Spec(text, base, tuple(extra.items()))
+        return Spec(text, base, extra)
     if base == "auto":
-        return Spec(text, None, tuple(({"memory": "auto"} | extra).items()))
+        return Spec(text, None, {"memory": "auto"} | extra)
     match = re.fullmatch(r"(?:u(\d+)(?:/(?=.)|$))?(.*)", base)
     assert match
     schedule, _, shape = (match[2] or ("ring" if match[1] else "")).partition("=")
     settings = {"ulysses": int(match[1] or 1), "schedule": schedule, **_shape(text, schedule, shape), **extra}
-    return Spec(text, None, tuple(settings.items()))
+    return Spec(text, None, settings)
 
 
 def spec(text: str) -> Spec:

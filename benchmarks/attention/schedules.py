@@ -8,9 +8,9 @@ results and gradients travel in the dtype named. Without --causal: full attentio
 else, with the mean over ranks in brackets where ranks differ. Schedules that do not fit the number are left out.
 
 With --causal, each schedule has the shape and what travels that bring it least; in brackets the triangle's strips,
-where it has more than one. The floor: a rank that has x query rows and y k/v rows, in its own tokens' number n, sees
-x y n^2 pairs at most, less the half of its own n^2 that the mask hides. Its share of A n tokens' pairs is A n^2 / 2.
-So x y >= (A + 1) / 2. Each query row that is not its own is received, and its partial result by somebody; each k/v row
+where it has more than one. The floor: let a rank have x query rows and y k/v rows, in its own tokens' number n. It sees
+x y n^2 pairs at most, less the half of its own n^2 that the mask hides. Its share of A n tokens' pairs is A n^2 / 2. So
+x y >= (A + 1) / 2. Each query row that is not its own is received, and its partial result by somebody; each k/v row
 likewise, with gradients in backward. No equal share of work has a smaller mean over ranks, whatever the schedule.
 """
 

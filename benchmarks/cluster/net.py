@@ -1,6 +1,6 @@
 """A cluster of network namespaces: a node is one, joined to a switch (one more) by a link of a given rate each way.
 
-Both ends of every link have a token bucket (`tc tbf`), so a node's traffic is limited out and in, each by itself; ranks
+Both ends of every link have a token bucket (`tc tbf`), so a node's traffic is limited out and in, each by itself. Ranks
 of one node talk by its loopback, without a limit. Neighbours' addresses are written down beforehand and nothing speaks
 IPv6: all that is counted is TCP. The names of namespaces have the maker's process id, so `sweep` finds what a killed
 run left. Needs root and iproute2.

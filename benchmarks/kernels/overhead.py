@@ -6,8 +6,8 @@
 Call: forward and backward of few tokens on one rank, beside torch's scaled_dot_product_attention, which has the same
 kernel; of processor time, since it waits for nobody. "but for its kernel" is what a call takes outside of it.
 Agreement: what comparing the inputs costs, once a call, beside the all-reduce of one number over the same ranks.
-Program: what is looked up, or derived, before a rank's walk, with its kernel calls: for what it has seen, for a length
-that it has not, and for a pack of 64 documents that it has not.
+Program: what is looked up, or derived, before a rank's walk, with its kernel calls. That is for lengths that it knows,
+for new ones, and for new packs of 64 documents.
 A ratio is the median of those of single turns, whose calls follow one another; the spread is that of the middle half.
 Needs no launcher: ranks are forked, over gloo, or are one of many on torch's fake backend, which carries nothing.
 """

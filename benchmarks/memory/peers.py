@@ -16,7 +16,7 @@ All do the same work: losses and gradient norms must be those of the first conte
 
 Figures are those of the rank with the most. --by rss: the greatest resident memory during a step (VmHWM, begun again
 before it) beyond that before the first step. There glibc gives back every block from 128 KiB as soon as it is freed,
-for all alike: RSS is then nearer to what was in use, and steps are slower. --by tensors: the storages made by a step
+for all alike. So RSS is nearer to what was in use, and steps are slower. --by tensors: the storages made by a step
 that are alive at once (tests/live.py), without what a kernel has for itself. ZeRO's buckets, whose defaults would hide
 the rest, are small for all (`memory.ranks.ZERO`). A run whose rank needs more than `--limit` ends, and says so.
 """

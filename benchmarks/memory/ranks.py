@@ -206,8 +206,9 @@ def ours(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
 
 def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any], seq: int) -> Kind:
     """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
-    tutorial sets it up: tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are sharded by
-    hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for GPUs.
+    tutorial sets it up. It has tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are
+    sharded by hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for
+    GPUs.
 
     TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so the loss is divided inside.
     """

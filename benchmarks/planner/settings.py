@@ -1,37 +1,27 @@
-"""What the planner predicts by hardware, model and length: sections, and the longest sequences. Nothing is run.
+"""The settings page: hardware x model x length -> the section to paste, as the planner predicts it. Nothing is run.
 
-    python -m benchmarks.planner.settings            # writes the table of docs/settings_reference.md anew
-    python -m benchmarks.planner.settings --longest  # prints the longest sequences
+    python -m benchmarks.planner.settings  # writes the table of docs/settings_reference.md anew
 
-Sections: bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make. Longest:
-one sequence on all ranks, with what takes the least memory: a ring with as many head stages as key/value heads, MLPs
-and loss in tiles, checkpoints in host memory, attention run twice.
+bf16, ZeRO-3, checkpointed layers, one sequence a group, and as many sequences a step as ranks make.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import LlamaConfig
 
 from benchmarks import tables
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Offload, Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner.footprint import footprint, longest
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
-from ds_seqpar.planner.request import Model, Request, Room, Step
+from ds_seqpar.planner.request import Model, Request
 from hf_integration.job import numbers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings_reference.md"
 MARK = "<!-- python -m benchmarks.planner.settings -->\n"
-GIB = 2**30
 # name -> nodes; hidden, intermediate, layers, heads, vocabulary; 8 key/value heads
 NODES = {"8B (Llama-3)": 1, "32B (Qwen2.5)": 4, "70B (Llama-3)": 8}
 SHAPES = {"8B (Llama-3)": (4096, 14336, 32, 32, 128256), "32B (Qwen2.5)": (5120, 27648, 64, 40, 152064),
@@ -39,10 +29,6 @@ SHAPES = {"8B (Llama-3)": (4096, 14336, 32, 32, 128256), "32B (Qwen2.5)": (5120,
 MACHINES = ("a100-ib", "h100-ib", "h200-ib")
 LENGTHS = (32_768, 131_072, 524_288)
 HEAD = ["model, GPUs", "tokens", "machine", '`"sequence_parallel"`', "s a sequence", "GiB a GPU"]
-LEAN: dict[str, Any] = {"ulysses": 1, "head_stages": 8, "mlp_tiles": "auto", "loss_tiles": "auto",
-                        "offload_checkpoints": True, "keep_attention": False}  # fmt: skip
-OPTIMISER = {"on the GPU": "none", "in host memory": "cpu"}
-FULL = {"rank": "the GPU", "host": "the host", "": "nothing"}
 
 
 @functools.cache
@@ -66,7 +52,7 @@ def best(name: str, place: str, seq: int) -> tuple[str, str, str]:
     unsaid = {"schedule": "ring"} | ({"ulysses": 1} if choice.section["size"] == 1 else {})
     section = {key: value for key, value in choice.section.items() if unsaid.get(key) != value}
     found = choice.best
-    return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", f"{found.memory.peak.total / GIB:.0f}"
+    return f"`{json.dumps(section)}`", f"{found.seconds:.2f}", f"{found.memory.peak.total / 2**30:.0f}"
 
 
 def rows(name: str, seq: int) -> list[list[str]]:
@@ -83,32 +69,7 @@ def rows(name: str, seq: int) -> list[list[str]]:
     ]
 
 
-def longest_row(name: str, place: str, nodes: int) -> list[str]:
-    model, machine = model_of(name), Machine.load(place)
-    ranks = nodes * machine.per_node
-    room, cells = Room.of(machine, ranks), [name, f"`{place}`", str(ranks)]
-    config = SequenceParallelConfig(size=ranks, **LEAN).resolve(ranks, (model.heads, model.kv_heads))
-    for device in OPTIMISER.values():
-        zero = Zero(stage=3, offload_optimizer=Offload(device=device))
-        step = Step(model=model, config=config, world=ranks, seq=2 * ranks, zero=zero)
-        most = longest(step, room)
-        if most.tokens:
-            node = footprint(dataclasses.replace(step, seq=most.tokens)).host.total * room.together / GIB
-            cells += [f"{most.tokens / 1e6:.2f}M", FULL[most.full], f"{node:,.0f}"]
-        else:
-            cells += ["-", FULL[most.full], "-"]
-    return cells
-
-
-def main() -> None:
-    if tables.parser(__doc__, longest=False).parse_args().longest:
-        where = [name for place in OPTIMISER for name in (f"optimiser {place}: tokens", "then full", "GiB a host")]
-        lines = itertools.starmap(longest_row, itertools.product(SHAPES, MACHINES[1:], (1, 2, 4)))
-        print(tables.table(["model", "machine", "GPUs", *where], lines))
-    else:
-        lines = [row for name in SHAPES for seq in LENGTHS for row in rows(name, seq)]
-        tables.insert(PAGE, MARK, f"{tables.table(HEAD, lines)}\n")
-
-
 if __name__ == "__main__":
-    main()
+    tables.parser(__doc__).parse_args()
+    lines = [row for name in SHAPES for seq in LENGTHS for row in rows(name, seq)]
+    tables.insert(PAGE, MARK, f"{tables.table(HEAD, lines)}\n")
