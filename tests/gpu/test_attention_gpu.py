@@ -12,18 +12,9 @@ from tests.dist.ranks import attend, make
 from tests.gpu import NEEDS_TWO, both
 from tests.launch import on_ranks
 from tests.oracle import dense, errors, tensors
+from tests.unit.plans import SHAPES
 
 TOLERANCE = 2e-2  # of bf16, whose numbers are 2**-8 apart
-# with more than one rank on every axis that 4 ranks leave room for
-SHAPES = {
-    "ring": {},
-    "double_ring": {"window": 2},
-    "distflash": {},
-    "attention2d": {"rows": 2},
-    "wallfacer": {"team": 2},
-    "mesh": {"mesh": (2, 1, 2), "overlap": True},
-    "triangle": {"size": 6},
-}
 MASKS = {"full": FULL, "window": Mask(window=100), "documents": Mask(documents=(0, 50, 290))}
 
 

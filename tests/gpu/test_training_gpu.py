@@ -5,7 +5,7 @@ import torch
 
 import ds_seqpar
 from ds_seqpar.engine import start
-from tests.gpu import both
+from tests.gpu import STEPS, both
 from tests.hf import trainers
 from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, SEQ, llama, norm, one_process, settings, small, update
@@ -13,18 +13,7 @@ from tests.launch import on_ranks
 from tests.oracle import dense, errors, tensors
 
 pytestmark = pytest.mark.usefixtures("compiled")
-TILES = {"mlp_tiles": 2, "loss_tiles": 2}
-# what a step may have beside attention: "sequence_parallel" section, then how the model keeps checkpoints
-KINDS = {
-    "plain": ({}, None),
-    "tiles": (TILES, None),
-    "stages of heads": ({"head_stages": 2}, None),
-    "checkpoints": ({}, {"use_reentrant": False}),
-    "reentrant checkpoints": ({}, {"use_reentrant": True}),
-    "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
-    "experts": ({}, {"use_reentrant": False}),
-    "all": ({**TILES, "head_stages": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
-}
+KINDS = {**STEPS, "experts": STEPS["checkpoints"]}
 ON_CPU = ("plain", "experts", "all")  # other tests have the rest there
 
 
