@@ -336,6 +336,7 @@ Deaf.forward.__module__ = LlamaDecoderLayer.__module__  # as if another release 
 def test_a_last_norm_that_nobody_has_read_is_refused():
     sp, model, ids = make(size=1, mlp_tiles=3), small(), torch.arange(48)[None]
     model.model.layers[0].__class__ = Deaf
+    model.model.norm = nn.Identity()  # which would notice it first
     model.patch_attention(sp)
     refused = refusal(model, **sp.shard_batch({"input_ids": ids, "labels": ids.clone()}))
     assert lacking(refused, "ConfigError", "read by attention or the MLP alone") == []
