@@ -17,6 +17,7 @@ from hf_integration import patch_attention
 from tests import oracle
 from tests.dist.ranks import make, refusal
 from tests.hf.families import model_of
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
@@ -70,33 +71,30 @@ def test_distflash_refuses_a_later_block():
     )
 
 
-def refused_of_attention():
-    """[(sentence, words that it must have)] of what is asked for, on a rank."""
+@on_each_of(4, keep=None)
+def test_kinds_of_attention_that_are_refused():
     sp = make(ulysses=1)
     q, ids = torch.zeros(1, 4, 2, 4), torch.arange(16)[None]
     gap = torch.ones_like(ids).index_fill_(1, torch.tensor([5]), 0)
     model = model_of("llama").patch_attention(sp)
     encoder = AutoConfig.for_model("t5", d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1, vocab_size=64)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    asked = (
-        (lambda: sp.attention(q, q, q, mask=torch.ones(16, 16)), ["a Mask", "a tensor", "causal=False"]),
-        (lambda: sp.shard_batch({**batch, "attention_mask": gap}), ["zeros between ones", "documents of their own"]),
-        (lambda: model(**sp.shard_batch(batch), is_causal=False), ["is causal", "is_causal=False", "leave it out"]),
-        (lambda: patch_attention(model_of("llama", is_causal=False), sp), ["is_causal=False in its config"]),
-        (lambda: patch_attention(AutoModelForSeq2SeqLM.from_config(encoder), sp), ["'t5'", "cross-attention"]),
-        (lambda: patch_attention(model_of("llama", attention_dropout=0.1), sp), ["attention_dropout 0", "got 0.1"]),
-    )
-    return [(refusal(call)[1], words) for call, words in asked]
+    for call, *words in (
+        (lambda: sp.attention(q, q, q, mask=torch.ones(16, 16)), "a Mask", "a tensor", "causal=False"),
+        (lambda: sp.shard_batch({**batch, "attention_mask": gap}), "zeros between ones", "documents of their own"),
+        (lambda: model(**sp.shard_batch(batch), is_causal=False), "is causal", "is_causal=False", "leave it out"),
+        (lambda: patch_attention(model_of("llama", is_causal=False), sp), "is_causal=False in its config"),
+        (lambda: patch_attention(AutoModelForSeq2SeqLM.from_config(encoder), sp), "'t5'", "cross-attention"),
+        (lambda: patch_attention(model_of("llama", attention_dropout=0.1), sp), "attention_dropout 0", "got 0.1"),
+    ):
+        message = refusal(call)[1]
+        assert missing(message, *words) == [], message
 
 
-def test_kinds_of_attention_that_are_refused():
-    for found in on_ranks(4, refused_of_attention, keep=None):
-        assert [(sentence, lost) for sentence, words in found if (lost := missing(sentence, *words))] == []
-
-
-def prefix_by_two_calls(layout, seq, prefix):
-    """The error of this rank's output."""
-    sp = make(ulysses=1, layout=layout)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@on_each_of(4)
+def test_a_prefix_takes_two_calls(layout):
+    sp, seq, prefix = make(ulysses=1, layout=layout), 32, 13
     q, k, v, _ = oracle.tensors(1, seq, (4, 2))
     at = sp.position_ids(seq)
     local = [x[:, at] for x in (q, k, v)]
@@ -106,14 +104,4 @@ def prefix_by_two_calls(layout, seq, prefix):
     of_prefix = [x[:, at < prefix] for x in local]
     out[:, at < prefix] = sp.attention(*of_prefix, mask=Mask(causal=False), shards=UnevenShards(held))
     seen = torch.arange(seq) < torch.arange(1, seq + 1)[:, None].clamp(min=prefix)
-    return oracle.error(out, dense(q, k, v, seen)[:, at])
-
-
-def dense(q, k, v, seen):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_prefix_takes_two_calls(layout):
-    assert max(on_ranks(4, prefix_by_two_calls, layout, 32, 13)) < 1e-10
+    oracle.assert_exact([out], [oracle.attention(q, k, v, seen)[:, at]])

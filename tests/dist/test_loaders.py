@@ -6,9 +6,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from tests.dist.ranks import make, refusal
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 from tests.words import missing
 
@@ -118,24 +120,18 @@ def test_an_epoch_is_dealt_to_groups_and_goes_on_where_it_was_left(kinds, read_o
             assert length == len(expected[0])
 
 
-def own_numbers(size):
-    """This rank's indices by sp.sampler, in two epochs."""
+@pytest.mark.parametrize("size", [2, 4])
+@on_each_of(4)
+def test_a_sampler_draws_what_plain_data_ranks_draw(size):
     sp = make(size=size)
     sampler = sp.sampler(Numbers(), seed=3)
-    loader, found = sp.loader(DataLoader(Numbers(), batch_size=BATCH, sampler=sampler, collate_fn=list)), []
+    loader = sp.loader(DataLoader(Numbers(), batch_size=BATCH, sampler=sampler, collate_fn=list))
+    plain_one = DistributedSampler(Numbers(), num_replicas=sp.data_size, rank=sp.data_rank, seed=3)
+    assert (sp.data_size, sp.data_rank) == (4 // size, dist.get_rank() // size)
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
-        found.append(list(itertools.chain(*numbers(loader))))
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_sampler_draws_what_plain_data_ranks_draw(size):
-    for rank, found in enumerate(on_ranks(4, own_numbers, size)):
-        plain_one = DistributedSampler(Numbers(), num_replicas=4 // size, rank=rank // size, seed=3)
-        for epoch, its in enumerate(found):
-            plain_one.set_epoch(epoch)
-            assert its == list(plain_one)
+        plain_one.set_epoch(epoch)
+        assert list(itertools.chain(*numbers(loader))) == list(plain_one)
 
 
 class Augmented(Numbers):
@@ -151,13 +147,6 @@ class Failing(Numbers):
         if os.environ["RANK"] == str(self.rank) and index >= self.at:
             raise OSError("cannot read shard 7")
         return super().__getitem__(index)
-
-
-def drawn(sp):
-    """What a collator drew that ranks seed by themselves, if one rank reads for all."""
-    torch.manual_seed(torch.distributed.get_rank())
-    loader = sp.loader(DataLoader(Augmented(), batch_size=BATCH, collate_fn=list), read_once=True)
-    return [its for batch in itertools.islice(loader, 3) for _, its in batch]
 
 
 def uneven(sp, rank):
@@ -202,19 +191,24 @@ WRONG = {
 }
 
 
-def refused():
+@on_each_of(4)
+def test_what_is_wrong_is_said_on_all_ranks():
     sp = make(size=2)
-    found = {name: refusal(call, sp, torch.distributed.get_rank()) for name, (call, _) in WRONG.items()}
+    for name, (call, words) in WRONG.items():
+        kind, message = refusal(call, sp, dist.get_rank())
+        assert kind is not None, name
+        assert missing(message, *words) == [], (name, message)
     state = make(size=4).loader(DataLoader(Numbers())).state_dict()
-    return found, refusal(sp.loader(DataLoader(Numbers())).load_state_dict, state), drawn(sp)
+    assert missing(refusal(sp.loader(DataLoader(Numbers())).load_state_dict, state)[1], "got one of 1 for 2") == []
 
 
-def test_what_is_wrong_is_said_on_all_ranks_and_one_may_read_for_all():
-    results = on_ranks(4, refused)
-    for rank, (found, (_, of_state), _) in enumerate(results):
-        for name, (_, words) in WRONG.items():
-            assert found[name][0] is not None, (name, rank)
-            assert missing(found[name][1], *words) == [], (name, rank, found[name])
-        assert missing(of_state, "got one of 1 for 2") == []
-    drawn_by = [its for *_, its in results]
-    assert drawn_by[0] == drawn_by[1] != drawn_by[2] == drawn_by[3]
+def drawn():
+    """What a data set drew that ranks seed by themselves, if one rank reads for all."""
+    torch.manual_seed(dist.get_rank())
+    loader = make(size=2).loader(DataLoader(Augmented(), batch_size=BATCH, collate_fn=list), read_once=True)
+    return [its for batch in itertools.islice(loader, 3) for _, its in batch]
+
+
+def test_one_may_read_for_all():
+    first, second, third, fourth = on_ranks(4, drawn)
+    assert first == second != third == fourth

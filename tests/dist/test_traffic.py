@@ -15,24 +15,21 @@ import torch.distributed as dist
 from tests import oracle
 from tests.dist.ranks import leaves, make, planned
 from tests.grids import each_then_rest
+from tests.launch import on_each_of
 from tests.launch import on_warm_ranks as on_ranks
 
 BATCH, SEQ, DIM = 2, 48, 8
 
 
-def received(size, cases):
-    """By case: forward counts, backward counts, what the plans say of this rank, its bytes, its inner rank."""
-    found = []
-    for degree, layout, heads, travels in cases:
-        sp = make(size=size, ulysses=degree, layout=layout, forward=travels, backward=travels)
-        q, k, v, do = oracle.tensors(BATCH, SEQ, heads, dim=DIM)
-        out = sp.attention(*leaves(sp, q, k, v))
-        forward = Counter(sp.comm.received)
-        out.backward(sp.shard(do, 1))
-        backward = Counter(sp.comm.received) - forward
-        plans = planned(sp, SEQ, heads, block_units(size // degree, degree, heads), BATCH, DIM)
-        found.append((forward, backward, plans, sp.comm.received_bytes, sp.runtime.rank))
-    return found
+def received(size, degree, layout, heads, travels):
+    """(the SequenceParallel, forward counts, backward counts, what the plans say of this rank)."""
+    sp = make(size=size, ulysses=degree, layout=layout, forward=travels, backward=travels)
+    q, k, v, do = oracle.tensors(BATCH, SEQ, heads, dim=DIM)
+    out = sp.attention(*leaves(sp, q, k, v))
+    forward = Counter(sp.comm.received)
+    out.backward(sp.shard(do, 1))
+    plans = planned(sp, SEQ, heads, block_units(size // degree, degree, heads), BATCH, DIM)
+    return sp, forward, Counter(sp.comm.received) - forward, plans
 
 
 def block_units(inner, degree, heads):
@@ -58,15 +55,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("size", each_then_rest([2, 3, 4], [6, 8]))
+@on_each_of("size")
 def test_elements_follow_the_formulas(size):
-    cases = [(degree, "zigzag", heads, travels) for degree, heads in CASES[size] for travels in ("kv", "q")]
-    for found in on_ranks(size, received, size, cases):
-        for case, (forward, backward, plans, in_bytes, _) in zip(cases, found, strict=True):
-            ring, rows = formulas(size, *case)
-            assert +forward == +Counter({**ring[0], "qkv": rows[0], "out_heads": rows[1]}), case
-            assert +backward == +Counter({**ring[1], "dqkv": rows[0], "do_heads": rows[1]}), case
-            assert plans == [sum(ring[0].values()), sum(ring[1].values())], case
-            assert in_bytes == 8 * (forward.total() + backward.total()), case
+    for (degree, heads), travels in itertools.product(CASES[size], ("kv", "q")):
+        case = degree, "zigzag", heads, travels
+        sp, forward, backward, plans = received(size, *case)
+        ring, rows = formulas(size, *case)
+        assert +forward == +Counter({**ring[0], "qkv": rows[0], "out_heads": rows[1]}), case
+        assert +backward == +Counter({**ring[1], "dqkv": rows[0], "do_heads": rows[1]}), case
+        assert plans == [sum(ring[0].values()), sum(ring[1].values())], case
+        assert sp.comm.received_bytes == 8 * (forward.total() + backward.total()), case
 
 
 def formulas(size, degree, layout, heads, travels):
@@ -85,30 +83,26 @@ def formulas(size, degree, layout, heads, travels):
 
 
 @pytest.mark.parametrize("size", each_then_rest([4], [3, 8]))
+@on_each_of("size")
 def test_contiguous_causal_skips_moves_that_nobody_needs(size):
-    cases = [(degree, "contiguous", (4, 1), "kv") for degree in (1, 2) if size % degree == 0]
-    for found in on_ranks(size, received, size, cases):
-        for (degree, _, heads, _), (forward, backward, plans, _, rank) in zip(cases, found, strict=True):
-            inner = size // degree
-            unit = block_units(inner, degree, heads)["forward"]["kv"]
-            # only earlier tokens' k/v comes; of gradients, those passing by, and one's own once later ranks have it
-            kv, dkv = rank * unit, (max(0, rank - 1) + (rank < inner - 1)) * unit
-            assert forward["kv"] == kv
-            assert (backward["kv"], backward["dkv"]) == (kv, dkv)
-            assert plans == [kv, kv + dkv]
+    for degree in (1, 2) if size % 2 == 0 else (1,):
+        sp, forward, backward, plans = received(size, degree, "contiguous", (4, 1), "kv")
+        inner, rank = size // degree, sp.runtime.rank
+        unit = block_units(inner, degree, (4, 1))["forward"]["kv"]
+        # only earlier tokens' k/v comes; of gradients, those passing by, and one's own once later ranks have it
+        kv, dkv = rank * unit, (max(0, rank - 1) + (rank < inner - 1)) * unit
+        assert forward["kv"] == kv
+        assert (backward["kv"], backward["dkv"]) == (kv, dkv)
+        assert plans == [kv, kv + dkv]
 
 
-def tiny():
-    """(elements, bytes) that arrive of one token with one head of one element."""
+@on_each_of(2)
+def test_messages_are_whole_words():
+    """So that what stands after one in a buffer is aligned: k and v in bf16 take 4 bytes and are sent as 8."""
     sp = make(layout="contiguous", kernel="reference")
     with torch.no_grad():
         sp.attention(*(x.bfloat16() for x in oracle.tensors(1, 1, (1, 1), dim=1)[:3]))
-    return sp.comm.received.total(), sp.comm.received_bytes
-
-
-def test_messages_are_whole_words():
-    """So that what stands after one in a buffer is aligned: k and v in bf16 take 4 bytes and are sent as 8."""
-    assert on_ranks(2, tiny) == [(0, 0), (2, 8)]
+    assert (sp.comm.received.total(), sp.comm.received_bytes) == ((2, 8) if sp.rank else (0, 0))
 
 
 def arrived():

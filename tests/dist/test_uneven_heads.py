@@ -54,24 +54,20 @@ def test_heads_that_members_do_not_divide_are_exact(settings):
                 assert all(torch.equal(a, b) for a, b in same), heads
 
 
-def received(heads):
-    """What this rank receives by kind, of a forward and its backward."""
-    sp = make(ulysses=4)
-    whole = oracle.tensors(BATCH, SEQ, heads, dim=DIM)
-    sp.attention(*leaves(sp, *whole[:3])).backward(sp.shard(whole[3], 1))
-    return dict(sp.comm.received), sp.comm.received_bytes
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+@on_each_of(4)
 def test_a_member_receives_its_own_heads_and_no_other(heads):
-    row, results = BATCH * SEQ // 4 * DIM, on_ranks(4, received, heads)  # one head of one member's tokens
+    sp, whole = make(ulysses=4), oracle.tensors(BATCH, SEQ, heads, dim=DIM)
+    sp.attention(*leaves(sp, *whole[:3])).backward(sp.shard(whole[3], 1))
+    row = BATCH * SEQ // 4 * DIM  # one head of one member's tokens
     own = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealt(*heads, 4)]
-    for (counts, in_bytes), (q, kv) in zip(results, own, strict=True):
-        inward, outward = 3 * row * (q + 2 * kv), row * (heads[0] - q)
-        # a gradient of k and v comes from every other member that has one
-        gradients = 2 * row * (sum(kv for _, kv in own) - kv)
-        assert counts == {"qkv": inward, "out_heads": outward, "do_heads": 3 * row * q, "dqkv": outward + gradients}
-        assert in_bytes == 8 * sum(counts.values())
+    q, kv = own[sp.rank]
+    inward, outward = 3 * row * (q + 2 * kv), row * (heads[0] - q)
+    # a gradient of k and v comes from every other member that has one
+    gradients = 2 * row * (sum(kv for _, kv in own) - kv)
+    wanted = {"qkv": inward, "out_heads": outward, "do_heads": 3 * row * q, "dqkv": outward + gradients}
+    assert dict(sp.comm.received) == wanted
+    assert sp.comm.received_bytes == 8 * sum(wanted.values())
 
 
 SHARDS = UnevenShards([[Run(0, 1, 5), Run(30, 1, 13)], [Run(5, 1, 25)]])

@@ -110,10 +110,7 @@ USES = {
         lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), torch.arange(1.0, 6, dtype=w.dtype)),
         True,
     ),
-    "smoothed": (
-        lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), label_smoothing=0.1),
-        True,
-    ),
+    "smoothed": (lambda w: F.cross_entropy(w.flatten(0, 1), over(w, TARGET).flatten(), label_smoothing=0.1), True),
     "divergence": (lambda w: F.kl_div(w.log_softmax(-1), torch.full_like(w, 0.2), reduction="batchmean"), True),
     "permuted": (lambda w: w.permute(1, 0, 2), True),
     "concatenated": (lambda w: torch.cat([w, w.flip(1)], 0), True),
@@ -128,10 +125,7 @@ USES = {
         lambda w: w.sum() + F.cross_entropy(w.view(-1, SIZE), over(w, TARGET).reshape(-1)),
         True,
     ),
-    "linear layer, after a look": (
-        lambda w: w.sum() + F.linear(w, torch.ones(2, SIZE, dtype=w.dtype)).sum(),
-        True,
-    ),
+    "linear layer, after a look": (lambda w: w.sum() + F.linear(w, torch.ones(2, SIZE, dtype=w.dtype)).sum(), True),
     "iterated": (lambda w: [row.sum() for row in w][1], True),
     "split": (lambda w: w.split(3, 1)[1], True),
     "in place": (lambda w: (w * 1).div_(3).masked_fill_(~over(w, MASK)[..., None], 0.0), False),

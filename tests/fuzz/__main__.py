@@ -4,13 +4,13 @@ import ast
 import contextlib
 import sys
 
-from tests.fuzz import batches, ranks, shell, test_virtual
+from tests.fuzz import batches, ranks, shell, virtual
 from tests.fuzz.run import Pools
 
 if __name__ == "__main__":
     name, case = sys.argv[1], ast.literal_eval(sys.argv[2])
     if name == "virtual":
-        print(*test_virtual.try_one(case), sep=": ")
+        print(*virtual.try_one(case), sep=": ")
     elif name == "commands":
         code, out, err = shell.run(case)
         print(out, err, *shell.verdict(case, code, out, err), sep="\n")

@@ -42,12 +42,20 @@ def laid_out(call, tensors):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Truth:
-    """By name, over the whole sequence. exact: in fp64. single: one kernel call in the dtype. natural: the size of what
-    is added up, where the sum may be 0. limit: of the error relative to the greater of both. touched: what a value that
-    is not finite reaches; a kernel's masked products (0 times such a value) may reach further, and need not: reached,
-    of sums over rows. parts: how many rows such a sum is of. blind: how far a score may lie from the same one computed
-    again, by rounding alone: backward takes exp(score - lse), which chance decides where that is large (torch's own CPU
-    kernel, bf16: not finite with one thread and finite with two, or the other way round)."""
+    """What is right, by name, over the whole sequence.
+
+    exact: in fp64. single: one kernel call in the dtype. natural: the size of what is added up, where the sum may be 0.
+    limit: of the error, relative to the greater of both.
+
+    touched: what a value that is not finite reaches. A kernel's masked products, 0 times such a value, may reach
+    further, and need not. reached: the same of sums over rows. parts: how many rows such a sum is of.
+
+    blind: how far a score may lie from the same one computed again, by rounding alone. Backward takes
+    exp(score - lse), which chance decides where that is large. Torch's own CPU kernel, in bf16, was not finite with one
+    thread and finite with two, or the other way round.
+
+    dtypes: that it is computed in, and those that it travels in.
+    """
 
     exact: dict
     single: dict
@@ -57,7 +65,7 @@ class Truth:
     parts: int
     limit: float
     blind: float
-    dtypes: tuple  # that it is computed in, and travels in
+    dtypes: tuple
 
     @classmethod
     def of(cls, whole, causal, scale, config, bf16=False):
@@ -75,8 +83,8 @@ class Truth:
         limit = max(LIMITS.get(dtype, 1e-5), 64 * torch.finfo(lse.dtype).eps * scores)
         if config.travel_dtype == "bf16":  # rounded once a hop
             limit += 2**-7 * config.size
-        # of up to 15 keys, and drawn blocks are small, torch's kernel takes a row without a score that is a number for
-        # one that is masked whole: out and lse 0
+        # drawn blocks are small. Of up to 15 keys torch's kernel takes a row without a score that is a number for one
+        # that is masked whole: out and lse 0
         narrow = kernel.name == "cpu_flash"
         rows, columns = _touched([torch.zeros_like(q), torch.zeros_like(k), v, do] if narrow else whole, causal)
         heads = (

@@ -16,3 +16,17 @@ NEEDS_TWO = [
 def both(needs=NEEDS_GPU):
     """A test of each kind of device; its argument `device` is "cpu" or "cuda"."""
     return pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs)])
+
+
+TILES = {"mlp_tiles": 2, "loss_tiles": 2}
+# what a training step may have beside attention: "sequence_parallel" section, then how the model keeps checkpoints
+STEPS = {
+    "plain": ({}, None),
+    "tiles": (TILES, None),
+    "stages of heads": ({"head_stages": 2}, None),
+    "checkpoints": ({}, {"use_reentrant": False}),
+    "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
+    "reentrant checkpoints": ({}, {"use_reentrant": True}),
+    "checkpoints without attention": ({"keep_attention": False}, {"use_reentrant": False}),
+    "all": ({**TILES, "head_stages": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
+}

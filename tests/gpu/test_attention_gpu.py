@@ -10,20 +10,11 @@ from ds_seqpar.engine import start
 from ds_seqpar.testing import attention
 from tests.dist.ranks import attend, make
 from tests.gpu import NEEDS_TWO, both
-from tests.launch import on_ranks
-from tests.oracle import dense, errors, tensors
+from tests.launch import on_each_of
+from tests.oracle import assert_exact, dense, tensors
+from tests.unit.plans import SHAPES
 
 TOLERANCE = 2e-2  # of bf16, whose numbers are 2**-8 apart
-# with more than one rank on every axis that 4 ranks leave room for
-SHAPES = {
-    "ring": {},
-    "double_ring": {"window": 2},
-    "distflash": {},
-    "attention2d": {"rows": 2},
-    "wallfacer": {"team": 2},
-    "mesh": {"mesh": (2, 1, 2), "overlap": True},
-    "triangle": {"size": 6},
-}
 MASKS = {"full": FULL, "window": Mask(window=100), "documents": Mask(documents=(0, 50, 290))}
 
 
@@ -35,7 +26,7 @@ def check(device, mask=CAUSAL, **settings):
     given = inputs(device)
     found = attention(SequenceParallelConfig(**{"size": 4, "ulysses": 1, **settings}), *given, mask=mask)
     found = [x.cpu() for x in (found.out, found.dq, found.dk, found.dv)]
-    assert max(errors(found, dense(*(x.cpu() for x in given), mask=mask))) < TOLERANCE
+    assert_exact(found, dense(*(x.cpu() for x in given), mask=mask), limit=TOLERANCE)
 
 
 @both()
@@ -55,23 +46,16 @@ def test_ulysses_around_a_ring(device):
     check(device, ulysses=2, travel_dtype="bf16")
 
 
-def on_two(device):
-    """The greatest error of Ulysses and of a ring on two ranks, their device, and that of what they computed."""
+@both(NEEDS_TWO)
+@on_each_of(2, patience=None)
+def test_two_ranks(device):
+    """Ulysses and a ring: each rank computes on its device."""
     start()
-    given, found = inputs(device), {}
+    given = inputs(device)
     wanted = dense(*(x.cpu() for x in given))
     for ulysses in (1, 2):
-        sp = make(heads=(4, 2), size=2, ulysses=ulysses)
-        ours = attend(sp, *given)
-        found[ulysses] = max(errors([x.cpu() for x in ours], wanted)), ours[0].device.type, str(sp.device)
-        sp.close()
-    return found
-
-
-@both(NEEDS_TWO)
-def test_two_ranks(device):
-    for rank, found in enumerate(on_ranks(2, on_two, device, patience=None)):
-        for error, kind, own in found.values():
-            assert error < TOLERANCE
-            assert kind == device
-            assert own == ("cpu" if device == "cpu" else f"cuda:{rank}")
+        with make(heads=(4, 2), size=2, ulysses=ulysses) as sp:
+            ours = attend(sp, *given)
+            assert_exact([x.cpu() for x in ours], wanted, ulysses, TOLERANCE)
+            assert ours[0].device.type == device
+            assert str(sp.device) == ("cpu" if device == "cpu" else f"cuda:{sp.rank}")

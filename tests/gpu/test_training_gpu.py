@@ -5,26 +5,15 @@ import torch
 
 import ds_seqpar
 from ds_seqpar.engine import start
-from tests.gpu import both
+from tests.gpu import STEPS, both
 from tests.hf import trainers
 from tests.hf.families import model_of
 from tests.hf.llama import IGNORE, SEQ, llama, norm, one_process, settings, small, update
-from tests.launch import on_ranks
-from tests.oracle import dense, errors, tensors
+from tests.launch import on_each_of, on_ranks
+from tests.oracle import assert_exact, dense, tensors
 
 pytestmark = pytest.mark.usefixtures("compiled")
-TILES = {"mlp_tiles": 2, "loss_tiles": 2}
-# what a step may have beside attention: "sequence_parallel" section, then how the model keeps checkpoints
-KINDS = {
-    "plain": ({}, None),
-    "tiles": (TILES, None),
-    "stages of heads": ({"head_stages": 2}, None),
-    "checkpoints": ({}, {"use_reentrant": False}),
-    "reentrant checkpoints": ({}, {"use_reentrant": True}),
-    "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
-    "experts": ({}, {"use_reentrant": False}),
-    "all": ({**TILES, "head_stages": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
-}
+KINDS = {**STEPS, "experts": STEPS["checkpoints"]}
 ON_CPU = ("plain", "experts", "all")  # other tests have the rest there
 
 
@@ -93,18 +82,13 @@ def test_two_steps_of_the_trainer(device, tmp_path):
     assert ours == pytest.approx(plain, rel=3e-2)
 
 
-def in_fp32(device):
-    """Errors of attention in fp32, forward and backward."""
+@both()
+@on_each_of(1, patience=None)
+def test_fp32(device):
     start()
     sp = ds_seqpar.SequenceParallel(ds_seqpar.SequenceParallelConfig(size=1))
     q, k, v, do = (x.to(device) for x in tensors(1, 64, (4, 2), 64, torch.float32))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sp.attention(q, k, v)
     found = out, *torch.autograd.grad(out, (q, k, v), do)
-    return errors([x.detach().cpu() for x in found], dense(*(x.detach().cpu() for x in (q, k, v, do))))
-
-
-@both()
-def test_fp32(device):
-    (found,) = on_ranks(1, in_fp32, device, patience=None)
-    assert max(found) < 1e-5
+    assert_exact([x.detach().cpu() for x in found], dense(*(x.detach().cpu() for x in (q, k, v, do))), limit=1e-5)

@@ -21,6 +21,17 @@ FORMS = tuple(
     for direction, travels in itertools.product(DIRECTIONS, SCHEDULES[name].travellers)
 )
 
+# settings of each with more than one rank on every axis that 4 ranks leave room for; the triangle has no 4
+SHAPES = {
+    "ring": {},
+    "double_ring": {"window": 2},
+    "distflash": {},
+    "attention2d": {"rows": 2},
+    "wallfacer": {"team": 2},
+    "mesh": {"mesh": (2, 1, 2), "overlap": True},
+    "triangle": {"size": 3},
+}
+
 
 def topology(*axes):
     return Topology(axes=(("ulysses", 1), *axes, ("data", 1)))

@@ -10,23 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import SeqParError
 from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
+from tests.gpu import STEPS
 from tests.stand_in import on_stand_in
 
 pytestmark = NEEDS_CPU_BUILD
 
 SEQ = 48
-TILES = {"mlp_tiles": 2, "loss_tiles": 2}
-# what a step may have beside attention: "sequence_parallel" section, then how the model keeps checkpoints
-STEPS = {
-    "plain": ({}, None),
-    "tiles": (TILES, None),
-    "stages of heads": ({"head_stages": 2}, None),
-    "checkpoints": ({}, {"use_reentrant": False}),
-    "checkpoints in host memory": ({"offload_checkpoints": True}, {"use_reentrant": False}),
-    "reentrant checkpoints": ({}, {"use_reentrant": True}),
-    "checkpoints without attention": ({"keep_attention": False}, {"use_reentrant": False}),
-    "all": ({**TILES, "head_stages": 2, "offload_checkpoints": True}, {"use_reentrant": False}),
-}
 
 
 def batch_of(packed):

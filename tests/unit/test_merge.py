@@ -57,17 +57,6 @@ def test_rows_that_nothing_has_touched_stay_zero(untouched):
     assert not out.isnan().any()
 
 
-def test_a_row_is_untouched_until_a_block_touches_it():
-    out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -INF)
-    for _ in range(3):
-        merge_(out, lse, torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -INF))
-    assert out.eq(0).all()
-    assert lse.eq(-INF).all()
-    merge_(out, lse, torch.full((1, 1, 1, 2), 5.0), torch.full((1, 1, 1), -300.0))
-    assert out.eq(5).all()
-    assert lse.eq(-300).all()
-
-
 def test_scores_beyond_the_range_of_exp_do_not_overflow():
     out, lse = (torch.full(shape, value, dtype=torch.float64) for shape, value in (((1, 1, 1, 2), 1), ((1, 1, 1), 5e4)))
     merge_(out, lse, torch.full_like(out, 3), lse.clone())

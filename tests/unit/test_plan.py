@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.actions import Move, Step
 from ds_seqpar.compiler.compile import Compiler, Recipe, pattern_of
 from ds_seqpar.compiler.masks import CAUSAL, FULL
-from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.shape import Shape
 from ds_seqpar.compiler.shards import EvenShards
@@ -30,7 +28,6 @@ from tests.unit.plans import (
     everything,
     joint,
     mesh,
-    pattern,
     problems,
     ring,
     topologies,
@@ -196,28 +193,6 @@ def _peak(plan, rank):
         held -= frees
     assert not held, f"rank {rank} never frees {held}"
     return peak
-
-
-@_forms
-@pytest.mark.parametrize("overlap", [False, True])
-@examples(15)
-@given(data=st.data())
-def test_a_freed_operand_is_never_used_again(schedule, direction, travels, overlap, data):
-    topology, pairs = data.draw(problems(schedule, 12))
-    plan = build(schedule, topology, direction, travels, pairs)
-    if overlap:
-        plan = overlapped(plan, pattern(plan.size, pairs), {"q": 1, "kv": 2, "out": 1, "dq": 1, "dkv": 2})
-    for rank in range(plan.size):
-        assert _peak(plan, rank) >= 2
-
-
-def test_an_operand_that_nobody_uses_is_freed_when_it_arrives():
-    for within in (1, 2):
-        steps = [Step(moves=(Move(src=0, dst=1, kind="kv", key=(0,), within=within),)), Step(), Step()]
-        plan = by_hand(2, *steps)
-        assert [("kv", (0,)) in frees for frees in last_uses(plan.ranks[1], 1)] == [
-            index == within - 1 for index in range(3)
-        ]
 
 
 # ring-flash-attention#23: memory that grows with the ring

@@ -237,6 +237,14 @@ def _layer_step(**more):
     return asked.step(SequenceParallelConfig(size=8, ulysses=8).resolve(8, asked.heads))
 
 
+FREE, BUSY = (0.0, 0.0), (1e3, 1e3)  # seconds in which attention has the links busy
+
+
+def _parts(machine=HOST, carried=FREE, **more):
+    """The parts of a step whose attention takes 10 and 20 s, in seconds."""
+    return step_time(_layer_step(**more), machine, 10.0, 20.0, carried=carried).parts
+
+
 def test_work_without_matrices_is_priced_by_its_bytes():
     step = _layer_step()
     m, rows = step.model, 65536 // 8
@@ -250,14 +258,11 @@ def test_work_without_matrices_is_priced_by_its_bytes():
 
 
 def test_hooks_take_time_of_a_host_that_works_by_itself_and_are_hidden_by_a_device():
-    step = _layer_step()
     modules = 4 * 13 + 6
-    assert step_time(step, HOST, 1.0, 2.0).parts["host"] == pytest.approx(modules * 3e-3)
-    again = step_time(dataclasses.replace(step, checkpointing=True), HOST, 1.0, 2.0).parts["host"]
-    assert again == pytest.approx(modules * 4e-3)
-    assert step_time(step, dataclasses.replace(HOST, ahead=True), 1.0, 2.0).parts["host"] == 0
-    assert step_time(step, dataclasses.replace(HOST, zero=None), 1.0, 2.0).parts["host"] == 0
-    assert step_time(dataclasses.replace(step, zero=Zero(stage=1)), HOST, 1.0, 2.0).parts["host"] == 0
+    assert _parts()["host"] == pytest.approx(modules * 3e-3)
+    assert _parts(checkpointing=True)["host"] == pytest.approx(modules * 4e-3)
+    assert _parts(dataclasses.replace(HOST, ahead=True))["host"] == 0
+    assert _parts(dataclasses.replace(HOST, zero=None))["host"] == _parts(zero=Zero(stage=1))["host"] == 0
 
 
 def test_collectives_take_what_they_took_on_as_many_ranks():
@@ -267,52 +272,41 @@ def test_collectives_take_what_they_took_on_as_many_ranks():
 
 
 def test_without_streams_reductions_are_waited_for_and_gathers_run_beside_work():
-    step = _layer_step(zero=Zero(stage=3, reduce_bucket_size=2**20))
-    m = step.model
+    zero, m = Zero(stage=3, reduce_bucket_size=2**20), _layer_step().model
     ends = m.parameters - 4 * m.layer_parameters
     reduced = m.parameters / 2**20 * 2e-3 + 2 * m.parameters / 5e8 + 3e-3 + 4 / 2e8  # and the norm
-    found = step_time(step, HOST, 10.0, 20.0).parts["ZeRO"]  # a layer's work is longer than its gather
+    found = _parts(zero=zero)["ZeRO"]  # a layer's work is longer than its gather
     assert found == pytest.approx(reduced + 2 * (1e-3 + 2 * ends / 1e9))
     layer = 1e-3 + 2 * m.layer_parameters / 1e9
-    busy = step_time(step, HOST, 10.0, 20.0, carried=(1e3, 1e3)).parts["ZeRO"]  # a link that is never free
-    assert busy == pytest.approx(found + 4 * 2 * layer)
+    assert _parts(zero=zero, carried=BUSY)["ZeRO"] == pytest.approx(found + 4 * 2 * layer)
 
 
 def test_zero_copies_what_travels():
-    seconds = [step_time(_layer_step(zero=Zero(stage=stage)), HOST, 1.0, 2.0).parts["copies"] for stage in (0, 1, 2, 3)]
     unit = 2 * _layer_step().model.parameters / HOST.elementwise_rate
+    seconds = [_parts(zero=Zero(stage=stage))["copies"] for stage in (0, 1, 2, 3)]
     assert seconds == pytest.approx([0, 6 * unit, 6 * unit, 12 * unit])
 
 
 AWAY = Zero(stage=3, offload_optimizer=Offload(device="cpu"))
 
 
-def test_an_optimiser_in_host_memory_steps_at_the_hosts_rate_and_its_copies_run_beside_work():
+def test_states_that_are_away_step_at_the_hosts_rate_and_their_copies_run_beside_work():
     own = _layer_step().model.parameters // 8
-    parts = step_time(_layer_step(zero=AWAY), H100, 10.0, 20.0).parts
-    assert parts["optimiser"] == pytest.approx(42 * own * 8 / H100.host_rate)
-    assert parts["offload"] == pytest.approx(2 * own / H100.offload_rate)  # new parameters; the rest is hidden
-    busy = step_time(_layer_step(zero=AWAY), H100, 10.0, 20.0, carried=(1e3, 1e3)).parts["offload"]
-    assert busy == pytest.approx((2 + 6) * own / H100.offload_rate)
+    assert _parts(H100, zero=AWAY)["optimiser"] == pytest.approx(42 * own * 8 / H100.host_rate)
     pageable = Zero(stage=3, offload_optimizer=Offload(device="cpu", pin_memory=False))
-    assert step_time(_layer_step(zero=pageable), H100, 10.0, 20.0).parts["offload"] == pytest.approx(busy)
-
-
-def test_parameters_in_host_memory_are_fetched_twice():
-    own = _layer_step().model.parameters // 8
-    both = dataclasses.replace(AWAY, offload_param=Offload(device="cpu"))
-    seconds = [
-        step_time(_layer_step(zero=both), H100, 10.0, 20.0, carried=carried).parts["offload"]
-        for carried in ((0.0, 0.0), (1e3, 1e3))
-    ]
-    assert seconds == pytest.approx([0, (2 + 6) * own / H100.offload_rate])  # backward: what leaves is more
-
-
-def test_states_on_drives_take_what_the_drives_have():
+    both = dataclasses.replace(AWAY, offload_param=Offload(device="cpu"))  # parameters are fetched twice
+    # bytes of a parameter whose copies are waited for: new parameters, and what nothing hides
+    for zero, carried, size in (
+        (AWAY, FREE, 2),
+        (AWAY, BUSY, 8),
+        (pageable, FREE, 8),
+        (both, FREE, 0),
+        (both, BUSY, 8),
+    ):
+        found = _parts(H100, carried, zero=zero)["offload"]
+        assert found == pytest.approx(size * own / H100.offload_rate), (zero, carried)
     drives = Zero(stage=3, offload_optimizer=Offload(device="nvme"))
-    own = _layer_step().model.parameters // 8
-    found = step_time(_layer_step(zero=drives), H100, 10.0, 20.0).parts["drives"]
-    assert found == pytest.approx(32 * own * 8 / H100.nvme_rate)
+    assert _parts(H100, zero=drives)["drives"] == pytest.approx(32 * own * 8 / H100.nvme_rate)
     with pytest.raises(ConfigError, match=r"nvme_rate.*has none"):
         _asked(machine=dataclasses.replace(ROOMY, nvme_rate=None), zero=drives)
 

@@ -35,8 +35,8 @@ def _call(size, seq=4096, heads=(4, 4, 64), mask=FULL, world=None, **settings):
     return Call(config=config, world=world or size, mask=mask, shards=shards, heads=heads)
 
 
-def _simulated(machine, call, way="forward"):
-    return simulated(machine, call, way)
+def _seconds(machine, call, way="forward"):
+    return simulated(machine, call, way).seconds
 
 
 def _product(call, way="forward"):
@@ -50,21 +50,21 @@ def test_a_ring_hides_what_its_links_carry_in_time():
     call = _call(4, ulysses=1)
     kv = 1024 * 2 * 4 * 64 * 2  # bytes of a block of k and v
     fast = dataclasses.replace(PLAIN, per_node=4)
-    assert _simulated(fast, call).seconds == pytest.approx(max(_product(call), 3 * kv / 1e9 + _product(call) / 4))
+    assert _seconds(fast, call) == pytest.approx(max(_product(call), 3 * kv / 1e9 + _product(call) / 4))
     # between nodes of two ranks 8 times as long: three transfers and the last product
-    assert _simulated(PLAIN, call).seconds == pytest.approx(3 * kv / 1.25e8 + _product(call) / 4)
+    assert _seconds(PLAIN, call) == pytest.approx(3 * kv / 1.25e8 + _product(call) / 4)
 
 
 def test_latency_is_there_once_a_hop_and_host_time_once_an_instruction():
     call = _call(4, ulysses=1)
     bare = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=1.0, rate=1e30))
-    assert _simulated(bare, call).seconds == pytest.approx(3 + _product(call) / 4)
+    assert _seconds(bare, call) == pytest.approx(3 + _product(call) / 4)
     alone = _call(1, ulysses=1)
     slow = dataclasses.replace(PLAIN, instruction=1.0, ahead=False)
     kinds = [one for one in programs(slow, alone, "forward")[0].code if not isinstance(one, Enter | Leave)]
-    assert _simulated(slow, alone).seconds == pytest.approx(len(kinds) + _product(alone))
+    assert _seconds(slow, alone) == pytest.approx(len(kinds) + _product(alone))
     ahead = dataclasses.replace(slow, ahead=True)  # the device works meanwhile
-    assert _simulated(ahead, alone).seconds == pytest.approx(len(kinds) - 1 + max(1.0, _product(alone)))
+    assert _seconds(ahead, alone) == pytest.approx(len(kinds) - 1 + max(1.0, _product(alone)))
 
 
 @pytest.mark.parametrize(("settings", "bytes_at_a_rank"), [
@@ -75,7 +75,7 @@ def test_bytes_take_their_rank_from_its_work_where_processors_carry_them(setting
     fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e30))
     call = _call(4, **settings)
     slow = dataclasses.replace(fast, stolen=1e-6)
-    taken = _simulated(slow, call).seconds - _simulated(fast, call).seconds
+    taken = _seconds(slow, call) - _seconds(fast, call)
     assert taken == pytest.approx(bytes_at_a_rank * 1e-6)
 
 
@@ -83,8 +83,8 @@ def test_a_node_shares_its_uplink():
     """Two rings of two ranks, one of each in both nodes: side by side on ports of their own, behind one another on one
     that they share."""
     call = _call(4, ulysses=2)
-    own = _simulated(dataclasses.replace(PLAIN, uplink=1e30), call).seconds
-    shared = _simulated(dataclasses.replace(PLAIN, uplink=1.25e8), call).seconds
+    own = _seconds(dataclasses.replace(PLAIN, uplink=1e30), call)
+    shared = _seconds(dataclasses.replace(PLAIN, uplink=1.25e8), call)
     kv = 2048 * 2 * 2 * 64 * 2
     assert shared - own == pytest.approx(kv / 1.25e8)
 
@@ -94,15 +94,15 @@ def test_a_link_that_carries_one_way_at_a_time_takes_twice_as_long():
     kv = 2048 * 2 * 4 * 64 * 2
     both = dataclasses.replace(PLAIN, inside=Wire(latency=0.0, rate=1e8))
     half = dataclasses.replace(both, duplex=False)
-    assert _simulated(both, call).seconds == pytest.approx(kv / 1e8 + _product(call) / 2)
-    assert _simulated(half, call).seconds == pytest.approx(2 * kv / 1e8 + _product(call) / 2)
+    assert _seconds(both, call) == pytest.approx(kv / 1e8 + _product(call) / 2)
+    assert _seconds(half, call) == pytest.approx(2 * kv / 1e8 + _product(call) / 2)
 
 
 def test_ulysses_exchanges_are_part_of_the_call():
     call = _call(2, ulysses=2)
     head = 2048 * 2 * 64 * 2  # bytes of a rank's tokens of the two heads that the other works on
-    assert _simulated(PLAIN, call).seconds == pytest.approx(4 * head / 1e9 + _product(call))
-    assert _simulated(PLAIN, call, "backward").seconds == pytest.approx(4 * head / 1e9 + _product(call, "backward"))
+    assert _seconds(PLAIN, call) == pytest.approx(4 * head / 1e9 + _product(call))
+    assert _seconds(PLAIN, call, "backward") == pytest.approx(4 * head / 1e9 + _product(call, "backward"))
     found = closed(PLAIN, call, "forward")
     assert (found.inside, found.between) == (4 * head, 0)
 
@@ -117,10 +117,10 @@ def test_more_sequences_are_followed_where_they_share_a_node():
 def test_what_a_mask_hides_costs_nothing():
     whole, causal = _call(4, ulysses=1), _call(4, ulysses=1, mask=CAUSAL)
     fast = dataclasses.replace(PLAIN, per_node=4, inside=Wire(latency=0.0, rate=1e30))
-    ratio = _simulated(fast, causal).seconds / _simulated(fast, whole).seconds
+    ratio = _seconds(fast, causal) / _seconds(fast, whole)
     assert ratio == pytest.approx(0.5, rel=1e-3)
     window = dataclasses.replace(_call(4, ulysses=1, layout="contiguous"), mask=Mask(window=64))
-    assert _simulated(fast, window).seconds < 0.1 * _simulated(fast, causal).seconds
+    assert _seconds(fast, window) < 0.1 * _seconds(fast, causal)
 
 
 CASES = [
@@ -153,7 +153,7 @@ def test_the_closed_form_is_a_lower_bound_and_near(settings):
         for way in WAYS:
             found = closed(machine, call, way)
             least = found.overlapped if call.config.overlap else found.seconds
-            took = _simulated(machine, call, way).seconds
+            took = _seconds(machine, call, way)
             near = (0.4 if machine.duplex else 0.3) if seq > 4096 else 0.1  # short ones are latency, not added up
             assert near * took < least <= took * (1 + 1e-9), (machine.name, per_node, seq, heads, way)
 
@@ -191,7 +191,7 @@ def test_one_member_stands_for_all_where_they_do_the_same(settings):
         assert alike(nodes, call)
         assert followed_ranks(nodes, call) == 8 // call.members
         for way in WAYS:
-            assert call_seconds(nodes, call, way) == pytest.approx(_simulated(nodes, call, way).seconds, rel=1e-9)
+            assert call_seconds(nodes, call, way) == pytest.approx(_seconds(nodes, call, way), rel=1e-9)
 
 
 def test_members_do_not_do_the_same_with_other_heads_or_on_other_nodes():

@@ -12,13 +12,8 @@ from ds_seqpar.compiler.lower import lower, pool_of
 from ds_seqpar.compiler.overlap import overlapped
 from ds_seqpar.compiler.program import (
     OWN,
-    Assemble,
-    Export,
-    Finish,
-    Fold,
     GatherStart,
     Merge,
-    Pack,
     Post,
     Product,
     ScatterStart,
@@ -48,7 +43,8 @@ SIZES = {"q": 3, "kv": 4, "out": 5, "dq": 6, "dkv": 7}
 
 
 class Model:
-    """Walks a program and knows what is in each slot, and which slots a transfer still reads or writes."""
+    """Walks a program, by a method for each kind of instruction, and knows what is in each slot, and which slots a
+    transfer still reads or writes."""
 
     def __init__(self, program):
         self.program, self.rank = program, program.rank
@@ -60,7 +56,7 @@ class Model:
     def run(self):
         for at, instruction in enumerate(self.program.code):
             assert not self.freed & set(slots_of(instruction)), f"{instruction} names a slot that was freed"
-            DO[type(instruction)](self, instruction)
+            getattr(self, f"on_{type(instruction).__name__}")(instruction)
             for slot in self.program.frees[at]:
                 assert slot not in self.reading() | self.writing(), f"slot {slot} is freed under way"
                 assert slot not in self.freed
@@ -113,11 +109,11 @@ class Model:
     def forget(self, slot):
         self.slots.pop(slot, None)
 
-    def pack(self, one):
+    def on_Pack(self, one):
         assert one.unit[1] == (self.rank,)
         self.write(one.into, "operand", one.unit)
 
-    def post(self, one):
+    def on_Post(self, one):
         assert one.sends or one.receives
         for transfer in one.sends:
             self.read(transfer.slot, "operand" if transfer.unit[0] in OPERANDS else "message", transfer.unit)
@@ -125,7 +121,7 @@ class Model:
         assert len(written) == len(one.receives)
         self.start(one.ticket, [transfer.slot for transfer in one.sends], written)
 
-    def wait(self, one):
+    def on_Wait(self, one):
         read, written = self.tickets.pop(one.ticket)
         self.waited.add(one.ticket)
         self.slots.update(written)
@@ -133,18 +129,18 @@ class Model:
             if self.slots.get(slot, ("",))[0] in ("message", "others"):
                 self.forget(slot)
 
-    def start_gather(self, one):
+    def on_GatherStart(self, one):
         kind, whole = one.collective.kind, one.collective.whole
         self.read(one.sent, "operand", (kind, one.collective.part(self.rank)))
         self.start(one.ticket, [one.sent], {one.received: ("gathered", (kind, whole))})
 
-    def assemble(self, one):
+    def on_Assemble(self, one):
         unit = one.collective.kind, one.collective.whole
         self.read(one.received, "gathered", unit)
         assert one.into != one.received
         self.write(one.into, "operand", unit)
 
-    def product(self, one):
+    def on_Product(self, one):
         self.operand(one.q_slot, ("q", one.q))
         self.operand(one.kv_slot, ("kv", one.kv))
         kinds = ACCUMULATORS[self.program.direction]
@@ -153,7 +149,7 @@ class Model:
             self.running(slot, unit)
         self.products.update((i, j) for i in one.q for j in one.kv)
 
-    def merge(self, one):
+    def on_Merge(self, one):
         self.read(one.arrived, "arrived", one.unit)
         assert one.own == OWN or self.slots[one.own] == ("running", one.unit)
         if one.into == one.arrived:
@@ -162,13 +158,13 @@ class Model:
             self.forget(one.arrived)
         self.running(one.into, one.unit)
 
-    def export(self, one):
+    def on_Export(self, one):
         self.read(one.own, "running", one.unit)
         self.forget(one.own)
         self.added.discard(one.unit)
         self.write(one.into, "message", one.unit)
 
-    def start_scatter(self, one):
+    def on_ScatterStart(self, one):
         reduce, kind = one.collective, one.collective.kind
         self.read(one.own, "running", (kind, reduce.whole))
         self.write(one.sent, "others", (kind, reduce.whole))
@@ -177,11 +173,11 @@ class Model:
             self.forget(one.own)
         self.start(one.ticket, [one.sent], {one.received: ("parts", (kind, reduce.part(self.rank)))})
 
-    def fold(self, one):
+    def on_Fold(self, one):
         self.read(one.received, "parts", one.unit)
         self.running(one.own, one.unit)
 
-    def finish(self, one):
+    def on_Finish(self, one):
         for unit, slot in one.results:
             assert unit[1] == (self.rank,)
             if unit in self.added:
@@ -190,21 +186,6 @@ class Model:
         self.final = tuple(unit[0] for unit, _ in one.results)
         left = {held for held in self.slots.values() if held and held[0] == "running"}
         assert left <= {("running", unit) for unit, _ in one.results}, "a result is left over"
-
-
-DO = {
-    Pack: Model.pack,
-    Post: Model.post,
-    Wait: Model.wait,
-    GatherStart: Model.start_gather,
-    Assemble: Model.assemble,
-    Product: Model.product,
-    Merge: Model.merge,
-    Export: Model.export,
-    ScatterStart: Model.start_scatter,
-    Fold: Model.fold,
-    Finish: Model.finish,
-}
 
 
 def _programs(plan, wide_travel=True, early=0):

@@ -103,22 +103,40 @@ def test_what_nothing_has_touched_is_zero():
 STATES = ["empty", "narrow", "wide"]
 
 
-@pytest.mark.parametrize("arriving", [BF16, F32])
-@pytest.mark.parametrize("state", STATES)
-def test_absorb_in_every_state(state, arriving):
+def _in_state(state):
+    """(running result that so many parts have been added to, its buffers, those parts)."""
     into, made = _softmax()
     parts = [_partial(seed) for seed in range(STATES.index(state))]
-    arrived = _partial(7, arriving)
-    wanted = _merged(*parts, arrived)
     for part in parts:
         into.add(part, ALL, 6)
+    return into, made, parts
+
+
+def _assert_is(found, wanted, tolerance=1e-6):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("arriving", [BF16, F32])
+@pytest.mark.parametrize("state", STATES)
+def test_absorb_and_merge_in_every_state(state, arriving):
+    """What is absorbed may become the running result; what is merged stays as it was."""
+    into, made, parts = _in_state(state)
+    arrived = _partial(7, arriving)
+    wanted = _merged(*parts, arrived)
     into.absorb(*arrived)
     home = into.held[0]
     # what is held is merged into what arrived where that is wide, and else widened
     assert home is (arrived[0] if state == "empty" or arriving == F32 else made[0][0])
     assert len(made) == (state == "wide" or home is not arrived[0])
-    for a, b in zip(into.finish(home.dtype, None), wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+    _assert_is(into.finish(home.dtype, None), wanted)
+    into, made, _ = _in_state(state)
+    arrived = _partial(7, arriving)
+    before = [x.clone() for x in arrived]
+    into.merge(*arrived)
+    assert into.held is made[0]
+    assert all(torch.equal(a, b) for a, b in zip(arrived, before, strict=True))
+    _assert_is(into.finish(F32, None), wanted)
 
 
 @pytest.mark.parametrize("arriving", [BF16, F32])
@@ -140,24 +158,7 @@ def test_gradients_absorb_in_every_state(state, arriving):
     adopted = state == "empty" or arriving == F32
     assert (total.held[0] is arrived[0]) == adopted
     assert len(made) == (state == "wide" or not adopted)
-    for a, b in zip(total.finish(F32, F32), wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("arriving", [BF16, F32])
-@pytest.mark.parametrize("state", STATES)
-def test_merge_leaves_what_arrived_as_it_was(state, arriving):
-    into, made = _softmax()
-    parts = [_partial(seed) for seed in range(STATES.index(state))]
-    arrived = _partial(7, arriving)
-    before = [x.clone() for x in arrived]
-    for part in parts:
-        into.add(part, ALL, 6)
-    into.merge(*arrived)
-    assert into.held is made[0]
-    assert all(torch.equal(a, b) for a, b in zip(arrived, before, strict=True))
-    for a, b in zip(into.finish(F32, None), _merged(*parts, arrived), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+    _assert_is(total.finish(F32, F32), wanted)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -171,9 +172,8 @@ def test_a_result_that_is_sent_stands_where_it_is_sent_from(state):
         copied.add(tuple(x.clone() for x in part), ALL, 6)
     assert placed.placed() is made[0]
     copied.copy_into(narrow)
-    for found, tolerance in ((made[0], 1e-6), (narrow, 2**-8)):
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=1e-6)
+    _assert_is(made[0], wanted)
+    _assert_is(narrow, wanted, 2**-8)
 
 
 def test_what_arrived_wide_is_sent_from_where_it_arrived():
@@ -201,8 +201,7 @@ def test_a_first_result_of_part_of_the_rows_is_kept_narrow_until_there_is_more(r
     into.absorb(*arrived)
     assert (into.held[0] is arrived[0]) == (arriving == F32)
     assert len(made) == (arriving == BF16)
-    for a, b in zip(into.finish(F32, None), wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+    _assert_is(into.finish(F32, None), wanted)
 
 
 class _Largest(TorchDispatchMode):

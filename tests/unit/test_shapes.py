@@ -241,15 +241,6 @@ def test_inner_ranks_are_numbered_by_their_axes_wherever_these_are_placed():
             assert [topology.index(rank, *names) for rank in ranks] == list(range(config.size // config.ulysses))
 
 
-def test_neighbours_on_the_axis_that_is_placed_first_are_neighbouring_ranks():
-    for config, topology in _topologies():
-        first, size = topology.axes[0]
-        for rank in range(topology.world_size):
-            at = topology.coordinates(rank)
-            if at[first] + 1 < size:
-                assert topology.coordinates(rank + 1) == {**at, first: at[first] + 1}, config
-
-
 def test_what_a_preset_names_lies_in_one_node():
     # the node: as many neighbouring ranks as the preset's groups have
     for config, topology in _topologies():

@@ -132,40 +132,30 @@ def test_a_misdirected_move_is_noticed(direction):
                 _rejection(broken, everything(4))
 
 
-def test_a_move_to_a_rank_that_does_not_need_it_or_does_not_exist_is_noticed(good):
+def _others(action, plan):
+    """The action with one field changed, in each way in which no good plan has it."""
+    ranks = range(-1, plan.size + 1)
+    if isinstance(action, Move) and action.kind in ("q", "kv"):  # to a rank that does not need it or does not exist
+        yield from (dataclasses.replace(action, dst=rank) for rank in ranks if rank != action.dst)
+    if isinstance(action, Compute):
+        yield from (dataclasses.replace(action, rank=rank) for rank in ranks if rank != action.rank)
+    for field in ("q", "kv", "key"):
+        old = getattr(action, field, None)
+        blocks = ((block,) for block in range(plan.size) if old and (block,) != old)
+        yield from (dataclasses.replace(action, **{field: block}) for block in blocks)
+    if isinstance(action, Move | Collective):
+        kinds = {"q", "kv", "out", "dq", "dkv"} - {action.kind}
+        yield from (dataclasses.replace(action, kind=kind) for kind in kinds)
+    if isinstance(action, Collective):  # parts in another order, a member less
+        yield dataclasses.replace(action, parts=(*action.parts[1:], action.parts[0]))
+        yield dataclasses.replace(action, ranks=action.ranks[1:], parts=action.parts[1:])
+
+
+def test_another_rank_block_kind_or_order_in_an_action_is_noticed(good):
     plan, pairs = good
     for place in places(joint(plan)):
-        move = place[3]
-        if place[1] != "moves":
-            continue
-        for rank in set(range(-1, plan.size + 1)) - {move.dst}:
-            _rejection(changed(plan, place, dataclasses.replace(move, dst=rank)), pairs)
-
-
-def test_a_product_on_the_wrong_rank_is_noticed(good):
-    plan, pairs = good
-    for place in places(joint(plan)):
-        if isinstance(place[3], Compute):
-            for rank in set(range(-1, plan.size + 1)) - {place[3].rank}:
-                _rejection(changed(plan, place, dataclasses.replace(place[3], rank=rank)), pairs)
-
-
-def test_another_block_in_an_action_is_noticed(good):
-    plan, pairs = good
-    for place in places(joint(plan)):
-        for field in ("q", "kv", "key"):
-            old = getattr(place[3], field, None)
-            for block in range(plan.size):
-                if old and (block,) != old:
-                    _rejection(changed(plan, place, dataclasses.replace(place[3], **{field: (block,)})), pairs)
-
-
-def test_another_kind_in_an_action_is_noticed(good):
-    plan, pairs = good
-    for place in places(joint(plan)):
-        for kind in {"q", "kv", "out", "dq", "dkv"} - {getattr(place[3], "kind", None)}:
-            if isinstance(place[3], Move | Collective):
-                _rejection(changed(plan, place, dataclasses.replace(place[3], kind=kind)), pairs)
+        for other in _others(place[3], plan):
+            _rejection(changed(plan, place, other), pairs)
 
 
 def test_a_move_that_comes_a_step_late_or_early_is_noticed(good):
@@ -199,17 +189,6 @@ def test_a_move_that_is_due_too_late_or_before_it_was_sent_is_noticed(good):
             validate(broken, pairs)  # a result may be on its way home until the very end
         else:
             _rejection(broken, pairs)
-
-
-def test_parts_of_a_collective_in_another_order_or_a_member_less_are_noticed(good):
-    plan, pairs = good
-    for place in places(joint(plan)):
-        action = place[3]
-        if isinstance(action, Collective):
-            turned = dataclasses.replace(action, parts=(*action.parts[1:], action.parts[0]))
-            _rejection(changed(plan, place, turned), pairs)
-            fewer = dataclasses.replace(action, ranks=action.ranks[1:], parts=action.parts[1:])
-            _rejection(changed(plan, place, fewer), pairs)
 
 
 def test_what_only_one_rank_leaves_out_doubles_or_changes_is_noticed(good):
@@ -309,26 +288,22 @@ def test_a_message_without_a_receiver_is_noticed():
     assert missing(sentence, "rank 0, step 0: ", "kv(0):0>1", "no counterpart", "rank 1") == []
 
 
-def test_collectives_of_a_group_out_of_order_are_noticed():
+def test_collectives_and_messages_out_of_order_are_noticed():
     gathers = tuple(Gather(ranks=(0, 1), kind=kind, parts=((0,), (1,))) for kind in ("q", "kv"))
     computes = tuple(Compute(rank=rank, q=(rank,), kv=(0, 1)) for rank in range(2))
-    plan = by_hand(2, Step(gathers=gathers, computes=computes))
-    validate(plan, everything(2))
-    swapped = lambda steps: (dataclasses.replace(steps[0], gathers=steps[0].gathers[::-1]),)  # noqa: E731
-    for rank in range(2):
-        sentence = _rejection(changed_on(plan, rank, swapped), everything(2))
-        assert "the order of" in sentence
-        assert "Gather(q(0,1))" in sentence
-
-
-def test_messages_between_two_ranks_out_of_order_are_noticed():
     moves = tuple(Move(src=0, dst=1, kind=kind, key=(0,)) for kind in ("q", "kv"))
-    plan = by_hand(2, Step(moves=moves, computes=_own_products(2)))
-    validate(plan, {(0, 0), (1, 1)})
-    swapped = lambda steps: (dataclasses.replace(steps[0], moves=steps[0].moves[::-1]),)  # noqa: E731
-    for rank in range(2):
-        sentence = _rejection(changed_on(plan, rank, swapped), {(0, 0), (1, 1)})
-        assert "the order of" in sentence
+    for field, step, pairs in (
+        ("gathers", Step(gathers=gathers, computes=computes), everything(2)),
+        ("moves", Step(moves=moves, computes=_own_products(2)), {(0, 0), (1, 1)}),
+    ):
+        plan = by_hand(2, step)
+        validate(plan, pairs)
+        for rank in range(2):
+            (mine,) = plan.ranks[rank]
+            swapped = dataclasses.replace(mine, **{field: getattr(mine, field)[::-1]})
+            sentence = _rejection(changed_on(plan, rank, lambda steps, new=swapped: (new,)), pairs)
+            assert "the order of" in sentence
+            assert field == "moves" or "Gather(q(0,1))" in sentence
 
 
 @_forms

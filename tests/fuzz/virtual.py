@@ -1,15 +1,13 @@
-"""Drawn attention on virtual ranks, up to 16: through the same checks, and right, or refused in one sentence."""
+"""What is done with drawn attention on virtual ranks, up to 16: it is right, or refused in one sentence."""
 
 import traceback
 
-import pytest
 from hypothesis import assume
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
 from ds_seqpar import testing as virtual
 from tests.dist.ranks import is_one_sentence
-from tests.fuzz import cases, judge
-from tests.fuzz.run import fuzz
+from tests.fuzz import judge
 from tests.fuzz.tables import CAUSAL, FORMS, SCALES
 
 
@@ -46,8 +44,3 @@ def try_one(case):
     if wrong["sure"]:
         return "failed", "this cannot be right, and was not refused"
     return f"right, {case['section']['schedule']}", None
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.whole)])
-def test_attention_on_virtual_ranks(count, record_property):
-    fuzz(cases.cases(virtual=True), count, try_one, record_property)
