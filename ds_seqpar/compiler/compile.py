@@ -223,9 +223,11 @@ class Compiler:
         travels = self.recipe.travels(direction, pattern, shape.bytes_per_token(direction))
 
         def make() -> Program:
-            steps, its = self.recipe.steps(direction, pattern, shape, self.rank), self.recipe.schedule
+            steps, schedule = self.recipe.steps(direction, pattern, shape, self.rank), self.recipe.schedule
             early = self.early if self.recipe.overlap else 0
-            return lower(its.name, direction, self.rank, self.recipe.size, steps, wide_travel, its.parts, early)
+            return lower(
+                schedule.name, direction, self.rank, self.recipe.size, steps, wide_travel, schedule.parts, early
+            )
 
         return _kept(self._programs, (direction, pattern, travels, wide_travel, sizes), make)
 

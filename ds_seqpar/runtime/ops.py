@@ -164,8 +164,8 @@ def _nothing(q: Tensor, *more: object) -> Tensor:
 
 
 def _forward(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
-    its = given.attended(q.shape[1])
-    return _finish(given.runtime.forward(q, k, v, sinks, *its, given.stages, given.keep, given.lse), q.device)
+    attended = given.attended(q.shape[1])
+    return _finish(given.runtime.forward(q, k, v, sinks, *attended, given.stages, given.keep, given.lse), q.device)
 
 
 def _seen(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
