@@ -223,11 +223,10 @@ class Compiler:
         travels = self.recipe.travels(direction, pattern, shape.bytes_per_token(direction))
 
         def make() -> Program:
-            steps, schedule = self.recipe.steps(direction, pattern, shape, self.rank), self.recipe.schedule
+            name, parts = self.recipe.schedule.name, self.recipe.schedule.parts
+            steps = self.recipe.steps(direction, pattern, shape, self.rank)
             early = self.early if self.recipe.overlap else 0
-            return lower(
-                schedule.name, direction, self.rank, self.recipe.size, steps, wide_travel, schedule.parts, early
-            )
+            return lower(name, direction, self.rank, self.recipe.size, steps, wide_travel, parts, early)
 
         return _kept(self._programs, (direction, pattern, travels, wide_travel, sizes), make)
 
