@@ -210,9 +210,8 @@ class _WalkEvents:
     def described(self, one: Started) -> list[tuple[str, str, dict[str, Any]]]:
         """Kind, label and further fields of the event of each message."""
         if isinstance(one, op.ExchangeStart):
-            traffic, heads = self.bound.traffic(one.trade), self.bound.heads
-            assert heads is not None
-            size = traffic.arriving(heads.members.member) * traffic.itemsize
+            traffic = self.bound.traffic(one.trade)
+            size = traffic.arriving(self.bound.heads.members.member) * traffic.itemsize
             return [("exchange", one.label, {"what": "+".join(one.trade.fields), "bytes": size})]
         if not isinstance(one, op.Post):
             kind, whole = one.collective.unit
