@@ -295,9 +295,8 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
-    handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int,
-) -> list[Tensor]:  # fmt: skip
+    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int], *settings: object
+) -> list[Tensor]:
     found = [do.new_empty(do.shape), do.new_empty(k_shape), do.new_empty(k_shape)]
     return found if sinks is None else [*found, sinks.new_empty(sinks.shape)]
 
