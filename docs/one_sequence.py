@@ -10,11 +10,11 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from ds_seqpar.compiler.layout import dealt
+from ds_seqpar.compiler.layout import LAYOUTS
 
 RANKS, CHUNKS = 4, 8
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")
-HELD = [[p for run in dealt("zigzag", CHUNKS, RANKS, rank) for p in run.positions] for rank in range(RANKS)]
+HELD = [[p for run in LAYOUTS["zigzag"].runs(CHUNKS, RANKS, rank) for p in run.positions] for rank in range(RANKS)]
 OWNER = {chunk: rank for rank, chunks in enumerate(HELD) for chunk in chunks}
 
 

@@ -103,11 +103,11 @@ def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes:
 
 class Bound:
     """A program with the lengths of one call: read by the walker, the simulator and the memory figure. shapes: of the
-    inner tensors of every stage. heads: who has which; None for an inner program alone."""
+    inner tensors of every stage. heads: who has which; of an inner program alone one member has all."""
 
     def __init__(
         self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, takes: Takes,
-        growing: _Growing | None = None, heads: Heads | None = None,
+        growing: _Growing | None, heads: Heads,
     ) -> None:  # fmt: skip
         self.program, self.shapes, self.shards, self.mask, self.takes = program, shapes, shards, mask, takes
         self.shape, self.heads = shapes[0], heads
@@ -140,7 +140,6 @@ class Bound:
 
     def _traffic(self, trade: Trade) -> Traffic:
         """What an exchange of heads sends and receives."""
-        assert self.heads is not None  # who has no exchanges is not asked
         return exchange.traffic(self.heads, trade, self.shapes[trade.stage], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
@@ -186,8 +185,8 @@ class Compiler:
         """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
 
         def make() -> Bound:
-            program = self.program(direction, mask, shards, shape)
-            return Bound(program, (shape,), shards, mask, takes, self.growing(mask, shards, takes.square))
+            program, heads = self.program(direction, mask, shards, shape), Heads.of(shape.q_heads, shape.kv_heads)
+            return Bound(program, (shape,), shards, mask, takes, self.growing(mask, shards, takes.square), heads)
 
         return _kept(self._bound, (direction, mask, shards, shape, takes), make)
 
@@ -223,9 +222,10 @@ class Compiler:
         travels = self.recipe.travels(direction, pattern, shape.bytes_per_token(direction))
 
         def make() -> Program:
-            steps, its = self.recipe.steps(direction, pattern, shape, self.rank), self.recipe.schedule
+            name, parts = self.recipe.schedule.name, self.recipe.schedule.parts
+            steps = self.recipe.steps(direction, pattern, shape, self.rank)
             early = self.early if self.recipe.overlap else 0
-            return lower(its.name, direction, self.rank, self.recipe.size, steps, wide_travel, its.parts, early)
+            return lower(name, direction, self.rank, self.recipe.size, steps, wide_travel, parts, early)
 
         return _kept(self._programs, (direction, pattern, travels, wide_travel, sizes), make)
 

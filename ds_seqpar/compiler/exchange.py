@@ -37,6 +37,9 @@ class Members(NamedTuple):
     member: int = 0
 
 
+ONE_MEMBER = Members()
+
+
 class Kept(NamedTuple):
     """What backward needs of what forward has beside the caller's own tensors and the lse. operands: the inner q, k and
     v as they arrived, so that they are not sent again; out: the inner out, so that no delta is sent for it."""
@@ -82,7 +85,7 @@ class Heads:
     stages: tuple[Stage, ...]
 
     @classmethod
-    def of(cls, q: int, kv: int, members: Members, stages: int) -> Heads:
+    def of(cls, q: int, kv: int, members: Members = ONE_MEMBER, stages: int = 1) -> Heads:
         return cls(members, dealing.stages(q, kv, stages))
 
     def inner(self, stage: int) -> tuple[slice, slice]:

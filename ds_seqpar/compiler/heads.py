@@ -142,8 +142,8 @@ def _alike(shares: list[tuple[slice, ...]]) -> Run:
     return Run(len(shares), heads, spans, tuple(sharing))
 
 
-def sizes(its: Deal, counts: Sequence[int], member: int, token: int) -> tuple[list[int], list[int]]:
+def sizes(deal: Deal, counts: Sequence[int], member: int, token: int) -> tuple[list[int], list[int]]:
     """Elements that go to every member inward and that come from each; outward the other way round. token: those of one
     head of a token, in the whole batch."""
     outside = counts[member] * token
-    return [outside * width for width in its.widths], [count * its.widths[member] * token for count in counts]
+    return [outside * width for width in deal.widths], [count * deal.widths[member] * token for count in counts]

@@ -213,17 +213,16 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
             if buffer not in place:
                 wanted = buffers[buffer]
                 pool = free[pool_of(wanted)]
-                place[buffer] = pool.pop() if pool else len(slots)
-                if place[buffer] == len(slots):
+                slot = place[buffer] = pool.pop() if pool else len(slots)
+                if slot == len(slots):
                     slots.append(wanted)
                 else:
-                    slots[place[buffer]] = slots[place[buffer]]._replace(keys=slots[place[buffer]].keys + wanted.keys)
+                    slots[slot] = slots[slot]._replace(keys=slots[slot].keys + wanted.keys)
                 dying[last[buffer]].append(buffer)
-                ends[place[buffer]] = last[buffer]
+                ends[slot] = last[buffer]
         lowered.append(renamed(instruction, place.__getitem__))
         for buffer in dying.pop(at, []):
-            wanted = buffers[buffer]
-            free[pool_of(wanted)].append(place[buffer])
+            free[pool_of(buffers[buffer])].append(place[buffer])
     frees: list[list[int]] = [[] for _ in code]
     for slot, at in ends.items():
         frees[at].append(slot)

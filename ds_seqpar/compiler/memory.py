@@ -18,7 +18,7 @@ from .compile import Bound, Compiler, Recipe
 from .exchange import ROWS, SIDE, Kept
 from .masks import Mask
 from .program import is_own, methods_of
-from .shape import ITEMSIZE, Shape, shape_of
+from .shape import ITEMSIZE, Shape, shape_of, token_bytes
 from .shards import Shards, members_tokens, tokens_of
 from .tiles import PIECE, Tile
 
@@ -183,7 +183,7 @@ class _Follower:
         """Bytes of so many tokens' result in the inputs' dtype."""
         fields = self.shape.fields(self.program.direction, kind, self.shape.dtype)
         named = [f for f in fields if kind != "q" or f.name == "q"]
-        return self.shape.batch * tokens * sum(f.elements * f.itemsize for f in named)
+        return self.shape.batch * tokens * token_bytes(named)
 
     def call(self, one: op.Product, call: Tile) -> None:
         """Its operands, where they are copies, or its results; which go to the running ones, one after the other."""
@@ -254,7 +254,7 @@ class _Follower:
         part = reduce.part(self.program.rank)
         fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.wide)
         tokens = self.shape.batch * self.bound.tokens(reduce.kind, part)
-        own = tokens * sum(f.elements * f.itemsize for f in fields)
+        own = tokens * token_bytes(fields)
         self.results[reduce.kind, part] = _Result(loose=own, whole=True, wide=True)
         self.make(one.received)
 
@@ -281,8 +281,7 @@ class _Follower:
 
     def own(self, stage: int, field: str) -> int:
         """Bytes of own tokens of the stage's heads."""
-        heads, (part, whole) = self.bound.heads, (self.shape, self.bound.shards)
-        assert heads is not None
+        heads, part, whole = self.bound.heads, self.shape, self.bound.shards
         tokens = members_tokens(whole, SIDE.get(field, "q"), self.program.rank, heads.members.degree)
         held = heads.held(stage, field)
         width = ITEMSIZE[part.wide] if field in ROWS else part.head_dim * part.itemsize
@@ -306,9 +305,7 @@ class _Follower:
 
     def leave(self, one: op.Leave) -> None:
         """The results of the stage; what it was given goes, or is kept."""
-        heads, rank = self.bound.heads, self.program.rank
-        assert heads is not None
-        tokens = {side: tokens_of(self.bound.shards, side, rank) for side in ("q", "kv")}
+        tokens = {side: tokens_of(self.bound.shards, side, self.program.rank) for side in ("q", "kv")}
         self.results.clear()
         self.outs.clear()
         for kind in ACCUMULATORS[self.program.direction]:
@@ -322,7 +319,7 @@ class _Follower:
                 self.saved, self.left[name] = self.saved + self.left[name], 0
             if "lse" not in self.sent:
                 del self.left["lse"]
-        if heads.members.degree == 1:
+        if self.bound.heads.members.degree == 1:
             for name in list(self.left):
                 self.put(one.stage, name, self.left.pop(name))
 
@@ -331,12 +328,10 @@ class _Follower:
             self.put(one.trade.stage, field, self.own(one.trade.stage, field))
 
     def put(self, stage: int, field: str, size: int) -> None:
-        heads = self.bound.heads
-        assert heads is not None
+        stages = len(self.bound.heads.stages)
         if field not in self.whole:
-            every = range(len(heads.stages))
-            self.whole[field] = sum(self.own(each, field) for each in every) if len(every) > 1 else size
-        self.see(size if len(heads.stages) > 1 else 0)
+            self.whole[field] = sum(self.own(each, field) for each in range(stages)) if stages > 1 else size
+        self.see(size if stages > 1 else 0)
 
 
 FOLLOW = methods_of(_Follower)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .actions import ACCUMULATORS
@@ -86,8 +87,7 @@ class Shape:
 @functools.lru_cache(maxsize=256)
 def _bytes_per_token(shape: Shape, direction: str) -> dict[str, int]:
     kinds = ("q", "kv", *ACCUMULATORS[direction])
-    sizes = {kind: sum(f.elements * f.itemsize for f in shape.fields(direction, kind)) for kind in kinds}
-    return {kind: shape.batch * size for kind, size in sizes.items()}
+    return {kind: shape.batch * token_bytes(shape.fields(direction, kind)) for kind in kinds}
 
 
 class Place(NamedTuple):
@@ -111,9 +111,14 @@ def places_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Place
     return tuple(places[field.name] for field in fields)
 
 
+def token_bytes(fields: Iterable[Field]) -> int:
+    """Bytes of one token of one sequence."""
+    return sum(f.elements * f.itemsize for f in fields)
+
+
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
     """What one unit of `rows` tokens takes, in whole words, so that another can stand after it."""
-    return -(-rows * sum(f.elements * f.itemsize for f in fields) // 8) * 8
+    return -(-rows * token_bytes(fields) // 8) * 8
 
 
 def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:

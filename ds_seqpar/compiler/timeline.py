@@ -140,7 +140,7 @@ def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
     found, tid = [], 0
     for track in ("compute", "receive", "send"):
-        mine = timeline.of(rank, *(kind for kind, its in TRACKS.items() if its == track))
+        mine = timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track))
         # what computes is one thing at a time, or inside another; messages overlap, and a track cannot show that
         placed = [(0, event) for event in mine] if track == "compute" else lanes(mine)
         count = 1 + max((lane for lane, _ in placed), default=-1)

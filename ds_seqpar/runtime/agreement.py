@@ -146,7 +146,7 @@ def _explain(
     calls_differ = len({what for what, *_ in seen}) > 1
     parts = [0 if calls_differ else part for *_, part in seen]
     for part in sorted(set(parts)):
-        members = [rank for rank, its in enumerate(parts) if its == part]
+        members = [rank for rank, theirs in enumerate(parts) if theirs == part]
         why = advice({names[rank]: seen[rank][1] for rank in members}) if advice and not calls_differ else ""
         if given := differences({names[rank]: seen[rank][:2] for rank in members}, why):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"

@@ -89,18 +89,18 @@ def views(buffer: Tensor, places: tuple[Place, ...]) -> Tensors:
 # ---- heads, as an exchange sends them
 
 
-def _blocks(buffer: Tensor, its: Deal, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
+def _blocks(buffer: Tensor, deal: Deal, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
     """What goes or comes outside (elements,) -> of every run the part (members, s, B, h, D) of each tensor."""
-    shapes = [(run.members, tokens, batch, sum(run.heads), dim) for run in its.runs]
+    shapes = [(run.members, tokens, batch, sum(run.heads), dim) for run in deal.runs]
     parts = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)
-    return [part.view(shape).split(run.heads, dim=3) for part, shape, run in zip(parts, shapes, its.runs, strict=True)]
+    return [part.view(shape).split(run.heads, dim=3) for part, shape, run in zip(parts, shapes, deal.runs, strict=True)]
 
 
-def pack_in(tensors: Sequence[Tensor], its: Deal, buffer: Tensor) -> None:
-    """Each (B, s, H, D), H as `its.totals` -> buffer (elements,): for each member (s, B, h of all, D), the heads that
+def pack_in(tensors: Sequence[Tensor], deal: Deal, buffer: Tensor) -> None:
+    """Each (B, s, H, D), H as `deal.totals` -> buffer (elements,): for each member (s, B, h of all, D), the heads that
     it works on."""
     batch, tokens, _, dim = tensors[0].shape
-    for run, block in zip(its.runs, _blocks(buffer, its, batch, tokens, dim), strict=True):
+    for run, block in zip(deal.runs, _blocks(buffer, deal, batch, tokens, dim), strict=True):
         for x, part, heads, span, shared in zip(tensors, block, *run[1:], strict=True):
             shares = run.members // shared
             mine = _by_member(x, span, (batch, tokens, shares, heads, dim))
@@ -124,15 +124,15 @@ def join_out(tensors: Sequence[Tensor]) -> Tensor:
     return turned[0] if len(turned) == 1 else torch.cat(turned, dim=2)
 
 
-def unpack_out(received: Tensor, its: Deal, batch: int, tokens: int, dim: int) -> list[Tensor]:
+def unpack_out(received: Tensor, deal: Deal, batch: int, tokens: int, dim: int) -> list[Tensor]:
     """What the all-to-all gives, (elements,): from each member (s, B, h of all, D) -> each (B, s, H, D), in memory of
     its own. Where members share heads, what belongs to one is summed, in fp32 or wider."""
-    blocks, found = _blocks(received, its, batch, tokens, dim), []
+    blocks, found = _blocks(received, deal, batch, tokens, dim), []
     sums = wide(received.dtype)
-    for index, (total, split) in enumerate(zip(its.totals, its.split, strict=True)):
+    for index, (total, split) in enumerate(zip(deal.totals, deal.split, strict=True)):
         shape, done = (batch, tokens, total, dim), 0
         whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
-        for run, block in zip(its.runs, blocks, strict=True):
+        for run, block in zip(deal.runs, blocks, strict=True):
             part, heads, span, shared = block[index], run.heads[index], run.spans[index], run.sharing[index]
             shares = run.members // shared
             if shared > 1:

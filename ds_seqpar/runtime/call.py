@@ -34,7 +34,6 @@ class Call(abc.ABC):
     def __init__(
         self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None
     ) -> None:
-        assert bound.heads is not None
         self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
         self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
         self.inner: dict[str, Tensor] = {}

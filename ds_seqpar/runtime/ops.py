@@ -164,8 +164,8 @@ def _nothing(q: Tensor, *more: object) -> Tensor:
 
 
 def _forward(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
-    its = given.attended(q.shape[1])
-    return _finish(given.runtime.forward(q, k, v, sinks, *its, given.stages, given.keep, given.lse), q.device)
+    attended = given.attended(q.shape[1])
+    return _finish(given.runtime.forward(q, k, v, sinks, *attended, given.stages, given.keep, given.lse), q.device)
 
 
 def _seen(given: _Given, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
@@ -295,9 +295,8 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
-    handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, keep: int,
-) -> list[Tensor]:  # fmt: skip
+    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int], *settings: object
+) -> list[Tensor]:
     found = [do.new_empty(do.shape), do.new_empty(k_shape), do.new_empty(k_shape)]
     return found if sinks is None else [*found, sinks.new_empty(sinks.shape)]
 

@@ -198,29 +198,29 @@ class _WalkEvents:
     def messages(self, one: Started, start: float) -> list[Event]:
         """The messages that an instruction starts: first those that arrive, then those that leave, as their works."""
         waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
-        count = len(one.receives) + len(one.sends) if isinstance(one, op.Post) else 1
-        works = self.works[one.ticket]
-        ends = [done if work.seen is None else self.seconds(work.seen) for work in works]
-        if not isinstance(one, op.Post):
-            ends = ends[-1:]  # a collective is one event: all that arrives
-        ends = ends if len(ends) == count else ends[-1:] * count  # several messages may share one work
-        more: dict[str, Any] = {"waited": waited}
+        messages = self.described(one)
+        ends = [done if work.seen is None else self.seconds(work.seen) for work in self.works[one.ticket]]
+        if len(ends) != len(messages):  # several messages may share one work; a collective's works are one message
+            ends = ends[-1:] * len(messages)
+        return [
+            self.event(kind, (start, end), label, one.step, waited=waited, **more)
+            for (kind, label, more), end in zip(messages, ends, strict=True)
+        ]
+
+    def described(self, one: Started) -> list[tuple[str, str, dict[str, Any]]]:
+        """Kind, label and further fields of the event of each message."""
         if isinstance(one, op.ExchangeStart):
-            traffic, heads = self.bound.traffic(one.trade), self.bound.heads
-            assert heads is not None
-            more |= {"what": "+".join(one.trade.fields)}
-            more |= {"bytes": traffic.arriving(heads.members.member) * traffic.itemsize}
-            return [self.event("exchange", (start, ends[0]), one.trade.words, one.step, **more)]
+            traffic = self.bound.traffic(one.trade)
+            size = traffic.arriving(self.bound.heads.members.member) * traffic.itemsize
+            return [("exchange", one.label, {"what": "+".join(one.trade.fields), "bytes": size})]
         if not isinstance(one, op.Post):
-            its = one.collective
-            more |= {"what": its.kind, "blocks": (its.whole,), "bytes": _arriving(self.bound, one)}
-            return [self.event("move", (start, ends[0]), str(its), one.step, **more)]
+            kind, whole = one.collective.unit
+            return [("move", one.label, {"what": kind, "blocks": (whole,), "bytes": _arriving(self.bound, one)})]
         found = []
-        sides = [("move", t) for t in one.receives] + [("send", t) for t in one.sends]
-        for (kind, transfer), end in zip(sides, ends, strict=True):
-            size = self.bound.unit_bytes(transfer.slot, *transfer.unit)
-            more |= {"what": transfer.unit[0], "blocks": (transfer.unit[1],), "peer": transfer.peer, "bytes": size}
-            found.append(self.event(kind, (start, end), self.route(kind, transfer), one.step, **more))
+        for kind, t in [*(("move", t) for t in one.receives), *(("send", t) for t in one.sends)]:
+            (what, key), size = t.unit, self.bound.unit_bytes(t.slot, *t.unit)
+            more = {"what": what, "blocks": (key,), "peer": t.peer, "bytes": size}
+            found.append((kind, self.route(kind, t), more))
         return found
 
     def route(self, kind: str, transfer: Transfer) -> str:

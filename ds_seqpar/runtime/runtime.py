@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -20,10 +20,7 @@ from ..handles import handle_of
 from .call import BackwardCall, ForwardCall, Saved
 from .comm import Comm
 from .kernels import BlockSpec, Kernel, Scores, select
-from .walk import Walk
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
+from .walk import Recorder, Walk
 
 NOT_RECORDED = contextlib.nullcontext()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,15 @@ from .comm import Comm, Handle, Message
 from .kernels.accumulate import Running
 from .work import ALL, Work
 
-if TYPE_CHECKING:
-    from .recorder import Recorder
+
+class Recorder(Protocol):
+    def advancing(self, walk: Walk) -> Callable[[], None]:
+        """What to call in place of the walk's `advance`."""
+        ...
+
+    def span(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
+        """What happens inside is one event."""
+        ...
 
 
 class Walk:

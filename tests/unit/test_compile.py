@@ -7,6 +7,7 @@ import pytest
 from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.compile import PROBE, Bound, Compiler, Recipe, pattern_of
 from ds_seqpar.compiler.cuts import PLAIN
+from ds_seqpar.compiler.exchange import Heads
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask, visibility
 from ds_seqpar.compiler.plan import Pattern
 from ds_seqpar.compiler.schedules import SCHEDULES
@@ -72,8 +73,8 @@ def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
 def test_tiles_grow_without_looking_at_tokens():
     """Those of a million tokens are found by arithmetic, and a bound keeps them."""
     shards = EvenShards("zigzag", 1 << 20, 8)
-    bound = Bound(Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).program(
-        "forward", CAUSAL, shards, SHAPE), (SHAPE,), shards, CAUSAL, PLAIN)  # fmt: skip
+    program = Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).program("forward", CAUSAL, shards, SHAPE)
+    bound = Bound(program, (SHAPE,), shards, CAUSAL, PLAIN, None, Heads.of(SHAPE.q_heads, SHAPE.kv_heads))
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
     tokens = (1 << 20) // 8

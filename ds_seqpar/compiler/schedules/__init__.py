@@ -52,8 +52,8 @@ def settings() -> dict[str, tuple[Setting, Schedule]]:
 def _register_own() -> None:
     modules = [importlib.import_module(f".{module.name}", __name__) for module in pkgutil.iter_modules(__path__)]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Schedule)]
-    for its in sorted(found, key=lambda its: its.name):
-        register(its)
+    for one in sorted(found, key=lambda one: one.name):
+        register(one)
 
 
 _register_own()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import SECTION, ConfigError
-from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceScatter, Step, Steps
+from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit
 from ..layout import Axes, Topology, divisors
 from ..plan import Counted, Pattern, bits
 from .base import Heads, Own, Schedule, blocks_received, count, three_counts
@@ -263,13 +263,16 @@ class Direct(Counted):
         """(rank, step) -> its moves of operands, and of results."""
         operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
         results: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
         for rank, steps in enumerate(self.every):
-            for move, t in _fetches(rank, steps):
-                for end in move.ranks:
-                    operands[end, t].append(move)
-            for move, t in _homewards(rank, steps, self.direction):
-                for end in move.ranks:
-                    results[end, t].append(move)
+            # a foreign block arrives in the step before the first that reads it
+            for (kind, key), t in _reached(rank, enumerate(steps), (("q", 0), ("kv", 1))).items():
+                for end in (*key, rank):
+                    operands[end, t - 1].append(Move(src=key[0], dst=rank, kind=kind, key=key))
+            # its result goes home after the last step that adds to it
+            for (kind, key), t in _reached(rank, reversed([*enumerate(steps)]), kinds).items():
+                for end in (rank, *key):
+                    results[end, t].append(Move(src=rank, dst=key[0], kind=kind, key=key))
         return operands, results
 
     def __call__(self, rank: int) -> Steps:
@@ -296,21 +299,13 @@ class Direct(Counted):
         return found
 
 
-def _fetches(rank: int, steps: Sequence[Pairs]) -> list[tuple[Move, int]]:
-    """Each foreign block arrives in the step before the first that reads it."""
-    first: dict[tuple[str, int], int] = {}
-    for t, pairs in enumerate(steps):
-        for i, j in pairs:
-            for unit in (("q", i), ("kv", j)):
-                first.setdefault(unit, t)
-    return [(Move(src=b, dst=rank, kind=kind, key=(b,)), t - 1) for (kind, b), t in first.items() if b != rank]
-
-
-def _homewards(rank: int, steps: Sequence[Pairs], direction: str) -> list[tuple[Move, int]]:
-    """Each foreign block's result goes home after the last step that adds to it."""
-    last: dict[tuple[str, int], int] = {}
-    for t, pairs in enumerate(steps):
-        for i, j in pairs:
-            for unit in (("out", i),) if direction == "forward" else (("dq", i), ("dkv", j)):
-                last[unit] = t
-    return [(Move(src=rank, dst=b, kind=kind, key=(b,)), t) for (kind, b), t in last.items() if b != rank]
+def _reached(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
+    """For each foreign block of a rank's products the first of these steps that has it. kinds: what a block is called,
+    and its place in a pair."""
+    found: dict[Unit, int] = {}
+    for t, pairs in steps:
+        for pair in pairs:
+            for kind, side in kinds:
+                if pair[side] != rank:
+                    found.setdefault((kind, (pair[side],)), t)
+    return found

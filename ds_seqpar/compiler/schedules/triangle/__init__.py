@@ -34,16 +34,16 @@ def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str 
     """
     if travels != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
-    its = tiling(topology.size("strip", "pair"), topology.size("strip"))
+    tiles = tiling(topology.size("strip", "pair"), topology.size("strip"))
     seen = 0
-    for q in its.chunks:
+    for q in tiles.chunks:
         seen |= 1 << q
         if later := pattern.rows[q] & ~seen:
             raise ConfigError(
                 "triangle needs causal attention, in which no query sees a later chunk; got queries of chunk "
                 f"{q} that see keys of chunk {next(bits(later))}, use a causal mask, or schedule ring or mesh"
             )
-    return _Triangle(its, pattern, direction)
+    return _Triangle(tiles, pattern, direction)
 
 
 def takes(q: int, kv: int) -> bool:
@@ -53,14 +53,14 @@ def takes(q: int, kv: int) -> bool:
     return _taken(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
 
 
-def _taken(its: Tiling, q: int, kv: int) -> bool:
-    return its.place[kv] <= its.place[q]
+def _taken(tiles: Tiling, q: int, kv: int) -> bool:
+    return tiles.place[kv] <= tiles.place[q]
 
 
 class _Triangle(Counted):
-    def __init__(self, its: Tiling, pattern: Pattern, direction: str) -> None:
-        self.its, self.pattern, self.direction = its, pattern, direction
-        self.hops = {side: its.length(side) - 1 for side in ("q", "kv")}  # of a chunk that goes round
+    def __init__(self, tiles: Tiling, pattern: Pattern, direction: str) -> None:
+        self.tiles, self.pattern, self.direction = tiles, pattern, direction
+        self.hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}  # of a chunk that goes round
         self.turn = self.comes("kv", self.hops["kv"])  # the first step in which results leave
         self.steps = max(1, self.turn + 2 * self.hops["kv"])
         self.products = functools.cache(self._products)
@@ -69,13 +69,13 @@ class _Triangle(Counted):
 
     def _products(self, rank: int) -> list[tuple[int, int]]:
         """The (q chunk, k/v chunk) pairs of a rank that are needed: its tile and its share of the blocks' diagonal."""
-        i, _, j = self.its.tile(rank)
-        row, column = self.its.members("q", self.groups(rank, "q")[0]), self.its.members("kv", j)
+        i, _, j = self.tiles.tile(rank)
+        row, column = self.tiles.members("q", self.groups(rank, "q")[0]), self.tiles.members("kv", j)
         late = column.index(2 * rank)
         found = [(q, kv) for q in row for kv in column]
         found += [(q, row[j]) for q in row[j:i]]
         found += [(column[late], kv) for kv in column[: late + 1]]
-        found += self.its.staircase(rank)
+        found += self.tiles.staircase(rank)
         return [pair for pair in found if self.pattern(*pair)]
 
     def _reads(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
@@ -86,21 +86,21 @@ class _Triangle(Counted):
     def groups(self, rank: int, side: str) -> list[int]:
         """The strips, or blocks, of which it has or gets a chunk: its row's first, or its block, then falling. So any
         two ranks have those that they share in one order."""
-        i, strip, j = self.its.tile(rank)
+        i, strip, j = self.tiles.tile(rank)
         if side == "kv":
             return [i, j]
-        late = self.its.place[2 * rank] // self.its.long
-        lent = {strip for strip, _ in self.its.lent_to(rank)}
-        return [i * self.its.strips + strip, *sorted({late, *lent}, reverse=True)]
+        late = self.tiles.place[2 * rank] // self.tiles.long
+        lent = {strip for strip, _ in self.tiles.lent_to(rank)}
+        return [i * self.tiles.strips + strip, *sorted({late, *lent}, reverse=True)]
 
     def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Of every chunk that goes round a group: the members that read it, but for its owner, each with its distance
         in hops. Then the same of chunks that the staircase takes."""
-        way = self.its.way(side, number)
+        way = self.tiles.way(side, number)
         for start, (chunk, _) in enumerate(way):
             stops = [(way[(start + hop) % len(way)].rank, hop) for hop in range(1, len(way))]
             yield chunk, [(r, hop) for r, hop in stops if r is not None and chunk in self.reads(r)[side == "kv"]]
-        for chunk, ranks in self.its.stairs(side, number):
+        for chunk, ranks in self.tiles.stairs(side, number):
             yield chunk, [(r, hop) for hop, r in enumerate(ranks, 1) if chunk in self.reads(r)[side == "kv"]]
 
     def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
@@ -182,8 +182,8 @@ class _Triangle(Counted):
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        found: list[float] = [0] * self.its.ranks
-        for side, number in self.its.groups():
+        found: list[float] = [0] * self.tiles.ranks
+        for side, number in self.tiles.groups():
             for _, move, _ in self.rounds(side, number):
                 found[move.dst] += units[move.kind]
         return found
@@ -192,18 +192,18 @@ class _Triangle(Counted):
 def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
     """T - 2 chunks of q and R (T - 1) - 1 of k/v. Of their results as many, but for those that start with a rank, and
     one more from the group that it is outside of. And of the staircase what `Tiling.stairs` says."""
-    its = _of(dict(axes))
+    tiles = _of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
-    hops = {side: its.length(side) - 1 for side in ("q", "kv")}
-    found: list[float] = [sum(hops[side] * units[side] for side in hops)] * its.ranks
-    for side, number in its.groups():
+    hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}
+    found: list[float] = [sum(hops[side] * units[side] for side in hops)] * tiles.ranks
+    for side, number in tiles.groups():
         result = units[kinds[side]] if side in kinds else 0
-        way = its.way(side, number)
+        way = tiles.way(side, number)
         for n, (chunk, rank) in enumerate(way):
             found[chunk // 2 if rank is None else rank] += result * (
                 1 if rank is None else hops[side] - _foreign(way, n)
             )
-        for chunk, ranks in its.stairs(side, number):
+        for chunk, ranks in tiles.stairs(side, number):
             for rank, home in zip(ranks, [*ranks[1:], chunk // 2], strict=True):
                 found[rank] += units[side]
                 found[home] += result
