@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .compiler.masks import Mask
 from .documents import Lengths, documents_of, without_documents
 from .errors import InputError, as_error
-from .placement import Placement, starts_of
+from .placement import Placement
 from .runtime import causes, trusted
 from .runtime.agreement import Alike, agree, in_words, sums
 from .sharding import Sharding
@@ -158,9 +159,9 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
         separate = _padding_as_documents(documents or (seq,) * rows, mask)
     placement = sp.place(rows * seq, separate, causal=causal) if separate else sp.place(seq, causal=causal)
     if separate and placement is not None:
-        placement = dataclasses.replace(placement, rows=rows, restarts=starts_of(documents or (seq,) * rows))
+        placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
     starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
-    starts[[*starts_of(separate or (seq,) * rows), rows * seq]] = True
+    starts[[*Mask.documents_of(separate or (seq,) * rows), rows * seq]] = True
     checked = Checked(
         tensors=rest,
         ends=starts[1:].view(rows, seq),
@@ -238,7 +239,7 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
     """Lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
     flat = mask.flatten()
     edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
-    cuts = sorted({*starts_of(lengths), *edges, flat.numel()})
+    cuts = sorted({*Mask.documents_of(lengths), *edges, flat.numel()})
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 

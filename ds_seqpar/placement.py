@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import torch
 from torch import Tensor
@@ -54,11 +53,6 @@ class Placement:
         """What a model is given for them."""
         positions, restarts = self.positions(ulysses, rank), torch.tensor(self.restarts, device="cpu")
         return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
-
-
-def starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The first positions of documents that lie end to end."""
-    return tuple(itertools.accumulate(lengths[:-1], initial=0))
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from .compiler.masks import Mask
 from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
 from .errors import InputError
-from .placement import Placement, held, starts_of
+from .placement import Placement, held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
 from .runtime.comm import failing
@@ -65,13 +65,14 @@ class Sharding:
         if documents is None and seq % self.multiple == 0:
             return None
         lengths = (seq,) if documents is None else tuple(documents)
-        mask = Mask(causal=causal, documents=Mask.documents_of(lengths))
+        starts = Mask.documents_of(lengths)
+        mask = Mask(causal=causal, documents=starts)
         if sum(lengths) != seq:
             raise InputError(f"documents must have all {seq} tokens of the sequence; got {sum(lengths)}")
         from .compiler.balance import shards_of  # of lengths that ranks cannot share equally
 
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
-        return Placement(mask, shards, restarts=starts_of(lengths))
+        return Placement(mask, shards, restarts=starts)
 
     def position_ids(self, seq: int, placement: Placement | None = None) -> Tensor:
         """The positions of this rank's tokens of a sequence of `seq`, int64 (its tokens,), on the CPU. They are global;

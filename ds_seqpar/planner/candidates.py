@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import limits
@@ -97,14 +97,15 @@ def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iter
     for size, ulysses in degrees(world, heads, given):
         for schedule in _schedules(given):
             for own in schedule.shapes(size // ulysses):
-                if all(own.get(name) == _listed(given[name]) for name in own if _fixed(given, name)):
+                wanted = {name: given[name] for name in own if _fixed(given, name)}
+                if all(own[name] == (tuple(x) if isinstance(x, list) else x) for name, x in wanted.items()):
                     yield size, ulysses, schedule, own
 
 
 def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """(size, ulysses), of as many inner ranks as programs can be followed of."""
-    for size in [given["size"]] if _fixed(given, "size") else divisors(world):
-        for ulysses in [given["ulysses"]] if _fixed(given, "ulysses") else legal_ulysses(size, heads[0]):
+    for size in _options(given, "size", divisors(world)):
+        for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
             few = size <= limits.PLANNED and ulysses <= limits.MEMBERS
             if few and size % ulysses == 0 and size // ulysses <= limits.FOLLOWED:
                 yield size, ulysses
@@ -121,18 +122,13 @@ def candidates(
 def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Candidate]:
     size, ulysses, schedule, own = shape
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
-    placements = [given["placement"]] if _fixed(given, "placement") else list(schedule.placements)[:most]
-    layouts = (
-        [given["layout"]]
-        if _fixed(given, "layout")
-        else list(dict.fromkeys((schedule.default_layout, *schedule.layouts)))[:most]
-    )
-    for placement in placements:
+    layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
+    for placement in _options(given, "placement", schedule.placements)[:most]:
         order = place(axes, placement, schedule.placements)
         topology = Topology.of(
             axes, ulysses=ulysses, data=world // size, order=order, collective_axes=schedule.collective_axes
         )
-        for layout in dict.fromkeys(layouts):
+        for layout in _options(given, "layout", layouts)[:most]:
             if layout in schedule.layouts:
                 yield Candidate(
                     size=size, ulysses=ulysses, schedule=schedule, own=own, layout=layout, placement=placement,
@@ -150,17 +146,15 @@ def _fixed(given: Mapping[str, Any], name: str) -> bool:
     return given.get(name, "auto") != "auto"
 
 
-def _listed(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[Any]:
+    """The value that is given, or every one."""
+    return [given[name]] if _fixed(given, name) else list(every)
 
 
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Direction -> what may go round, of that which makes a difference."""
-    found = {}
-    for way in ("forward", "backward"):
-        sides = candidate.schedule.travellers if candidate.inner > 1 else candidate.schedule.travellers[:1]
-        found[way] = (given[way],) if _fixed(given, way) else sides
-    return found
+    sides = candidate.schedule.travellers if candidate.inner > 1 else candidate.schedule.travellers[:1]
+    return {way: tuple(_options(given, way, sides)) for way in ("forward", "backward")}
 
 
 def refusal(candidate: Candidate, seq: int, documents: bool) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from ds_seqpar.placement import starts_of
+from ds_seqpar.compiler.masks import Mask
 from hf_integration import noise, unpatch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf import families, trainers
@@ -44,7 +44,7 @@ def batch(kind, rows=2):
     if kind == "packed":
         lengths = (30, SEQ * rows - 30)
         given = {name: x.view(1, -1) for name, x in given.items()}
-        given["labels"][0, starts_of(lengths)] = IGNORE
+        given["labels"][0, Mask.documents_of(lengths)] = IGNORE
         given["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     return given
 
