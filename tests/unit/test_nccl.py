@@ -26,7 +26,7 @@ from ds_seqpar.testing import _Ranks, _VirtualComm, _Waiting
 from tests.grids import cover, each_then_rest
 from tests.oracle import dense, errors, tensors
 from tests.unit.plans import SINGLE
-from tests.unit.test_program import DO, Model
+from tests.unit.test_program import Model
 
 MASKS = {
     "causal": lambda seq: CAUSAL,
@@ -228,12 +228,11 @@ class _Nccl(_VirtualComm):
         self.wire.queues[self.rank].append((where, one))
         return one
 
-    def _together(self, ranks, kind, elements, sent, received):
+    def _together(self, peers, kind, elements, sent, received, tag=-1):
         pairs = (
-            [Message(peer, kind, 0, x, -1) for peer, x in zip(self.order(ranks), parts, strict=True)]
-            for parts in (sent, received)
+            [Message(peer, kind, 0, x, tag) for peer, x in zip(peers, parts, strict=True)] for parts in (sent, received)
         )
-        return self.post(*pairs, where=ranks)
+        return self.post(*pairs, where=tuple(peers))
 
 
 def _attend(config, mask, inputs, changed, early=0):
@@ -290,7 +289,7 @@ def _swapped(dice, program):
 
 def _inner(program):
     """Without what begins and ends the one stage of heads."""
-    inner = [x for x in zip(program.code, program.frees, strict=True) if type(x[0]) in DO]
+    inner = [x for x in zip(program.code, program.frees, strict=True) if hasattr(Model, f"on_{type(x[0]).__name__}")]
     code, frees = zip(*inner, strict=True)
     return dataclasses.replace(program, code=code, frees=frees)
 
