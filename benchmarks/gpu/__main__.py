@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> Path:
         bench.free()
         found["about"]["seconds"] = round(time.perf_counter() - began, 1)
         file = gpu_tables.write(found, args.out)  # after every section: what ends the process takes no figure away
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and the page beside it")
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
     return file
 
 

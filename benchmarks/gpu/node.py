@@ -219,7 +219,7 @@ def main() -> None:
     found = together_found(args)
     found["about"]["seconds"] = round(time.perf_counter() - began, 1)
     file = gpu_tables.write(found, args.out)
-    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and the page beside it")
+    print(f"\n{gpu_tables.page(found)}\nwrote {file}, and beside it the page and the chart")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import insert, parser, table
+from ds_seqpar.compiler.draw import new_figure, save
 
 FIGURES = Path(__file__).parent / "figures"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu_benchmarks.md"
@@ -42,14 +43,15 @@ def load(path: str | Path) -> Found:
 
 
 def write(found: Found, folder: Path) -> Path:
-    """The JSON and the page of what was found; returns the JSON's path."""
+    """The JSON, the page and the chart of what was found; returns the JSON's path."""
     about = found["about"]
     kind = "stand-in" if about["stand_in"] else re.sub(r"\W+", "-", about["device"]).strip("-")
     count = f"-x{about['ranks']}" if about["ranks"] > 1 else ""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{about['date']}-{kind}{count}.json"
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    file.with_suffix(".md").write_text(page(found), encoding="utf-8")
+    chart(found, file.with_suffix(".png"))
+    file.with_suffix(".md").write_text(f"{page(found)}\n![Chart]({file.stem}.png)\n", encoding="utf-8")
     return file
 
 
@@ -140,7 +142,12 @@ def longest(rows: Records) -> str:
         f"{one['vocab']:,}. Each row has the features of all rows above it."
     )
     told = [{**one, "tokens": f"{one['tokens']:,}{' or more' * one['at_least']}"} for one in rows]
-    words = {"feature": "features", "tokens": "tokens", "bytes_a_token": ("KiB a token", 2**-10), "seconds": "s a step"}
+    words: dict[str, Any] = {
+        "feature": "features",
+        "tokens": "tokens",
+        "bytes_a_token": ("KiB a token", 2**-10),
+        "seconds": "s a step",
+    }
     return f"{about}\n\n{columns(told, **words)}"
 
 
@@ -176,6 +183,41 @@ SECTIONS: dict[str, tuple[str, Callable[[Records], str]]] = {
     "overlap": ("Hidden transfers", overlap),
     "step": ("A training step", step),
 }  # fmt: skip
+
+
+Words = Callable[[dict[str, Any]], str]
+Length = Callable[[dict[str, Any]], float]
+# section -> what its bars are called, their lengths, and what these are
+BARS: dict[str, tuple[Words, Length, str]] = {
+    "kernels": (lambda x: f"{x['contender']}, {x['tokens']:,}, {x['way']}", lambda x: x["flops"] / x["ceiling"],
+                "causal attention, share of a product of large matrices"),
+    "ranks": (lambda x: f"{x['contender']}, {x['tokens']:,}, {x['way']}", lambda x: x["efficiency"],
+              "a rank's part: 1 / ranks of a dense call's time over its own"),
+    "checkpoints": (lambda x: f"{x['tokens']:,} tokens", lambda x: x["speedup"], "plain checkpoints' time over ours"),
+    "longest": (lambda x: x["feature"], lambda x: x["tokens"], "longest sequence, tokens"),
+    "overlap": (lambda x: x["contender"], lambda x: x["to_first"], "attention, the first's time over it"),
+    "step": (lambda x: x["contender"], lambda x: x["tokens"] / x["seconds"], "a training step, tokens/s"),
+}  # fmt: skip
+
+
+def chart(found: Found, file: Path) -> None:
+    """A row of bars for each section that a picture says more of than a table; of kernels, causal at most tokens."""
+    drawn = {name: rows for name in BARS if (rows := of(found, name))}
+    causal = [one for one in drawn.get("kernels", []) if one["mask"] == "causal"]
+    if causal:
+        drawn["kernels"] = [one for one in causal if one["tokens"] == max(x["tokens"] for x in causal)]
+    figure = new_figure(9, sum(1 + len(rows) / 4 for rows in drawn.values()))
+    axes = figure.subplots(max(1, len(drawn)), squeeze=False, height_ratios=[4 + len(x) for x in drawn.values()] or [1])
+    for (name, rows), (its,) in zip(drawn.items(), axes, strict=False):
+        words, length, title = BARS[name]
+        its.bar_label(its.barh([words(one) for one in rows], [length(one) for one in rows]), fmt="{:,.3g}", padding=3)
+        its.invert_yaxis()
+        its.set_title(title, fontsize=10)
+    figure.suptitle(
+        f"{found['about']['device']}, {found['about']['date']}{', a stand-in' * found['about']['stand_in']}"
+    )
+    figure.tight_layout()
+    save(figure, file)
 
 
 def docs(files: Iterable[Path]) -> str:

@@ -41,8 +41,9 @@ def test_one_gpu(file):
 
 def test_page(file):
     folder, found = tables.Path(file), tables.load(file)
+    assert folder.with_suffix(".png").stat().st_size > 10_000
     page = folder.with_suffix(".md").read_text()
-    assert page == tables.page(found)
+    assert page.startswith(tables.page(found))
     assert "no figure is a GPU's" in page
 
 
