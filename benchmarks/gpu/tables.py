@@ -210,7 +210,9 @@ def chart(found: Found, file: Path) -> None:
     axes = figure.subplots(max(1, len(drawn)), squeeze=False, height_ratios=[4 + len(x) for x in drawn.values()] or [1])
     for (name, rows), (its,) in zip(drawn.items(), axes, strict=False):
         words, length, title = BARS[name]
-        its.bar_label(its.barh([words(one) for one in rows], [length(one) for one in rows]), fmt="{:,.3g}", padding=3)
+        bars = its.barh([words(one) for one in rows], [length(one) for one in rows])
+        its.bar_label(bars, [number(length(one)) for one in rows], padding=3)
+        its.margins(x=0.12)
         its.invert_yaxis()
         its.set_title(title, fontsize=10)
     figure.suptitle(
