@@ -179,9 +179,8 @@ class SequenceParallel(Sharding):
     ) -> list[dict[str, Any]]:
         """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
         what goes in and comes out, packed documents too. Without DeepSpeed call `(loss / len(window)).backward()`.
-        training=False: a window
-        of any length, whose `mean_loss` is the evaluation loss. device: where to put it (`engine.device`); default:
-        where the window is. Whole sequences are best left on the CPU."""
+        training=False: a window of any length, whose `mean_loss` is the evaluation loss. device: where to put it
+        (`engine.device`); default: where the window is. Whole sequences are best left on the CPU."""
         steps = self.accumulation_steps if training else None
         from .batches import shard_window  # attention alone does without
 

@@ -80,9 +80,9 @@ def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
 def warn_of_left_padding() -> None:
     """Warns once in a process."""
     warnings.warn(
-        "padding on the left: the first token of a row has a label, and the padding before it is all that it could be "
-        "predicted from; here such labels do not count, while an unsplit model counts them (set them to -100 and both "
-        "give the same loss: docs/trainer.md)",
+        "padding on the left: the first token of a row has a label, which only padding could predict. Such labels do "
+        "not count here, while an unsplit model counts them. Set them to -100, and both give the same loss "
+        "(docs/trainer.md)",
         stacklevel=2,
     )
 

@@ -112,14 +112,7 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
     few = shortened(resolved)
     limits.check_followed(few.size // few.ulysses, few.overlap)
-    step = Step(
-        model=model,
-        config=resolved,
-        world=ranks,
-        seq=seq,
-        **run_of(args, content),
-    )
-    return step, filled
+    return Step(model=model, config=resolved, world=ranks, seq=seq, **run_of(args, content)), filled
 
 
 def run_of(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
