@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from ds_seqpar.errors import CommunicationError
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import MODES, small
+from tests.hf.test_trainer_refusals import local_mean
 from tests.launch import on_engine_ranks, on_ranks
 from tests.words import missing
 
@@ -118,14 +118,9 @@ def test_a_batch_that_no_whole_one_can_be():
             assert not sent
 
 
-def own_mean(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
-    """A loss of this rank's labels alone."""
-    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
-
-
 def with_own_loss():
     model = small().patch_attention(make(**MODES["r2"]))
-    model.loss_function = own_mean
+    model.loss_function = local_mean  # of this rank's labels alone
     said = refusal(model, input_ids=ids(), labels=ids())
     return *said, model(input_ids=ids()).logits.float().mean().isfinite().item()
 

@@ -70,6 +70,7 @@ def fields(sequences, section=None, stage=2, deepspeed_changes=None, **changes):
 
 
 def arguments(folder, sequences, *given, **changes):
+    """TrainingArguments with these `fields`."""
     return TrainingArguments(str(folder), **fields(sequences, *given, **changes))
 
 
