@@ -91,7 +91,7 @@ def assert_all_refused(table, sp):
             wrong[name] = refused
         sp.accumulation_steps = None
     assert attention_error(sp) < 1e-10
-    assert wrong == {}, rank
+    assert wrong == {}, (rank, wrong)
 
 
 def is_one_sentence(message):
