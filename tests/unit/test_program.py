@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_seqpar.compiler import lower as lowering
+from ds_seqpar.compiler import program as instructions
 from ds_seqpar.compiler.actions import ACCUMULATORS, OPERANDS
 from ds_seqpar.compiler.lower import lower, pool_of
 from ds_seqpar.compiler.overlap import overlapped
@@ -56,7 +57,7 @@ class Model:
     def run(self):
         for at, instruction in enumerate(self.program.code):
             assert not self.freed & set(slots_of(instruction)), f"{instruction} names a slot that was freed"
-            getattr(self, f"on_{type(instruction).__name__}")(instruction)
+            DO[type(instruction)](self, instruction)
             for slot in self.program.frees[at]:
                 assert slot not in self.reading() | self.writing(), f"slot {slot} is freed under way"
                 assert slot not in self.freed
@@ -186,6 +187,14 @@ class Model:
         self.final = tuple(unit[0] for unit, _ in one.results)
         left = {held for held in self.slots.values() if held and held[0] == "running"}
         assert left <= {("running", unit) for unit, _ in one.results}, "a result is left over"
+
+
+# kind of instruction -> what the model does
+DO = {
+    getattr(instructions, name.removeprefix("on_")): does
+    for name, does in vars(Model).items()
+    if name.startswith("on_")
+}
 
 
 def _programs(plan, wide_travel=True, early=0):
