@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import socket
@@ -18,6 +19,8 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+
+from tests import costs
 
 # what ranks import sooner or later; a name that another release does not have is passed over
 PRELOAD = [
@@ -113,6 +116,7 @@ def _call_kept(word, world, function, *args, timeout):
         results, errors = ranks.call(_afresh, function, *args, timeout=timeout)
         if not errors and world <= KEPT_WORLD and ranks.files() <= KEPT_FILES:
             end.pop_all()
+            ranks.count()
             _kept[world] = word, ranks
     return results, errors
 
@@ -148,7 +152,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preload)  # of the first ranks of a process: it has one server
         self.folder, self.environment = tempfile.TemporaryDirectory(), _environment()
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.counted = [], [], [None] * world
         port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
@@ -188,8 +192,17 @@ class Ranks:
         places = [Path(f"/proc/{process.pid}/fd") for process in self.processes]
         return max(len(list(place.iterdir())) if place.exists() else 0 for place in places)
 
+    def count(self):
+        """Adds what the ranks took since they were last counted to the costs of this test."""
+        if costs.FOLDER in os.environ:
+            for rank, process in enumerate(self.processes):
+                with contextlib.suppress(OSError):  # it ended before
+                    phases = json.loads(Path(self.folder.name, f"{rank}.json").read_text())
+                    self.counted[rank] = costs.rank_took(process.pid, phases, self.counted[rank])
+
     def close(self, patience=10):
         """Ends the ranks, after `patience` seconds those that still run too."""
+        self.count()
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -220,10 +233,13 @@ def _rank(rank, world, folder, port, patience, environment, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    began = time.process_time()
     outcome = True, None
     if patience is not None:
         store = f"file://{folder}/store"
         outcome = _outcome(dist.init_process_group, ("gloo", store, timedelta(seconds=patience), world, rank))
+    if costs.FOLDER in os.environ:
+        Path(folder, f"{rank}.json").write_text(json.dumps([began, time.process_time()]))
     # nobody leaves while a peer may still talk to it: the parent closes the pipe once all are done
     with contextlib.suppress(EOFError, BrokenPipeError):
         if not outcome[0]:
