@@ -83,7 +83,7 @@ def _found(its: Calibration) -> dict[str, Any]:
     any_link = inside or between
     if any_link is None:
         raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
-    attention, gemm = its.attention(), its.gemm()
+    orders, attention, gemm = its.orders(), its.attention(), its.gemm()
     found = {
         "about": f"{its.nodes} nodes of {its.per_node} ranks, {its.what()}",
         "per_node": its.per_node,
@@ -104,6 +104,7 @@ def _found(its: Calibration) -> dict[str, Any]:
         "memory": its.memory(),
         "spare": 0.1,
         "zero": zero_costs(its),
+        "kernels": orders,
     }
     when = time.strftime("%Y-%m-%d")
     found["sources"] = {name: f"measured {when}, {its.world} ranks at once" for name in found if name != "about"}

@@ -135,7 +135,7 @@ class CudaKernel:
             found.append(f"runs on CUDA, not on {spec.device}")
         if spec.dtype not in self.tolerance:
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.tolerance)
-            found.append(f"takes {names}, not {str(spec.dtype).removeprefix('torch.')}")
+            found.append(f"takes {names}, not {spec.dtype_name}")
         if spec.head_dim > self.largest:
             found.append(f"takes head_dim up to {self.largest}, not {spec.head_dim}")
         old = spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
