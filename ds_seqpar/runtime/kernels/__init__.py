@@ -9,11 +9,11 @@ import torch
 from ...compiler import cuts
 from ...compiler.cuts import Takes
 from ...errors import ConfigError, KernelError, choose
-from .flash import CpuFlash, CudaEfficient, CudaFlash, FlashAttn
+from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps
 
 # the rule of "auto": fast ones for GPUs, of which memory-efficient attention takes what flash does not; then the CPU's
-ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
+ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 
 
