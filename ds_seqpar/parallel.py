@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
-from .runtime import devices, groups, inputs, keeping, ops, runtime
-from .runtime.agreement import agree, gathered
+from .runtime import devices, groups, inputs, keeping, kernels, ops, runtime
+from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, failing
 from .runtime.telling import told_once
 from .sharding import Sharding, mean_of
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .planner.machine import Machine
     from .recording import Record
     from .runtime.offload import Store
+
+
+Orders: TypeAlias = Mapping[str, tuple[str, ...]]  # of kernels, by case: see `planner.machine.Machine`
 
 
 class SequenceParallel(Sharding):
@@ -66,7 +69,7 @@ class SequenceParallel(Sharding):
         device, no_device = _own_device()
         self.device, world = device, groups.control_world()
         try:
-            self.config = _agreed(world, config, heads, job, no_device)
+            self.config, measured = _agreed(world, config, heads, job, device, no_device)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -80,7 +83,7 @@ class SequenceParallel(Sharding):
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         self.comm = TorchComm(self.groups)
         member = self.topology.index(rank, "ulysses")
-        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member)
+        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member, measured)
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()
@@ -264,20 +267,40 @@ def _agreed(
     given: object,
     heads: tuple[int, int] | None,
     job: Job | None,
+    device: torch.device,
     error: SeqParError | None,
-) -> SequenceParallelConfig:
-    """The configuration with every "auto" replaced. Raises on every rank where one rank's does not fit, or where one
-    has an error already. Where the settings ask for a plan each rank plans for itself, and rank 0 says what is
-    chosen."""
+) -> tuple[SequenceParallelConfig, Orders]:
+    """The configuration with every "auto" but the kernel's replaced, and the order of kernels by which that is chosen.
+    Raises on every rank where one rank's does not fit, or where one has an error already. Where the settings ask for a
+    plan each rank plans for itself, and rank 0 says what is chosen."""
     settings: dict[str, Any] = {}
+    measured: Orders = {}
     try:
         config, ranks = _config(given), dist.get_world_size()
         resolved = config.resolve(ranks, heads)
         settings = {**config.settings(), "heads": heads}
+        if config.kernel == "auto":
+            measured = _measured(config.machine, device)
+            settings |= {"kernels here": kernels.here(device.type), f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
-    agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel")
-    return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved
+    agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
+    return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved, measured
+
+
+def _advice(given: Mapping[int, Fields]) -> str:
+    from .runtime.causes import of_kernels  # of ranks that differ, which few runs see
+
+    return of_kernels(given)
+
+
+def _measured(machine: str, device: torch.device) -> Orders:
+    """What the machine's file says of such a device."""
+    if machine == "auto":
+        return {}
+    from .planner.machine import Machine
+
+    return Machine.load(machine).kernels.get(devices.name_of(device), {})
 
 
 def _planned_by_all(

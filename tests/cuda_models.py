@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_seqpar.compiler.tiles import Segments
 from ds_seqpar.runtime.kernels import register, remove, select
-from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, FlashAttn
+from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from tests.kernel_suite import seen
 
 launches = Counter()  # of each operator, by the tests that look; and backward calls that were asked to repeat exactly
@@ -43,13 +43,19 @@ class EfficientModel(OnCpu, CudaEfficient):
     multiples = CudaEfficient.multiples | {torch.float64: 4}
 
 
+class CudnnModel(OnCpu, Cudnn):
+    name = "cudnn_model"
+    tolerance = Cudnn.tolerance | WIDE
+    multiples = dict.fromkeys(tolerance, 8)
+
+
 class FlashAttnModel(OnCpu, FlashAttn):
     name = "flash_attn_model"
     tolerance = FlashAttn.tolerance | WIDE
     multiples = dict.fromkeys(tolerance, 8)
 
 
-MODELS = (FlashModel, EfficientModel, FlashAttnModel)
+MODELS = (FlashModel, EfficientModel, CudnnModel, FlashAttnModel)
 
 
 @contextlib.contextmanager
@@ -278,7 +284,60 @@ def _check_efficient(query, tensors):
     assert {x.shape[2] for x in tensors} == {query.shape[2]}
 
 
+# ---- cuDNN's
+
+
+TRAILING = True  # whether its lse is (B, H, m, 1): versions differ
+
+
+def _cudnn(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+    scale=None,
+):  # fmt: skip
+    launches["forward"] += 1
+    assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+    q, k, v, sees = _of_cudnn(is_causal, query, key, value)
+    out, lse = torch.empty_like(q), _lse(q, query.shape[:3])
+    for at in _sequences(q):
+        out[at], lse[at] = _forward(q[at], k[at], v[at], sees, scale, 0.0)
+    random = (torch.empty((), dtype=torch.int64) for _ in range(2))
+    lse = lse.unsqueeze(-1) if TRAILING else lse
+    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *random, None
+
+
+def _cudnn_backward(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
+    max_k, dropout_p, is_causal, *, scale=None,
+):  # fmt: skip
+    launches["backward"] += 1
+    assert (attn_bias, cum_seq_q, cum_seq_k, dropout_p) == (None, None, None, 0.0)
+    assert (max_q, max_k) == (query.shape[2], key.shape[2])
+    assert all(n == 1 or a == b for n, a, b in zip(out.shape, grad_out.stride(), out.stride(), strict=True))
+    q, k, v, sees, do, out = _of_cudnn(is_causal, query, key, value, grad_out, out)
+    assert logsumexp.shape == (*query.shape[:3], 1)[: 3 + TRAILING]
+    assert logsumexp.is_contiguous()
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    for at in _sequences(q):
+        own = logsumexp[at].view(query.shape[1:3])
+        for x, part in zip(grads, _backward(do[at], q[at], k[at], v[at], out[at], own, sees, scale, 0.0), strict=True):
+            x[at] = part
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _of_cudnn(causal, *tensors):
+    """The operands of shape (B, m, H, D), and after three of them what is seen: causal from the upper left corner."""
+    q, k, v, *more = (x.transpose(1, 2) for x in tensors)
+    _check(q, (q, k, v, *more), multiple=8)
+    rows, columns = q.shape[1], k.shape[1]
+    assert q.shape[3] <= 128
+    assert columns > 1
+    sees = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
+    return q, k, v, sees.tril() if causal else sees, *more
+
+
 OPERATORS = {
+    "_scaled_dot_product_cudnn_attention": _cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "_flash_attention_forward": _flash_operator,
     "_flash_attention_backward": _flash_operator_backward,
     "_efficient_attention_forward": _efficient,

@@ -82,7 +82,7 @@ def _found(measured: Calibration) -> dict[str, Any]:
     any_link = inside or between
     if any_link is None:
         raise ConfigError("calibrate measures links, which needs two ranks; got 1, start it on more")
-    attention, gemm = measured.attention(), measured.gemm()
+    orders, attention, gemm = measured.orders(), measured.attention(), measured.gemm()
     found = {
         "about": f"{measured.nodes} nodes of {measured.per_node} ranks, {measured.what()}",
         "per_node": measured.per_node,
@@ -103,6 +103,7 @@ def _found(measured: Calibration) -> dict[str, Any]:
         "memory": measured.memory(),
         "spare": 0.1,
         "zero": zero_costs(measured),
+        "kernels": orders,
     }
     when = time.strftime("%Y-%m-%d")
     found["sources"] = {name: f"measured {when}, {measured.world} ranks at once" for name in found if name != "about"}

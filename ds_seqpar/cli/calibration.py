@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,16 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.tiles import Tile
+from ..config import SequenceParallelConfig
 from ..errors import ConfigError, KernelError
 from ..planner.machine import PER_PRODUCT
+from ..runtime.call import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
-from ..runtime.devices import host_memory, own_device, ranks_a_node
-from ..runtime.kernels import BlockSpec, Kernel, select
+from ..runtime.devices import host_memory, name_of, own_device, ranks_a_node
+from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select
+from ..runtime.runtime import Runtime, run
 
-# by type of device: tokens of tiles, (heads, head_dim) of them, sides of products of matrices, bytes of a long message
+# by type of device: tokens of tiles, (heads, head_dim) of them, head_dims at which kernels are compared, sides of
+# products of matrices, bytes of a long message
 TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 4096, 8192, 16384)}
 HEADS = {"cpu": (4, 64), "gpu": (16, 128)}
+HEAD_DIMS = {"cpu": (64,), "gpu": (64, 128, 256)}
 MATRIX = {"cpu": 512, "gpu": 8192}
 LONG = {"cpu": 2**22, "gpu": 2**26}
 PIECES = 16  # tensors that together no cache holds, each a quarter of what follows
@@ -53,6 +60,7 @@ class Calibration:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.per_node = self.agreed_per_node()
         self.nodes = self.world // self.per_node
+        self.measured: dict[str, list[str]] = {}
         self.bar = tqdm(desc="calibrating", unit=" figures", disable=self.rank != 0)
 
     def agreed_per_node(self) -> int:
@@ -109,7 +117,8 @@ class Calibration:
         heads, dim = HEADS[self.kind]
         for dtype in (torch.float32, torch.bfloat16):
             with contextlib.suppress(KernelError):
-                kernel = select("auto", BlockSpec(self.device.type, dtype, heads, heads, dim))
+                spec = BlockSpec(self.device.type, dtype, heads, heads, dim)
+                kernel = select("auto", spec, tuple(self.measured.get(spec.case(CAUSAL), ())))
                 yield str(dtype).removeprefix("torch."), dtype, kernel
 
     def product(self, tokens: int) -> Callable[[], object]:
@@ -118,6 +127,53 @@ class Calibration:
         _, dtype, kernel = next(self.kernels())
         q, k, v = (self.random(1, tokens, heads, dim, dtype=dtype) for _ in range(3))
         return lambda: kernel.forward(q, k, v, False, 1.0)
+
+    def orders(self) -> dict[str, dict[str, list[str]]]:
+        """Device -> case -> the kernels that take it, the fastest first, both ways together. One order for all devices
+        of these ranks, which must all choose the same. What is measured later takes the first."""
+        tokens = TILES[self.kind][-2]
+        documents = Mask(documents=(0, tokens // 16, tokens // 8, tokens // 4, tokens // 2))
+        masks = FULL, CAUSAL, Mask(window=tokens // 8), documents
+        dtypes = torch.float32, torch.bfloat16, torch.float16
+        for dtype, dim, mask in itertools.product(dtypes, HEAD_DIMS[self.kind], masks):
+            spec = BlockSpec(self.device.type, dtype, HEADS[self.kind][0], HEADS[self.kind][0], dim)
+            took = self.compared(spec, mask, tokens)
+            self.measured[spec.case(mask)] = sorted(took, key=lambda name: took[name])
+        return {name: self.measured for name in sorted(set(self.gathered(name_of(self.device))))}
+
+    def compared(self, spec: BlockSpec, mask: Mask, tokens: int) -> dict[str, float]:
+        """Seconds, forward and backward, of each kernel that takes such blocks on every rank."""
+        given = [self.random(1, tokens, spec.q_heads, spec.head_dim, dtype=spec.dtype) for _ in range(4)]
+        calls = {name: self.attends(name, mask, *given) for name in candidates(spec) if not KERNELS[name].reasons(spec)}
+        failed = {name: said for name, once in calls.items() if (said := self.failure(once))}
+        every = self.gathered((set(calls) - set(failed), failed))
+        for name, said in {name: said for _, theirs in every for name, said in theirs.items()}.items():
+            if self.rank == 0:
+                tqdm.write(f"{name} fails at {spec.case(mask)}, and is left out of its order: {said}", file=sys.stderr)
+        return {name: self.seconds(once) for name, once in calls.items() if all(name in works for works, _ in every)}
+
+    def attends(self, kernel: str, mask: Mask, *given: Tensor) -> Callable[[], object]:
+        """A function that attends to q, k and v, and goes back with do, by the kernel and this rank alone."""
+        q, k, v, do = given
+        config = SequenceParallelConfig(size=1, ulysses=1, kernel=kernel).resolve(1)
+        alone = Runtime(config, config.topology(1), 0, self.comm)
+        settings = mask, alone.shards(q.shape[1]), Scores(q.shape[3] ** -0.5)
+
+        def once() -> None:
+            out, lse, *_ = run(alone.forward(q, k, v, None, *settings, keep=0))
+            own = {"do": do, "q": q, "k": k, "v": v, "out": out}
+            run(alone.backward(own, k.shape[2], None, Saved([lse], [], []), *settings))
+
+        return once
+
+    def failure(self, once: Callable[[], object]) -> str:
+        """What the function raises; "" where it works."""
+        try:
+            once()
+            self.settle()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
 
     def attention(self) -> dict[str, Any]:
         """dtype -> direction -> kind -> (tokens, flops/s of what the mask leaves)."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .tiles import Segments, Tile
 
 # what a configuration can name; `runtime.kernels.register` adds to it
-KERNELS = ["auto", "cpu_flash", "cuda_flash", "cuda_efficient", "flash_attn", "chunked", "reference"]
+KERNELS = ["auto", "cpu_flash", "cuda_flash", "cudnn", "cuda_efficient", "flash_attn", "chunked", "reference"]
 FEWEST = 64  # rows of a block of a band, however narrow that is: smaller blocks cost more than what they leave out
 
 

@@ -63,6 +63,11 @@ class Mask:
         return not (self.causal or self.window or self.documents)
 
     @property
+    def kind(self) -> str:
+        """What decides which kernel is fastest: "documents" or else "window", "causal", "full"."""
+        return "documents" if self.documents else "window" if self.window else "causal" if self.causal else "full"
+
+    @property
     def scale_free(self) -> bool:
         """Whether what is visible depends on the order of positions only, not on how far they are apart."""
         return not (self.window or self.documents)

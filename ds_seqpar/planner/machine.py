@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..compiler.cuts import KERNELS
 from ..compiler.tiles import Tile
 from ..errors import ConfigError, nearest
 from ..files import Given, read_json
@@ -60,7 +61,8 @@ class Machine:
     seconds of host time for each; ahead: whether the host goes on while the device works. host_memory: bytes of a
     node's host; host_rate: bytes/s of it, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too,
     None where that is not known. memory: bytes a rank; spare: the share of them that is not for tensors.
-    zero: None where it was not measured: collectives take what links do then, and hooks nothing. sources: where each
+    zero: None where it was not measured: collectives take what links do then, and hooks nothing. kernels: of a device,
+    by its name, and a case, as "bfloat16 128 causal": the kernels that take it, the fastest first. sources: where each
     figure is from.
     """
 
@@ -86,6 +88,7 @@ class Machine:
     sources: Mapping[str, str]
     nvme_rate: float | None = None
     zero: ZeroCosts | None = None
+    kernels: Mapping[str, Mapping[str, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, place: str) -> Machine:
@@ -203,12 +206,13 @@ def presets() -> dict[str, Any]:
 MOST_RATE, MOST_SECONDS, MOST_SPARE = 1e24, 1e6, 0.99
 NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "host_rate", "memory")
 FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS,
-          "nvme_rate", "host", "spare", "zero", "sources")  # fmt: skip
+          "nvme_rate", "host", "spare", "zero", "kernels", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
     """From what a file holds. place: where errors say that it is from; default: the machine's name. Raises ConfigError,
     which names what is wrong."""
+    content = {"kernels": None, **content} if isinstance(content, Mapping) else content  # which no preset has
     given = Given(place or f"machine {name}", content).object(FIELDS)
     host = given["host"].object(("instruction", "ahead"))
     return Machine(
@@ -227,6 +231,7 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
         nvme_rate=None if given["nvme_rate"].value is None else _rate(given["nvme_rate"]),
         spare=given["spare"].number(least=0, most=MOST_SPARE),
         zero=None if given["zero"].value is None else _zero(given["zero"]),
+        kernels={} if given["kernels"].value is None else _kernels(given["kernels"]),
         sources={field: source.text() for field, source in given["sources"].object().items()},
         **{field: _rate(given[field]) for field in NUMBERS},
     )
@@ -242,6 +247,20 @@ def _zero(given: Given) -> ZeroCosts:
         forward=_seconds(found["forward"]),
         backward=_seconds(found["backward"]),
     )
+
+
+def _kernels(given: Given) -> dict[str, dict[str, tuple[str, ...]]]:
+    return {
+        device: {case: _order(order) for case, order in cases.object().items()}
+        for device, cases in given.object().items()
+    }
+
+
+def _order(given: Given) -> tuple[str, ...]:
+    names = KERNELS[1:]
+    if not isinstance(given.value, list) or not all(name in names for name in given.value):
+        raise given.wrong(f"a list of kernels, of {', '.join(names)}")
+    return tuple(given.value)
 
 
 def _attention(given: Given) -> dict[str, dict[str, dict[str, Table]]]:

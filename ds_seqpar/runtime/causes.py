@@ -44,6 +44,13 @@ def of_models(given: Mapping[int, Fields]) -> str:
     return ""
 
 
+def of_kernels(given: Mapping[int, Fields]) -> str:
+    """Of configurations that are the same, where ranks would choose other kernels."""
+    if not all(name.startswith("kernels ") for name in differing(given)):
+        return ""
+    return 'they would choose other kernels: install the same packages and give one machine\'s file, or name a "kernel"'
+
+
 def of_attention(given: Mapping[int, Fields]) -> str:
     """Of calls of attention with a placement that was dropped, or is another batch's."""
     names, have = differing(given), ["shards" in fields for fields in given.values()]

@@ -42,6 +42,11 @@ def _index(count: int, chosen: int, local_rank: int) -> int:
     return local_rank
 
 
+def name_of(device: torch.device) -> str:
+    """Of its model, as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def set_device() -> torch.device | None:
     """Makes this rank's accelerator the current one. Before any group is made: a communicator stays on the device that
     was current when it was made."""

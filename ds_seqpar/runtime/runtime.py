@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,15 +29,17 @@ NOT_RECORDED = contextlib.nullcontext()
 class Runtime:
     """Settings, this rank's place and its transport. rank: the inner rank; members: of Ulysses. fit: what `inputs`
     found fit last, and how ranks compare it; staged: what was staged last. recorder: who writes down when this rank
-    does what, while somebody asks for it."""
+    does what, while somebody asks for it. measured: the order of kernels of each `BlockSpec.case` that was measured."""
 
     def __init__(
-        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0
-    ) -> None:
+        self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0,
+        measured: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:  # fmt: skip
         self.members = Members(config.ulysses, member)
         self.fit: tuple | None = None
         self.recorder: Recorder | None = None
         self.staged: tuple[tuple, int] | None = None
+        self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(config.recipe(topology), rank, comm.early)
         self.size = self.compiler.recipe.size
@@ -67,9 +70,8 @@ class Runtime:
     ) -> tuple[Bound, Kernel]:
         own = self.own_shape(q, kv_heads)
         inner = own.of_heads(*heads_of(own.q_heads, own.kv_heads, *self.members))
-        kernel = select(
-            self.config.kernel, BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
-        )
+        spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
+        kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()))
         return self.compiler.call(direction, mask, shards, own, self.members, kernel.takes, *more), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig, UnevenShards
-from ds_seqpar.runtime.kernels import flash
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, flash
 from ds_seqpar.testing import attention
-from tests import oracle
+from tests import cuda_models, oracle
 from tests.cuda_models import MODELS, launches, models
 from tests.grids import grouped
 from tests.kernel_suite import KernelSuite, cases
@@ -95,6 +95,23 @@ def test_flash_attn_caps_scores_under_windows_and_documents(name):
         wanted = oracle.attention(*leaves, mask=mask, softcap=1.5)
         wanted = wanted.detach(), *torch.autograd.grad(wanted, leaves, do)
         assert max(errors((found.out, found.dq, found.dk, found.dv), wanted)) < 1e-10
+
+
+@pytest.mark.parametrize("trailing", [False, True])
+def test_cudnns_backward_is_given_the_lse_in_its_forwards_shape(trailing, monkeypatch):
+    monkeypatch.setattr(cuda_models, "TRAILING", trailing)
+    assert _error("cudnn_model", MASKS["documents"]) < 1e-10
+
+
+def test_cudnn_is_not_for_runs_that_must_repeat_exactly():
+    spec = BlockSpec("cuda", torch.bfloat16, 4, 2, 64)
+    assert KERNELS["cudnn"].reasons(spec) == []
+    torch.use_deterministic_algorithms(True)
+    try:
+        (reason,) = KERNELS["cudnn"].reasons(spec)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "deterministic" in reason
 
 
 @pytest.mark.parametrize("asked", [False, True])

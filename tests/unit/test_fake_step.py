@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import json
 import os
+import tempfile
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +15,7 @@ from ds_seqpar.errors import SeqParError
 from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
 from tests.gpu import STEPS
 from tests.stand_in import on_stand_in
+from tests.words import missing
 
 pytestmark = NEEDS_CPU_BUILD
 
@@ -85,6 +89,36 @@ def chosen_where_each_sees_its_own():
     return chosen()
 
 
+def measured():
+    """The kernels of a causal and of a windowed call, where a machine's file has an order for this device by its name;
+    what a rank is told whose file has another one."""
+    from ds_seqpar.compiler.masks import CAUSAL, Mask
+    from ds_seqpar.planner.machine import presets
+
+    def kernels():
+        with SequenceParallel(SequenceParallelConfig(size=2, ulysses=1, schedule="ring", machine="machine.json")) as sp:
+            found = []
+            for mask in (CAUSAL, Mask(window=9)):
+                with FakeTensorMode():
+                    q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device=sp.device)
+                found.append(sp.runtime.bound("forward", q, 2, mask, sp.runtime.shards(16))[1].name)
+            return found
+
+    with tempfile.TemporaryDirectory() as folder:  # each rank's own
+        os.chdir(folder)
+        order = {"bfloat16 64 causal": ["cudnn", "cuda_flash"]}
+        content = {**presets()["h100-ib"], "kernels": {"NVIDIA Stand-in": order}}
+        Path("machine.json").write_text(json.dumps(content))
+        found = kernels()
+        if os.environ["RANK"] == "1":
+            order["bfloat16 64 causal"].reverse()
+        Path("machine.json").write_text(json.dumps(content))
+        try:
+            return found, kernels()
+        except SeqParError as error:
+            return found, str(error)
+
+
 def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
     """A zigzag ring of two places around two members is two calls: a causal one, and one with the other's block."""
     on_four, on_one = on_stand_in((4, 4, steps), (1, 1, alone))
@@ -94,6 +128,12 @@ def test_a_step_on_four_devices_and_on_one_of_a_world_of_one_rank():
         assert list(found.values()) == [[2, 2]] * 6
         assert packed == [[1, 1], [2, 2]]
     assert on_one == [[[2, 2], [2, 2]]]
+
+
+def test_a_measurement_on_this_gpu_chooses_the_kernel():
+    for found, refused in on_stand_in((2, 2, measured))[0]:
+        assert found == ["cudnn", "cuda_flash"]
+        assert missing(refused, "bfloat16 64 causal", "rank 0: ", "('cudnn', 'cuda_flash'); rank 1") == []
 
 
 def test_every_rank_takes_its_own_device():

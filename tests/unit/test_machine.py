@@ -16,7 +16,7 @@ H100 = presets()["h100-ib"]
 @pytest.mark.parametrize("name", presets())
 def test_every_figure_of_a_preset_has_a_source(name):
     machine = Machine.load(name)
-    assert set(machine.sources) == set(FIELDS) - {"about", "sources"}
+    assert set(machine.sources) == set(FIELDS) - {"about", "kernels", "sources"}
     for field, source in machine.sources.items():
         assert len(source) > 10, field
     assert machine.inside.rate >= machine.between.rate
@@ -95,6 +95,9 @@ WRONG = [
     (("zero",), {**ZERO, "ranks": 1}, ("zero.ranks", "got 1")),
     (("zero",), {**ZERO, "reduce": {"latency": 0, "rate": 0}}, ("zero.reduce.rate", "got 0")),
     (("zero",), {**ZERO, "forward": -1}, ("zero.forward", "got -1")),
+    (("kernels",), {"NVIDIA H100": {"bfloat16 128 full": "cuda_flash"}}, ("NVIDIA H100.bfloat16", 'got "cuda_flash"')),
+    (("kernels",), {"NVIDIA H100": {"bfloat16 128 full": [3]}}, ("a list of kernels", "got [3]")),
+    (("kernels",), {"NVIDIA H100": 3}, ("kernels.NVIDIA H100", "got 3")),
 ]
 
 

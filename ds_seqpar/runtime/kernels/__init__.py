@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 from ...compiler import cuts
 from ...compiler.cuts import Takes
 from ...errors import ConfigError, KernelError, choose
-from .flash import CpuFlash, CudaEfficient, CudaFlash, FlashAttn
+from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps
 
 # the rule of "auto": fast ones for GPUs, of which memory-efficient attention takes what flash does not; then the CPU's
-ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
+ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 
 
@@ -34,12 +36,14 @@ def remove(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def select(name: str, spec: BlockSpec) -> Kernel:
+def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = ()) -> Kernel:
     """The kernel of that name, or for "auto" the first without a reason against it; with the softcap of the spec.
+    measured: names, the fastest first, that go before the others.
 
     Raises KernelError with the reasons of every kernel that was asked.
     """
-    reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in ([name] if name != "auto" else _candidates(spec))}
+    names = [name] if name != "auto" else dict.fromkeys((*measured, *candidates(spec)))
+    reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
     for candidate, against in reasons.items():
         if not against:
             kernel = KERNELS[candidate]
@@ -50,9 +54,16 @@ def select(name: str, spec: BlockSpec) -> Kernel:
     raise KernelError(f"no attention kernel takes {spec}: {words}{advice}")
 
 
-def _candidates(spec: BlockSpec) -> list[str]:
-    """Without a GPU's slow ones, which are for who names them. The dense score matrix of "reference" would end the
-    memory that sequence parallelism is there to save. "chunked" is there for a softcap, which few kernels know."""
+def here(device: str) -> tuple[str, ...]:
+    """The kernels that this rank has for such a device. Ranks may differ in what is installed, and in their GPUs."""
+    common = [BlockSpec(device, dtype, 1, 1, 64) for dtype in (torch.bfloat16, torch.float32)]
+    return tuple(name for name, kernel in KERNELS.items() if not all(kernel.reasons(spec) for spec in common))
+
+
+def candidates(spec: BlockSpec) -> list[str]:
+    """Those of "auto": without a GPU's slow ones, which are for who names them. The dense score matrix of "reference"
+    would end the memory that sequence parallelism is there to save. "chunked" is there for a softcap, which few kernels
+    know."""
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
@@ -61,4 +72,4 @@ def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
     return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not caps(kernel))
 
 
-__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "Takes", "register", "remove", "select"]
+__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "Takes", "candidates", "here", "register", "remove", "select"]

@@ -1,11 +1,11 @@
-"""Fast attention: PyTorch's flash attention for CPUs, and for CUDA PyTorch's two and the flash-attn package's.
+"""Fast attention: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three and the flash-attn package's.
 
 That for CPUs takes fp64, fp32, bf16 and fp16, GQA natively, and aligns a causal mask top-left. A band is a mask on a
 block of few rows, of which the hidden part is computed too.
 
-Those for CUDA are one class around operators that differ in arguments. All align a causal mask to the lower right
-corner. They are not yet measured on a GPU: `tests/cuda_models.py` has a model of each operator, through which the
-wrappers are exact.
+Those for CUDA are one class around operators that differ in arguments. A causal block that they are given is square,
+since most align it to the lower right corner. They are not yet measured on a GPU: `tests/cuda_models.py` has a model of
+each operator, through which the wrappers are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...compiler.cuts import Takes
 from ...compiler.tiles import Segments
-from .reference import BlockSpec
+from .reference import BlockSpec, Reference
 
 
 class CpuFlash:
@@ -136,7 +136,7 @@ class CudaKernel:
             found.append(f"runs on CUDA, not on {spec.device}")
         if spec.dtype not in self.tolerance:
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.tolerance)
-            found.append(f"takes {names}, not {str(spec.dtype).removeprefix('torch.')}")
+            found.append(f"takes {names}, not {spec.dtype_name}")
         if spec.head_dim > self.largest:
             found.append(f"takes head_dim up to {self.largest}, not {spec.head_dim}")
         old = spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
@@ -246,6 +246,54 @@ class CudaEfficient(CudaKernel):
 
     def options(self, asked: Asked) -> dict[str, Any]:
         return {"scale": asked.scale} | ({"window_size": asked.left + 1} if asked.left >= 0 else {})
+
+
+class Cudnn(CudaKernel):
+    """cuDNN's attention, for a measurement or its name to choose: full and causal blocks of two keys or more. trailing:
+    whether the operator's lse has one more dimension, as its forward has given it and its backward wants it."""
+
+    name = "cudnn"
+    takes = Takes(square=True)
+    largest = 128
+    trailing = True
+
+    def reasons(self, spec: BlockSpec) -> list[str]:
+        exact = torch.are_deterministic_algorithms_enabled()
+        return super().reasons(spec) + ["has no deterministic backward"] * exact
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, segments: Segments | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if k.shape[1] == 1:
+            return Reference().forward(q, k, v, causal, scale)
+        return super().forward(q, k, v, causal, scale, segments)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+        segments: Segments | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if k.shape[1] == 1:
+            return Reference().backward(do, q, k, v, out, lse, causal, scale)
+        return super().backward(do, q, k, v, out, lse, causal, scale, segments)
+
+    def attend(self, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, asked.causal, False, scale=asked.scale
+        )
+        self.trailing = lse.dim() == 4
+        return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+    def gradients(
+        self, asked: Asked, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # older ones want do and out of the same strides
+        operands = (x.transpose(1, 2) for x in (do.contiguous(), q, k, v, out.contiguous()))
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *operands, lse.unsqueeze(-1) if self.trailing else lse, _unused(q), _unused(q), None, None, None,
+            asked.rows, asked.columns, 0.0, asked.causal, scale=asked.scale,
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq, dk, dv
 
 
 class FlashAttn(CudaKernel):

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ...compiler.cuts import PLAIN, Takes
+from ...compiler.masks import Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,17 @@ class BlockSpec:
         """For q of shape (batch, seq, q_heads, head_dim)."""
         return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
 
+    def case(self, mask: Mask) -> str:
+        """What calibration measures kernels by, as "bfloat16 128 causal"."""
+        return f"{self.dtype_name} {self.head_dim} {mask.kind}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         cap = f", softcap {self.softcap:g}" if self.softcap else ""
-        return f"{dtype} on {self.device}, {self.q_heads}/{self.kv_heads} heads of {self.head_dim}{cap}"
+        return f"{self.dtype_name} on {self.device}, {self.q_heads}/{self.kv_heads} heads of {self.head_dim}{cap}"
 
 
 class Scores(NamedTuple):
