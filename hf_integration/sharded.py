@@ -3,8 +3,8 @@
 Under torch.compile the same is an op in the graph, so that a compiled model asks its peers in every forward too.
 
 To look at a tensor on a device the host must wait for all that the device has still to do. So positions and masks there
-are looked at in a model's first forward; later they pass unseen if `shard_batches` made them, and others are compared
-on the device, and what came out is said in the next forward."""
+are looked at in a model's first forward. Later they pass unseen if `shard_batches` made them. Others are compared on
+the device, and what came out is said in the next forward."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def _count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Pl
 
 
 def _has_stages(module: Any) -> bool:
-    """Whether each stage has projections of its own: not where norms of q and k are over all heads, where projections
-    are no plain linear ones or have hooks, or where adapters drop inputs at random."""
+    """Whether each stage has projections of its own. It has none where norms of q and k are over all heads, or where
+    adapters drop inputs at random. Projections must be plain linear ones, without hooks."""
     if FAMILIES[module.config.own.model_type].norms_heads:
         return False
     return all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD))
@@ -185,8 +185,8 @@ class _Run:
         return Slice(self.module, self.stages, index, self.norm, grad=True)
 
     def without_outs(self, its: list[Any], grad: Tensor, found: Gradients) -> None:
-        """Puts delta = rowsum(do * out) (B, s, heads) in place of out in what attention gave to the stages `its`: all
-        that its backward needs of out, once the output projection has its gradients."""
+        """Puts delta = rowsum(do * out) (B, s, heads) in place of out in what attention gave to the stages `its`.
+        Backward needs no more of out, once the output projection has its gradients."""
         for index, (out, lse) in enumerate(its):
             do = self.outward_backward(self.part(index), out.flatten(2), grad, found)
             its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse]

@@ -44,7 +44,7 @@ class Tiling:
     mlp, loss: numbers of tiles, or "auto". local: whether the running forward is local, and so not tiled. evaluated:
     for forwards without gradients, as `tiling.evaluated` has it. losses: sums of token losses, one a tile so far; None:
     nothing is added up. norms: attention or MLP -> the norm before it, whose only readers these are. deferred: of the
-    norm that ran last, until all readers had it, (the storage of its output, what that stands for); unread: by how many
+    norm that ran last, until all readers had it, (the storage of its output, what that stands for). unread: by how many
     it is still to be read. layers: norm -> its layer. watched: norms that somebody else saw in this forward.
     in_layer: whether a checkpoint of transformers computes a layer now, in which what the MLP's norm is given was made.
     """

@@ -282,7 +282,7 @@ class Sums:
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         """x (B, t, d) W^T + b. The gradient of a weight that is one of the parameters goes into its sum some rows at a
-        time: one of a vocabulary, for each tile, would be as large as the sum."""
+        time. For each tile, the gradient of a vocabulary's weight would be as large as the sum."""
         found = [i for i, parameter in enumerate(self.parameters) if parameter is weight]
         if not found or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return F.linear(x, weight, bias)

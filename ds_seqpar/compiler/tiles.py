@@ -2,8 +2,9 @@
 
 Keys that stand in position order are a chain. A query row sees an interval [a, b) of a chain's columns. Along the rows
 of one query run both ends are piecewise linear: they stand still, or move on by one column a row. (Where the steps of
-the query and key runs differ, every row is a piece.) The four kinds of tile are the four ways to be linear:
-both ends stand: full; b moves: causal beside a full rectangle; a moves: upper beside one; both move: band.
+the query and key runs differ, every row is a piece.) The four kinds of tile are the four ways to be linear.
+Where both ends stand a tile is full, and where both move a band. Where b moves it is causal, beside a full rectangle.
+Where a moves it is upper, beside one too.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ def _below(x: int) -> int:
 
 
 class Tile(NamedTuple):
-    """Query rows [q0, q1) against key columns [k0, k1). Row q0 + i sees column k0 + j
+    """Query rows [q0, q1) against key columns [k0, k1). By kind, row q0 + i sees column k0 + j
 
-    where always (full); where j <= i, and all of them from i = k1 - k0 - 1 on (causal, aligned top-left);
-    where j >= i (upper, always square); where i <= j < i + width (band, with rows + width - 1 columns, or fewer);
-    where its `segments` say so (segments: see `cuts`).
+    full: always
+    causal: where j <= i; aligned top-left, so from i = k1 - k0 - 1 on all of them
+    upper: where j >= i; always square
+    band: where i <= j < i + width; it has rows + width - 1 columns, or fewer
+    segments: where its `segments` say so, see `cuts`
 
     groups: how many there are of it, each q_step rows and k_step columns after the one before.
     """

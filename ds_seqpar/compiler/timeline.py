@@ -35,8 +35,8 @@ class Event:
     (what Ulysses' members send arrives here). It leaves what follows the label as it stands.
 
     A record has more kinds: "send" (a message leaves), "post" (messages and collectives are handed over), "merge"
-    (partial results become one), "copy" (operands and results are put in place), "agree" (ranks compare their inputs).
-    "walk", a whole program, encloses others. A message lasts from its post until a wait has seen its end.
+    (partial results become one). Then "copy" (operands and results are put in place) and "agree" (ranks compare their
+    inputs). "walk", a whole program, encloses others. A message lasts from its post until a wait has seen its end.
 
     rank: the SP rank. call: the number of the walk, in order, from 0. direction, step: of the program. what, blocks:
     the unit that is worked on or sent, as ("kv", ((0,),)); of a product what is "" and blocks are those of q and of kv.

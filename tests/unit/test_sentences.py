@@ -3,6 +3,7 @@
 `python tests/unit/test_sentences.py [FILE ...]` lists the longer ones of any page, or of all.
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def paragraphs(text):
     """Of a page: what is read as one piece. Code and pictures are none; each cell of a table and item of a list is."""
     text = re.sub(r"^```.*?^```|^(?: {4}[^\n]*\n)+", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    for block in re.split(r"\n\s*\n|\n(?=#|\||\s*[-*] |\s*\d+\. )", text):
+    for block in re.split(r"\n\s*\n|\n(?=#|\||\s*[-*] |\s*\d+\. |\s*[a-z_, ]+: )", text):
         yield from block.strip().split("|") if block.strip().startswith("|") else [block]
 
 
@@ -64,6 +65,16 @@ def long_sentences(text):
 @pytest.mark.parametrize("name", CLEAN)
 def test_sentences_are_short(name):
     assert long_sentences((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("package", ["ds_seqpar", "hf_integration"])
+def test_sentences_of_docstrings_are_short(package):
+    long = set()
+    for file in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                long |= {(file.name, said) for _, said in long_sentences(ast.get_docstring(node) or "")}
+    assert long == set()
 
 
 def test_a_long_sentence_is_found():

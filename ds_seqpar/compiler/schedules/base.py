@@ -72,7 +72,7 @@ class Schedule:
         full attention, and under causal attention on zigzag blocks; elsewhere plans may leave moves out and receive
         less. The same with overlap.
     settings: its own. shapes(ranks): all values that they can have together, one mapping a shape.
-    resolve(ranks, given, heads): those of one shape, with what is given; the others are chosen, for these heads where
+    resolve(ranks, given, heads): those of one shape, with what is given. The others are chosen, for these heads where
         known. Raises ConfigError for what does not fit.
     by_shape(ranks, own): of these fields those that are others with one shape; see `at`.
     own_layouts: what is known as a layout as long as the schedule is registered.
