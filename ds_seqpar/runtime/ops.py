@@ -70,8 +70,11 @@ def attention(
     runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked, agreed: bool = False, parts: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """q (B, s, Hq, D), k (B, t, Hkv, D), v (B, t, Hkv, Dv) of this rank's tokens -> (out, lse), differentiable.
-    out (B, s, Hq, Dv), lse (B, s, Hq) or None where nobody asked for it. agreed: whether ranks have agreed on the inputs. parts:
-    above 1 these are the heads of one of so many stages, and the caller goes through them."""
+    out (B, s, Hq, Dv), lse (B, s, Hq) or None where nobody asked for it.
+
+    agreed: whether ranks have agreed on the inputs. parts: above 1 these are the heads of one of so many stages, and
+    the caller goes through them.
+    """
     after = None if agreed else agree(runtime, q, k, v, asked)
     scale = q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale)
     scores = Scores(scale, float(asked.softcap or 0.0))
