@@ -1,7 +1,7 @@
 # make demo   train a small LLaMA, one sequence split over all ranks: on up to 4 GPUs, or on 4 CPU ranks
 # make test   the tests, with a pairwise cover of every case grid; those for GPUs after them, where there is one
 # make test-gpu   the tests for GPUs alone
-# make test-all   the tests, with every case grid whole, the Trainer's with the oldest transformers too, Liger's and QLoRA's
+# make test-all   the tests, with every case grid whole (of many ranks a cover), the Trainer's with the oldest transformers too, Liger's and QLoRA's
 # make docs   the site, in build/site; a dead link fails
 # Each makes .venv first, where there is none or the requirements changed.
 

@@ -1,6 +1,6 @@
 """Grids of cases: the whole cartesian product, and a small cover of it that meets every pair of values.
 
-`make test` runs covers and few drawn cases, `make test-all` all of them.
+`make test` runs covers and few drawn cases, `make test-all` the whole, and of what takes long a cover of its own.
 """
 
 import heapq

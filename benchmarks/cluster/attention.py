@@ -44,6 +44,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def main() -> None:
+    on_ranks.end_by_exit()
     args = arguments(tables.parser(__doc__), DEFAULT)
     print(f"\n{title(args)}\n\n{table(measure(args), args)}", flush=True)
 

@@ -51,8 +51,7 @@ def link(text: str) -> str:
 
 
 def checked(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
-    """The arguments, with `world`. Ends this process where the sequence does not fit, or no cluster can be made here.
-    From now on a signal that ends it is raised, so that the cluster is taken down."""
+    """The arguments, with `world`. Ends this process where the sequence does not fit, or no cluster can be made here."""
     args = parser.parse_args(given)
     args.world = args.nodes * args.ranks_per_node
     if args.seq % (2 * args.world):
@@ -60,9 +59,13 @@ def checked(parser: argparse.ArgumentParser, given: list[str] | None) -> argpars
     if args.nodes > 1 and (reason := net.refusal()):
         print(reason, file=sys.stderr)
         sys.exit(2)
+    return args
+
+
+def end_by_exit() -> None:
+    """From now on a signal that ends this process is raised, so that the cluster is taken down."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    return args
 
 
 def places(args: argparse.Namespace, rate: str) -> str:

@@ -43,6 +43,8 @@ Found = dict[str, tuple[list[float], dict[str, list[int]]]]  # by rate: seconds 
 
 
 def main() -> None:
+    on_ranks.end_by_exit()
+    os.environ["PYTHONWARNINGS"] = "ignore"  # DeepSpeed's and transformers' of their own calls, of every rank
     args = arguments()
     rows = measure(args)
     for rate in args.link:
@@ -61,7 +63,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     args = on_ranks.checked(parser, given)
     # a layer's parameters stay from when a checkpoint is run again to its backward, as a large model's do
     args.zero = [("stage3_max_reuse_distance", 2**20), *args.zero]
-    os.environ["PYTHONWARNINGS"] = "ignore"  # DeepSpeed's and transformers' of their own calls, of every rank
     return args
 
 

@@ -21,7 +21,8 @@ from benchmarks.turns import settle
 from ds_seqpar.runtime.devices import host_memory
 
 Result = TypeVar("Result")
-PACKAGES = ("torch", "deepspeed", "transformers", "flash-attn", "flash-attn-3", "nvidia-nccl-cu12", "nvidia-cudnn-cu12")
+PACKAGES = ("torch", "deepspeed", "transformers", "flash-attn", "flash-attn-3",
+            *(f"nvidia-{name}-cu{cuda}" for cuda in (12, 13) for name in ("nccl", "cudnn")))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

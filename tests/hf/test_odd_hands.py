@@ -6,6 +6,8 @@ import gc
 import io
 import itertools
 import pickle
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +125,10 @@ def others():
         logits, loss = plain(IDS).logits, plain(IDS, labels=IDS).loss.item()
     made = [type(model)(model.config), AutoModelForCausalLM.from_config(model.config)]
     made += [type(model)(copy.deepcopy(model.config)), type(model)(type(model.config)(**model.config.to_dict()))]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        wrong += ["saved"] * ("sequence_parallel" in Path(folder, "config.json").read_text())
+        made.append(AutoModelForCausalLM.from_pretrained(folder))
     for number, other in enumerate(made):
         other.load_state_dict(model.state_dict())
         with torch.no_grad():

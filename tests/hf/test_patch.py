@@ -105,9 +105,11 @@ def labelled_padding(layouts):
         sp, model = make(**MODES["u2r2"], layout=layout), small()
         patch_attention(model, sp)
         shard = sp.shard_batch(batch)
-        loss = model(**shard, attention_mask=torch.ones_like(shard["input_ids"])).loss
-        loss.backward()
-        found.append((abs(sp.mean_loss(loss) - plain_loss.item()), gap(averaged(model), expected)))
+        for given in ({}, {"attention_mask": torch.ones_like(shard["input_ids"])}):
+            model.zero_grad()
+            loss = model(**shard, **given).loss
+            loss.backward()
+            found.append((abs(sp.mean_loss(loss) - plain_loss.item()), gap(averaged(model), expected)))
     return found
 
 

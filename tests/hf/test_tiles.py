@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,12 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ds_seqpar
 from hf_integration import tiling, whole_calls
-from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import trainers
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import MODES, adam, gap, llama, one_process, ragged, settings, small, update, with_lora
 from tests.hf.test_families import batch_of, gradients
+from tests.launch import on_each_of
 from tests.launch import on_engine_ranks as on_ranks
 from tests.words import missing
 
@@ -583,3 +585,23 @@ def test_a_trainer_trains_evaluates_and_predicts_as_without_tiles(tmp_path):
         assert len(figures) == 2 + 2 + 1 + 1
         assert mine == pytest.approx(figures, rel=1e-5)
         torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+
+
+class Deaf(LlamaDecoderLayer):
+    """A layer whose MLP does not read the norm before it."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states + self.post_attention_layernorm(hidden_states)
+
+
+Deaf.forward.__module__ = LlamaDecoderLayer.__module__  # as if another release of transformers had it
+
+
+@on_each_of(1)
+def test_a_last_norm_that_nobody_has_read_is_refused():
+    sp, model, ids = make(size=1, mlp_tiles=3), small(), torch.arange(48)[None]
+    model.model.layers[0].__class__ = Deaf
+    model.model.norm = nn.Identity()  # which would notice it first
+    model.patch_attention(sp)
+    refused = refusal(model, **sp.shard_batch({"input_ids": ids, "labels": ids.clone()}))
+    assert lacking(refused, "ConfigError", "read by attention or the MLP alone") == []

@@ -127,8 +127,8 @@ GRID = {
 def _legal(case):
     shape, travelling_q = case["shape"], "q" in (case["forward"], case["backward"])
     # what has nothing to do with each other changes together, which saves time: the plans of both directions at a
-    # longer sequence; on many ranks always, and heads with lengths. And of one document "balanced" deals the runs of
-    # "zigzag": tests/unit/test_balanced.py
+    # longer sequence; on more than 4 ranks always, and heads with lengths. And of one document "balanced" deals the
+    # runs of "zigzag": tests/unit/test_balanced.py
     if case["times"] > 1 and case["forward"] != case["backward"]:
         return False
     if shape.size > 4 and (case["times"] == 1) != (case["heads"] == (4, 4)):
@@ -162,7 +162,7 @@ def _is_small(shape):
 
 
 SMALL = {**GRID, "shape": tuple(shape for shape in GRID["shape"] if _is_small(shape))}
-# each shape on 8 or 9 ranks with all cases, on more ranks with a cover of them
+# each shape on 8 or 9 ranks with all legal cases, on more ranks with a cover of them
 OF_LARGE = [
     pytest.param(
         (cover if shape.size > 9 else whole)(_legal, **{**GRID, "shape": (shape,)}),
