@@ -51,7 +51,7 @@ def link(text: str) -> str:
 
 
 def checked(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
-    """The arguments, with `world`. Ends this process where the sequence does not fit, or no cluster can be made here."""
+    """The arguments, with `world`. Ends this process where the sequence does not fit, or where no cluster can be."""
     args = parser.parse_args(given)
     args.world = args.nodes * args.ranks_per_node
     if args.seq % (2 * args.world):
