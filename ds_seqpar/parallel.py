@@ -285,6 +285,8 @@ def _agreed(
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
+    if "kernels here" in settings and config.machine != "auto" and not measured and dist.get_rank() == 0:
+        _say_unmeasured(config.machine, device)
     return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved, measured
 
 
@@ -301,6 +303,14 @@ def _measured(machine: str, device: torch.device) -> Orders:
     from .planner.machine import Machine
 
     return Machine.load(machine).kernels.get(devices.name_of(device), {})
+
+
+def _say_unmeasured(machine: str, device: torch.device) -> None:
+    from .planner.machine import Machine
+
+    if found := Machine.load(machine).kernels:
+        said = f"sequence_parallel: {machine} has the order of kernels of {', '.join(found)}, none of this device"
+        print(f"{said}, {devices.name_of(device)}; the built-in order holds", file=sys.stderr, flush=True)
 
 
 def _planned_by_all(

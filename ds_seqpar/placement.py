@@ -60,7 +60,7 @@ def windowed(mask: Mask, window: int) -> Mask:
     return dataclasses.replace(mask, window=window)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def held(shards: Shards, ulysses: int, rank: int) -> Tensor:
     inner, member = divmod(rank, ulysses)
     return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")

@@ -125,11 +125,11 @@ class Tiling:
     @contextlib.contextmanager
     def being(self, local: bool) -> Iterator[None]:
         """A context in which a checkpoint computes a layer, of a forward that was local or not."""
-        before, self.local, self.in_layer = self.local, local, True
+        before, self.local, self.in_layer = (self.local, self.in_layer), local, True
         try:
             yield
         finally:
-            self.local, self.in_layer = before, False
+            self.local, self.in_layer = before
             self.forget()
 
 

@@ -86,8 +86,10 @@ def check_kind(kind: type) -> None:
 def check_arguments(args: TrainingArguments) -> None:
     """Raises ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
     for field, (wrong, needed) in ARGUMENTS.items():
-        if field in vars(args) and getattr(args, field) == wrong:
-            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={wrong!r}")
+        value = getattr(args, field, None)
+        if field in vars(args) and (bool(value) if isinstance(wrong, bool) else value) == wrong:
+            got = repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={got}")
 
 
 def check_json(args: TrainingArguments) -> None:

@@ -62,8 +62,8 @@ def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
     )  # fmt: skip
     parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
     parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
-    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: that of --machine")
-    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
+    parser.add_argument("--json", action="store_true", help="print JSON; times are in seconds, sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -48,7 +48,10 @@ def of_kernels(given: Mapping[int, Fields]) -> str:
     """Of configurations that are the same, where ranks would choose other kernels."""
     if not all(name.startswith("kernels ") for name in differing(given)):
         return ""
-    return 'they would choose other kernels: install the same packages and give one machine\'s file, or name a "kernel"'
+    return (
+        "they have other kernels, or other orders of them: install the same packages and give one machine's file, or "
+        'name a "kernel"'
+    )
 
 
 def of_attention(given: Mapping[int, Fields]) -> str:

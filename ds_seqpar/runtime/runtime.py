@@ -20,7 +20,7 @@ from ..errors import CommunicationError
 from ..handles import handle_of
 from .call import BackwardCall, ForwardCall, Saved
 from .comm import Comm
-from .kernels import BlockSpec, Kernel, Scores, select
+from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Recorder, Walk
 
 NOT_RECORDED = contextlib.nullcontext()
@@ -59,7 +59,7 @@ class Runtime:
     ) -> tuple[Bound, Kernel]:
         """The program for a rank's own tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
         more: stages, kept and lse, as `Compiler.call` takes them."""
-        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, more
+        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, more, is_deterministic()
         last = self.last.get(direction)
         if last is None or last[0] != key:
             last = self.last[direction] = key, self._bound(direction, q, kv_heads, mask, shards, softcap, more)

@@ -126,6 +126,7 @@ def rewards():
 WRONG = {
     "context parallelism": (lambda: {"parallelism_config": builtin()}, ["ParallelismConfig", "got cp_size 2"]),
     "tokens not averaged": (lambda: {"average_tokens_across_devices": False}, ["average_tokens_across_devices=False"]),
+    "tokens averaged or not": (lambda: {"average_tokens_across_devices": None}, ["average_tokens_across_devices=None"]),
     "rebalanced batches": (lambda: {"train_sampling_strategy": "batch_rebalance"}, ["'batch_rebalance'"]),
     "loss ignores shift_labels": (lambda: {"model": with_loss(unshifted_loss)}, ["shift_labels", "loss_function that"]),
     "loss ignores num_items": (lambda: {"model": with_loss(local_mean)}, ["num_items_in_batch", "loss_function that"]),

@@ -10,7 +10,7 @@ from ...compiler import cuts
 from ...compiler.cuts import Takes
 from ...errors import ConfigError, KernelError, choose
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
-from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps
+from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps, is_deterministic
 
 # the rule of "auto": fast ones for GPUs, of which memory-efficient attention takes what flash does not; then the CPU's
 ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
@@ -24,7 +24,7 @@ def register(kernel: Kernel) -> None:
         raise ConfigError(f"a kernel needs a name of its own; got {kernel.name}, rename it")
     KERNELS[kernel.name] = kernel
     cuts.KERNELS.append(kernel.name)
-    select.cache_clear()
+    _select.cache_clear()
 
 
 def remove(name: str) -> None:
@@ -32,17 +32,23 @@ def remove(name: str) -> None:
     choose("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     cuts.KERNELS.remove(name)
-    select.cache_clear()
+    _select.cache_clear()
 
 
-@functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = ()) -> Kernel:
     """The kernel of that name, or for "auto" the first without a reason against it; with the softcap of the spec.
-    measured: names, the fastest first, that go before the others.
+    measured: names, the fastest first, that go before the others of "auto".
 
     Raises KernelError with the reasons of every kernel that was asked.
     """
-    names = [name] if name != "auto" else dict.fromkeys((*measured, *candidates(spec)))
+    return _select(name, spec, measured, is_deterministic())
+
+
+@functools.lru_cache(maxsize=64)
+def _select(name: str, spec: BlockSpec, measured: tuple[str, ...], deterministic: bool) -> Kernel:
+    """deterministic: what the kernels' reasons look at; a key of what is kept."""
+    possible = candidates(spec)
+    names = [name] if name != "auto" else dict.fromkeys([*(x for x in measured if x in possible), *possible])
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
     for candidate, against in reasons.items():
         if not against:
@@ -72,4 +78,16 @@ def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
     return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not caps(kernel))
 
 
-__all__ = ["KERNELS", "BlockSpec", "Kernel", "Scores", "Takes", "candidates", "here", "register", "remove", "select"]
+__all__ = [
+    "KERNELS",
+    "BlockSpec",
+    "Kernel",
+    "Scores",
+    "Takes",
+    "candidates",
+    "here",
+    "is_deterministic",
+    "register",
+    "remove",
+    "select",
+]

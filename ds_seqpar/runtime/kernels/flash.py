@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ...compiler.cuts import Takes
 from ...compiler.tiles import Segments
-from .reference import BlockSpec, Reference
+from .reference import BlockSpec, Reference, is_deterministic
 
 
 class CpuFlash:
@@ -121,13 +122,15 @@ class Asked:
 
 
 class CudaKernel:
-    """multiples: of a head's size, a dtype: others are filled up with zeros, which change nothing."""
+    """multiples: of a head's size, a dtype: others are filled up with zeros, which change nothing. one_shape: whether
+    it makes a graph for every shape of a block, which documents of any lengths would have it do in every step."""
 
     name: str
     takes = Takes(square=True, windows=2, segments=True)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF
     largest = 256  # size of a head
+    one_shape = False
     ran_on = NOWHERE
 
     def reasons(self, spec: BlockSpec) -> list[str]:
@@ -249,22 +252,29 @@ class CudaEfficient(CudaKernel):
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, for a measurement or its name to choose: full and causal blocks of two keys or more. trailing:
-    whether the operator's lse has one more dimension, as its forward has given it and its backward wants it."""
+    """cuDNN's attention, for a measurement or its name to choose: full and causal blocks of two rows and keys or more.
+
+    trailing: whether the operator's lse has one more dimension, as its forward has given it and its backward wants it.
+    """
 
     name = "cudnn"
     takes = Takes(square=True)
     largest = 128
+    one_shape = True
     trailing = True
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        exact = torch.are_deterministic_algorithms_enabled()
-        return super().reasons(spec) + ["has no deterministic backward"] * exact
+        found = super().reasons(spec)
+        if is_deterministic():
+            found.append("has no deterministic backward")
+        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+            found.append("reads an lse of other strides while TORCH_CUDNN_SDPA_AVOID_RECOMPILE is 1")
+        return found + ["is not there on AMD's GPUs"] * (torch.version.hip is not None)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, segments: Segments | None = None
     ) -> tuple[Tensor, Tensor]:
-        if k.shape[1] == 1:
+        if 1 in (q.shape[1], k.shape[1]):
             return Reference().forward(q, k, v, causal, scale)
         return super().forward(q, k, v, causal, scale, segments)
 
@@ -272,7 +282,7 @@ class Cudnn(CudaKernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
         segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        if k.shape[1] == 1:
+        if 1 in (q.shape[1], k.shape[1]):
             return Reference().backward(do, q, k, v, out, lse, causal, scale)
         return super().backward(do, q, k, v, out, lse, causal, scale, segments)
 

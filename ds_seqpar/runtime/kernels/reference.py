@@ -151,6 +151,11 @@ class Chunked(Reference):
     most = 1 << 22  # where a single row has no more: 16 MiB in fp32
 
 
+def is_deterministic() -> bool:
+    """Whether torch refuses what is not deterministic, which is a reason against some kernels."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float, first: int = 0
 ) -> tuple[Tensor, Tensor]:
