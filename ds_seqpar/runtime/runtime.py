@@ -71,7 +71,7 @@ class Runtime:
         own = self.own_shape(q, kv_heads)
         inner = own.of_heads(*heads_of(own.q_heads, own.kv_heads, *self.members))
         spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
-        kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()))
+        kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
         return self.compiler.call(direction, mask, shards, own, self.members, kernel.takes, *more), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:

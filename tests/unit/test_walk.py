@@ -36,7 +36,7 @@ def _errors(size, causal=True, times=1, heads=(2, 1), **settings):
 
 
 def _use(monkeypatch, kernel):
-    monkeypatch.setattr(runtime, "select", lambda name, spec: kernel)
+    monkeypatch.setattr(runtime, "select", lambda *_: kernel)
 
 
 SHAPES = [{"schedule": "mesh", "mesh": shape} for shape in ((2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))]

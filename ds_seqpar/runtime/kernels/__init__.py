@@ -24,7 +24,7 @@ def register(kernel: Kernel) -> None:
         raise ConfigError(f"a kernel needs a name of its own; got {kernel.name}, rename it")
     KERNELS[kernel.name] = kernel
     cuts.KERNELS.append(kernel.name)
-    _select.cache_clear()
+    select.cache_clear()
 
 
 def remove(name: str) -> None:
@@ -32,21 +32,17 @@ def remove(name: str) -> None:
     choose("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     cuts.KERNELS.remove(name)
-    _select.cache_clear()
-
-
-def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = ()) -> Kernel:
-    """The kernel of that name, or for "auto" the first without a reason against it; with the softcap of the spec.
-    measured: names, the fastest first, that go before the others of "auto".
-
-    Raises KernelError with the reasons of every kernel that was asked.
-    """
-    return _select(name, spec, measured, is_deterministic())
+    select.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)
-def _select(name: str, spec: BlockSpec, measured: tuple[str, ...], deterministic: bool) -> Kernel:
-    """deterministic: what the kernels' reasons look at; a key of what is kept."""
+def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), deterministic: bool | None = None) -> Kernel:
+    """The kernel of that name, or for "auto" the first without a reason against it; with the softcap of the spec.
+    measured: names, the fastest first, that go before the others of "auto". deterministic: `is_deterministic()`, by
+    which what was chosen is kept, since reasons ask it too.
+
+    Raises KernelError with the reasons of every kernel that was asked.
+    """
     possible = candidates(spec)
     names = [name] if name != "auto" else dict.fromkeys([*(x for x in measured if x in possible), *possible])
     reasons = {kernel: _reasons(KERNELS[kernel], spec) for kernel in names}
