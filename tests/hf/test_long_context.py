@@ -1,13 +1,13 @@
 """All that saves memory, alone and together: losses and gradient norms are those of a run without any of it, and long
 sequences over large vocabularies train."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
 import ds_seqpar
+from tests.grids import cover
 from tests.hf.llama import llama, ragged, settings, update, with_lora
 from tests.hf.test_tiles import OPTIMIZER, Sizes
 from tests.launch import on_engine_ranks as on_ranks
@@ -31,7 +31,7 @@ FEATURES = {
     ),
 }
 MODELS = {"plain": lambda: llama(num_key_value_heads=4), "lora": lambda: with_lora(llama(), "q_proj", "down_proj")}
-GRID = list(itertools.product(MODELS, (1, 2, 4), ("2", "3")))
+GRID = [tuple(case.values()) for case in cover(model=tuple(MODELS), size=(1, 2, 4), stage=("2", "3"))]
 COVER = {("plain", 2, "3"): ["all, attention again"], ("lora", 2, "2"): ["all"]}
 
 

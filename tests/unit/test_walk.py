@@ -189,4 +189,4 @@ def test_a_changed_plan_that_the_validator_accepts_is_exact(replace_schedule, na
 @pytest.mark.whole
 @pytest.mark.parametrize("name", STARTS)
 def test_many_changed_plans_that_the_validator_accepts_are_exact(replace_schedule, name):
-    assert _check_mutations(replace_schedule, name, range(50, 1000)) >= 60
+    assert _check_mutations(replace_schedule, name, range(50, 400)) >= 25
