@@ -5,8 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from tests.fake_cuda import NEEDS_CPU_BUILD, OneDevice, aten
+from tests.gpu import TILES
 from tests.stand_in import on_stand_in
-from tests.unit.test_fake_step import SEQ, TILES, batch_of
+from tests.unit.test_fake_step import SEQ, batch_of
 
 pytestmark = NEEDS_CPU_BUILD
 
