@@ -109,7 +109,7 @@ class SequenceParallelCallback(TrainerCallback):
             return
         figures = self.tokens, self.seconds, memory_gib(args.device), self.done
         mine = torch.tensor(figures, dtype=torch.float64, device="cpu")
-        every = torch.empty(dist.get_world_size(), len(figures), dtype=torch.float64)
+        every = torch.empty(dist.get_world_size(), len(figures), dtype=torch.float64, device="cpu")
         dist.all_gather(list(every.unbind()), mine, group=self.sp.control_world)
         seconds = float(every[:, 1].max())
         self.figures = {

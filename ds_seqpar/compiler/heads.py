@@ -70,8 +70,8 @@ def dealt(q_heads: int, kv_heads: int, members: int) -> tuple[tuple[slice, slice
 
 
 def busiest(q_heads: int, kv_heads: int, members: int) -> int:
-    """The first member with the most query heads."""
-    # the longest runs come first; but of key/value heads with fewer members than others the last one is
+    """A member with the most query heads."""
+    # the longest runs come first; with fewer key/value heads than members, the last head is shared by the fewest
     return 0 if kv_heads >= members else members - members // kv_heads
 
 

@@ -1,4 +1,4 @@
-"""What a schedule says of itself, in one file or folder: each here that holds a `SCHEDULE` is one; yours may be too."""
+"""What a schedule says of itself. Every `Schedule` that a file or folder here holds is registered; yours may be too."""
 
 from __future__ import annotations
 
