@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_seqpar.errors import KernelError
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, Takes, select
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, Takes, is_deterministic, select
 from tests.kernel_suite import KernelSuite, LowerRight, cases
 from tests.words import missing
 
@@ -106,3 +106,14 @@ def test_a_gpu_without_flash_attention_takes_another_kernel(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert [("8.0" in reason) for reason in KERNELS["cuda_flash"].reasons(CUDA)] == [True]
     assert select("auto", BlockSpec("cuda", torch.float16, 8, 2, 64)).name == "cuda_efficient"
+
+
+def test_cudnn_is_refused_where_its_gradients_would_be_wrong_or_not_the_same_twice(monkeypatch):
+    cudnn = KERNELS["cudnn"]
+    assert cudnn.reasons(CUDA) == []
+    assert select("auto", CUDA, ("cudnn",), is_deterministic()) is cudnn
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert select("auto", CUDA, ("cudnn",), is_deterministic()) is not cudnn
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert "TORCH_CUDNN_SDPA_AVOID_RECOMPILE" in cudnn.reasons(CUDA)[0]
