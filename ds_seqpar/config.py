@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .compiler import heads as dealing
 from .compiler import layout as layouts
 from .compiler import schedules
 from .compiler.compile import Recipe
 from .compiler.cuts import KERNELS
-from .compiler.exchange import Kept, kept_of
+from .compiler.exchange import SaveChoice, saved_for_backward
+from .compiler.heads import has_equal_shares, largest_share, max_stages
 from .compiler.layout import Axes, Topology, divisors, place
-from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
+from .compiler.schedules.base import MOVING_SIDES, PLACEMENTS, Schedule, Value, is_count
 from .errors import SECTION, ConfigError, InputError, choose, in_words, nearest
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
@@ -22,7 +22,7 @@ UNREADABLE = "SequenceParallel needs a configuration that can be read; reading i
 Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has chosen one
 
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
-TRAVELS = ("auto", *TRAVELLERS)
+TRAVELS = ("auto", *MOVING_SIDES)
 TRAVEL_DTYPES = ("fp32", "bf16")
 PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
 PLANNED = ("size", "ulysses", "schedule", "head_stages")  # with none of them "auto" there is nothing to plan
@@ -226,7 +226,7 @@ class SequenceParallelConfig:
         """The largest that divides the heads equally, leaves each of its members a head in every stage, and with which
         the schedule has the shape that was asked for."""
         stages = 1 if self.head_stages == "auto" else self.head_stages
-        legal = [u for u in even_ulysses(self.size, *heads) if dealing.most_stages(*heads, u) >= stages]
+        legal = [u for u in even_ulysses(self.size, *heads) if max_stages(*heads, u) >= stages]
         for ulysses in sorted(legal, reverse=True):
             try:
                 dataclasses.replace(self, ulysses=ulysses)._shape(heads)
@@ -266,7 +266,7 @@ class SequenceParallelConfig:
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
         """The schedule's own settings without "auto"."""
         if heads:  # all members must choose alike: for the one with the most
-            heads = dealing.most(*heads, self.ulysses)
+            heads = largest_share(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
         return tuple(chosen.shaped(self.size // self.ulysses, dict(self.own), heads, self.layout).items())
 
@@ -288,10 +288,10 @@ class SequenceParallelConfig:
         shape = said and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
         return shape or bool(self.unsaid)
 
-    def kept(self, stages: int, checkpointed: bool, keeps: bool) -> Kept:
+    def kept(self, stages: int, checkpointed: bool, keeps: bool) -> SaveChoice:
         """What forward leaves for backward, of a resolved config. checkpointed: whether a checkpoint is around it;
         keeps: whether that keeps what attention gives."""
-        return kept_of(self.ulysses, stages, checkpointed, keeps, self.overlap, self.keep_exchanged)
+        return saved_for_backward(self.ulysses, stages, checkpointed, keeps, self.overlap, self.keep_exchanged)
 
     def recipe(self, topology: Topology) -> Recipe:
         """Of a resolved config: what programs are made from."""
@@ -322,7 +322,7 @@ def check_names(settings: Mapping[str, Any]) -> None:
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
     """What a schedule takes of the common settings that are words."""
-    sides = ("auto", *schedule.travellers)
+    sides = ("auto", *schedule.moving_sides)
     return {"layout": schedule.layouts, "forward": sides, "backward": sides, "placement": tuple(schedule.placements)}
 
 
@@ -333,7 +333,7 @@ def legal_ulysses(size: int, q_heads: int) -> list[int]:
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
     """Those of them that divide the heads equally. Where U > kv_heads, U / kv_heads members share one."""
-    return [u for u in divisors(size) if dealing.equally(q_heads, kv_heads, u)]
+    return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
 
 
 def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages: Count = 1) -> None:
@@ -345,7 +345,7 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages:
             f"{SECTION}.ulysses must be at most the number of query heads, so that every member has one; got ulysses "
             f"{ulysses} for {q_heads} query and {kv_heads} key/value heads, use one of {legal_ulysses(size, q_heads)}"
         )
-    most = dealing.most_stages(q_heads, kv_heads, ulysses)
+    most = max_stages(q_heads, kv_heads, ulysses)
     if stages != "auto" and stages > most:
         raise ConfigError(
             f"{SECTION}.head_stages must leave every stage a key/value head, and a query head for each of {ulysses} "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_seqpar.compiler.tiles import Segments
-from ds_seqpar.runtime.kernels import BlockSpec, Takes
+from ds_seqpar.runtime.kernels import BlockSpec, KernelSupport
 from ds_seqpar.runtime.kernels.accumulate import merge_
 from ds_seqpar.runtime.kernels.reference import Reference
 from tests.oracle import attention, dense, error
@@ -36,7 +36,7 @@ SEGMENTS = [
 
 def takes(kernel, segments):
     several, wants = len(segments.rows) > 1, 1 if segments.right == 0 else 2
-    return several <= kernel.takes.segments and wants <= kernel.takes.windows
+    return several <= kernel.support.segments and wants <= kernel.support.windows
 
 
 def seen(segments):
@@ -53,7 +53,7 @@ class LowerRight(Reference):
     """The reference with a causal mask that ends in the lower right corner: row i sees columns 0 .. i + Sk - Sq."""
 
     name = "lower_right"
-    takes = Takes(square=True)
+    support = KernelSupport(square=True)
 
     def forward(self, q, k, v, causal, scale):
         shift = k.shape[1] - q.shape[1] if causal else 0
@@ -149,7 +149,7 @@ class KernelSuite:
     @pytest.mark.parametrize(("q_len", "kv_len"), [(24, 56), (56, 24), (9, 2)])
     def test_causal_block_of_unequal_lengths_is_aligned_top_left(self, kernel, dtype, q_len, kv_len):
         inputs = self.inputs(kernel, dtype, q_len, kv_len)
-        if kernel.takes.square:
+        if kernel.support.square:
             pytest.skip(f"{kernel.name} takes square causal blocks only")
         self.check(kernel, dtype, *inputs, True)
 
@@ -186,7 +186,7 @@ class KernelSuite:
         self.close(kernel, dtype, (out, dq, dk, dv), wanted)
 
     def test_bands(self, kernel, dtype):
-        if not (taken := [band for band in BANDS if band[2] <= kernel.takes.band]):
+        if not (taken := [band for band in BANDS if band[2] <= kernel.support.band]):
             pytest.skip(f"{kernel.name} takes no bands")
         for band in taken:
             self.check_band(kernel, dtype, *band)

@@ -75,7 +75,7 @@ def config_of(ranks: int, name: str) -> SequenceParallelConfig:
 
 def causal(name: str) -> bool:
     """Whether its schedule computes nothing else: no product of the first block with a later one."""
-    return not SCHEDULES[parse(name).section["schedule"]].takes(0, 1)
+    return not SCHEDULES[parse(name).section["schedule"]].can_compute(0, 1)
 
 
 def received(ranks: int, name: str, direction: str, shape: Shape) -> str:
@@ -98,8 +98,8 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, O
         recipe = config.recipe(config.topology(ranks))
         shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
         sizes = block_bytes(shape, direction, shards)
-        for travels in schedule.travellers:
-            units = max(recipe.received(direction, travels, sizes)) / unit(shape, shards)
+        for travels in schedule.moving_sides:
+            units = max(recipe.bytes_received(direction, travels, sizes)) / unit(shape, shards)
             found = min(found, (units, own), key=lambda one: one[0])
     return found
 

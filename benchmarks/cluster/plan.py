@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contenders import Spec
-from ds_seqpar.compiler.compile import Bound, Compiler
-from ds_seqpar.compiler.cuts import PLAIN
+from ds_seqpar.compiler.compile import BoundProgram, Compiler
+from ds_seqpar.compiler.cuts import PLAIN_KERNEL
 from ds_seqpar.compiler.exchange import Members
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.program import ExchangeStart, GatherStart, Post, ScatterStart
@@ -52,12 +52,12 @@ def _ours(spec: Spec, args: argparse.Namespace) -> Iterator[tuple[int, int, int]
     for place, rank in at.items():
         compiler, members = Compiler(recipe, place[1]), Members(config.ulysses, place[0])
         for direction in ("forward", "backward"):
-            bound = compiler.call(direction, mask, shards, own, members, PLAIN, stages, kept)
+            bound = compiler.bound_call(direction, mask, shards, own, members, PLAIN_KERNEL, stages, kept)
             for source, size in received(bound, place):
                 yield at[source], rank, size
 
 
-def received(bound: Bound, place: Place) -> Iterator[tuple[Place, int]]:
+def received(bound: BoundProgram, place: Place) -> Iterator[tuple[Place, int]]:
     """From whom a rank's program receives, and how many bytes. A collective brings as much from each other member."""
     member, inner = place
     for one in bound.program.code:
@@ -68,5 +68,5 @@ def received(bound: Bound, place: Place) -> Iterator[tuple[Place, int]]:
             size = bound.unit_bytes(slot, its.kind, its.part(inner))
             yield from (((member, other), size) for other in one.ranks if other != inner)
         elif isinstance(one, ExchangeStart):
-            traffic = bound.traffic(one.trade)
-            yield from (((m, inner), n * traffic.itemsize) for m, n in enumerate(traffic.incoming) if m != member)
+            sizes = bound.exchange_sizes(one.exchange)
+            yield from (((m, inner), n * sizes.itemsize) for m, n in enumerate(sizes.incoming) if m != member)

@@ -138,7 +138,7 @@ def derive(runtime: Runtime, tokens: int, mask: Mask) -> None:
     for bound in bounds(runtime, tokens, mask):
         for one in bound.program.code:
             if isinstance(one, Product):
-                bound.calls(one.q, one.kv)
+                bound.launches(one.q, one.kv)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from benchmarks.contenders import Spec
 from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench
 from ds_seqpar.cli.calibrate import calibrate
-from ds_seqpar.compiler import heads as dealing
+from ds_seqpar.compiler.heads import stages
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
@@ -80,7 +80,7 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of one call, forward and backward, and of comparing its inputs."""
     config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
     config = config.resolve(args.world, (args.heads, args.kv_heads))
-    first = dealing.stages(args.heads, args.kv_heads, config.head_stages)[0]
+    first = stages(args.heads, args.kv_heads, config.head_stages)[0]
     call = Call(
         config=config, world=args.world, mask=CAUSAL if args.causal else FULL,
         shards=EvenShards(config.layout, args.seq, config.size // config.ulysses),

@@ -9,10 +9,10 @@ from typing import Any
 from .. import limits
 from ..compiler import nccl
 from ..compiler.compile import Compiler, pattern_of, weight
-from ..compiler.cuts import PLAIN
+from ..compiler.cuts import PLAIN_KERNEL
 from ..compiler.draw import draw
-from ..compiler.exchange import ALL_KEPT, Around, Heads, Members, exchanged
-from ..compiler.heads import busiest, most
+from ..compiler.exchange import SAVE_ALL, Heads, HeadSplit, Members, exchange_bytes_per_token
+from ..compiler.heads import busiest_member, largest_share
 from ..compiler.layout import LAYOUTS, multiple
 from ..compiler.listing import listing
 from ..compiler.masks import CAUSAL, FULL
@@ -79,14 +79,16 @@ def run(args: argparse.Namespace) -> None:
     members, stages = config.ulysses, config.head_stages
     first = Heads.of(args.heads[0], args.heads[1], Members(members, 0), stages).stages[0]
     own = shape_of(config.travel_dtype, "bfloat16", 1, (*args.heads, 128))
-    heads = *most(*first.counts, members), 128  # of the Ulysses member that sets the pace
+    heads = *largest_share(*first.counts, members), 128  # of the Ulysses member that sets the pace
     shape = shape_of(config.travel_dtype, "bfloat16", 1, heads)
     seq = 4 * multiple(config.layout, config.size, config.ulysses) if args.seq is None else args.seq
     check_length(config, seq)
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
-    around = Around(members, stages, config.kept(stages, False, False) if members > 1 else ALL_KEPT, config.overlap)
+    head_split = HeadSplit(
+        members, stages, config.kept(stages, False, False) if members > 1 else SAVE_ALL, config.overlap
+    )
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
         pattern = pattern_of(mask, shards)
@@ -97,22 +99,24 @@ def run(args: argparse.Namespace) -> None:
             transfer=shape.bytes_per_token(direction),
             product=1.0,
             weight=weight(mask, shards),
-            exchange=functools.partial(exchanged, shape, members),
+            exchange=functools.partial(exchange_bytes_per_token, shape, members),
         )
         if communication(plan, costs):
             costs = costs.balanced(plan)
         bound = max(communication(plan, costs), computation(plan, costs))
         print(plan.table())
-        timeline = simulate(programs_of(plan, around), costs)
+        timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (stages * bound)
         print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
         print(LEGEND if index == 0 else "")
         if args.program is not None:
-            place = Members(members, busiest(*first.counts, members))
-            call = Compiler(recipe, args.program).call(direction, mask, shards, own, place, PLAIN, stages, around.kept)
+            place = Members(members, busiest_member(*first.counts, members))
+            call = Compiler(recipe, args.program).bound_call(
+                direction, mask, shards, own, place, PLAIN_KERNEL, stages, head_split.saved
+            )
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
-            draw(plan, costs, args.png, around)
+            draw(plan, costs, args.png, head_split)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
             timeline.save(args.trace)

@@ -1,7 +1,7 @@
-"""From settings, mask and lengths to the program of one rank; each part of it made once for what it depends on.
+"""From settings, mask and lengths to the program of one rank. Each part is made once for what it depends on.
 
-The structure (what is computed and moved in which order, in which slots) depends on which blocks meet, which for a
-causal or full mask no length changes. A length gives slots their tokens and products their tiles.
+The structure says what is computed and moved in which order, in which slots. It depends on which blocks meet; under a
+causal or full mask no length changes that. A length gives slots their tokens and products their tiles.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from . import exchange
 from .actions import Key, Steps
-from .cuts import PLAIN, Takes, calls
-from .exchange import ALL_KEPT, Heads, Kept, Members, Traffic
+from .cuts import PLAIN_KERNEL, KernelSupport, launches
+from .exchange import SAVE_ALL, ExchangeSizes, Heads, Members, SaveChoice, call_program, exchange_sizes
 from .layout import LAYOUTS, Topology
 from .lower import lower
 from .masks import Mask, visibility
 from .plan import Counted, Pattern, Plan
-from .program import Program, Trade
+from .program import HeadExchange, Program
 from .schedules import Schedule
-from .shape import Field, Place, Shape, buffer_bytes, places_of
+from .shape import Field, FieldLocation, Shape, buffer_bytes, locations_of
 from .shards import EvenShards, Shards, members_tokens
 from .tiles import Tile, tiles
 
-KEPT = 64  # of each: more masks and lengths than a run has at one time
-PROBE = 4  # tokens of a run from which on what is visible only grows with it
+CACHE_SIZE = 64  # entries of each cache: more masks and lengths than are in use at one time
+SAMPLE_LENGTH = 4  # tokens of a run from which on every edge of a tile grows linearly with the run
 Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings that plans are made from, whatever is attended to. forward, backward: what travels."""
+    """The settings that plans are made from, whatever is attended to. forward, backward: the side that moves in that
+    direction, "kv", "q" or "auto". overlap: whether the overlap pass reorders the plan."""
 
     schedule: Schedule
     topology: Topology
@@ -45,54 +45,59 @@ class Recipe:
     def size(self) -> int:
         return self.topology.size(*self.topology.inner_axes)
 
-    def travels(self, direction: str, pattern: Pattern, sizes: Mapping[str, int]) -> str:
-        """What travels; "auto" is what makes the busiest rank receive fewer bytes of blocks, all as long; where that is
-        the same, the mean one. sizes: bytes of a block of each kind."""
-        chosen = self.forward if direction == "forward" else self.backward
-        if chosen != "auto" or len(self.schedule.travellers) == 1:
-            return self.schedule.travellers[0] if chosen == "auto" else chosen
+    def moving_side(self, direction: str, pattern: Pattern, sizes: Mapping[str, int]) -> str:
+        """The side that moves: the one that is set, or the one that "auto" chooses. That is the side with which the
+        busiest rank receives the fewest bytes. Of two equal ones it is, under a plain pattern, the schedule's first;
+        else the one with which all ranks together receive fewer. sizes: bytes of a block of each kind; all blocks count
+        as equally long."""
+        chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
+        if chosen != "auto" or len(sides) == 1:
+            return sides[0] if chosen == "auto" else chosen
         if pattern.plain:
-            return min(self.schedule.travellers, key=lambda way: max(self.received(direction, way, sizes)))
-        return _fewest(self, direction, pattern, tuple(sizes.items()))
+            return min(sides, key=lambda side: max(self.bytes_received(direction, side, sizes)))
+        return _cheapest_side(self, direction, pattern, tuple(sizes.items()))
 
-    def received(
-        self, direction: str, travels: str, sizes: Mapping[str, int], pattern: Pattern | None = None
+    def bytes_received(
+        self, direction: str, moving_side: str, sizes: Mapping[str, int], pattern: Pattern | None = None
     ) -> list[float]:
-        """Bytes that each rank receives; without a pattern, or where the schedule cannot tell, of all blocks."""
+        """Bytes that each rank receives. Without a pattern, or where the schedule cannot count by one, they are those
+        of all products that the schedule can compute. sizes: bytes of a block of each kind."""
         if pattern:
-            steps = self.schedule.build(self.topology, pattern, direction, travels)
+            steps = self.schedule.build(self.topology, pattern, direction, moving_side)
             if isinstance(steps, Counted):
                 return steps.received(sizes)
         axes = tuple((axis, self.topology.size(axis)) for axis in self.topology.inner_axes)
-        return self.schedule.received(axes, direction, travels, sizes)
+        return self.schedule.received(axes, direction, moving_side, sizes)
 
     def plan(self, direction: str, pattern: Pattern, shape: Shape) -> Plan:
-        """The whole plan, of all ranks. Raises ConfigError where the schedule has none for what is visible."""
+        """The plan of all ranks. Raises ConfigError where the schedule has none for what is visible."""
         sizes = shape.bytes_per_token(direction)
-        return _plan(self, direction, pattern, self.travels(direction, pattern, sizes), tuple(sizes.items()))
+        return _plan(self, direction, pattern, self.moving_side(direction, pattern, sizes), tuple(sizes.items()))
 
     def steps(self, direction: str, pattern: Pattern, shape: Shape, rank: int) -> Steps:
-        """One rank's. The overlap pass needs the others' too."""
+        """The steps of one rank. With overlap they are made from the plan of all ranks."""
         if self.overlap:
             return self.plan(direction, pattern, shape).ranks[rank]
-        travels = self.travels(direction, pattern, shape.bytes_per_token(direction))
-        return self.schedule.build(self.topology, pattern, direction, travels)(rank)
+        moving_side = self.moving_side(direction, pattern, shape.bytes_per_token(direction))
+        return self.schedule.build(self.topology, pattern, direction, moving_side)(rank)
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _fewest(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple[str, int], ...]) -> str:
-    """What travels so that the busiest rank receives the fewest bytes, and of such the mean rank."""
+@functools.lru_cache(maxsize=CACHE_SIZE)
+def _cheapest_side(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple[str, int], ...]) -> str:
+    """The moving side with which the busiest rank receives the fewest bytes; of equal ones, all ranks together."""
 
-    def cost(travels: str) -> tuple[float, float]:
-        found = recipe.received(direction, travels, dict(sizes), pattern)
-        return max(found), sum(found)
+    def cost(side: str) -> tuple[float, float]:
+        received = recipe.bytes_received(direction, side, dict(sizes), pattern)
+        return max(received), sum(received)
 
-    return min(recipe.schedule.travellers, key=cost)
+    return min(recipe.schedule.moving_sides, key=cost)
 
 
-@functools.lru_cache(maxsize=2)  # all ranks that one process has, as virtual ones, read the same plan
-def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes: tuple[tuple[str, int], ...]) -> Plan:
-    steps = recipe.schedule.build(recipe.topology, pattern, direction, travels)
+@functools.lru_cache(maxsize=2)  # the virtual ranks of one process all read the same plan
+def _plan(
+    recipe: Recipe, direction: str, pattern: Pattern, moving_side: str, sizes: tuple[tuple[str, int], ...]
+) -> Plan:
+    steps = recipe.schedule.build(recipe.topology, pattern, direction, moving_side)
     plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.parts)
     if not recipe.overlap:
         return plan
@@ -101,144 +106,157 @@ def _plan(recipe: Recipe, direction: str, pattern: Pattern, travels: str, sizes:
     return overlapped(plan, pattern, dict(sizes))
 
 
-class Bound:
-    """A program with the lengths of one call: read by the walker, the simulator and the memory figure. shapes: of the
-    inner tensors of every stage. heads: who has which; of an inner program alone one member has all."""
+class BoundProgram:
+    """A program with the lengths of one call: the walker, the simulator and the memory figure read it.
+
+    shapes: for each stage, the shape of its inner tensors. support: of the kernel. linear_tiles: what gives tiles by
+    the length alone, where there is such a thing. heads: which member has which heads, in which stage."""
 
     def __init__(
-        self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, takes: Takes,
-        growing: _Growing | None, heads: Heads,
+        self, program: Program, shapes: Sequence[Shape], shards: Shards, mask: Mask, support: KernelSupport,
+        linear_tiles: _LinearTiles | None, heads: Heads,
     ) -> None:  # fmt: skip
-        self.program, self.shapes, self.shards, self.mask, self.takes = program, shapes, shards, mask, takes
+        self.program, self.shapes, self.shards, self.mask, self.support = program, shapes, shards, mask, support
         self.shape, self.heads = shapes[0], heads
-        self._growing, self._run = growing, run_length(shards) if growing else 0
+        self._linear_tiles, self._run_length = linear_tiles, run_length(shards) if linear_tiles else 0
         self._per_token = [shape.elements_per_token(program.direction) for shape in shapes]
         # asked for at every walk, and made once
         self.fields = functools.cache(self._fields)
-        self.tiles, self.calls = functools.cache(self._tiles), functools.cache(self._calls)
-        self.size, self.traffic = functools.cache(self._size), functools.cache(self._traffic)
-        self.places, self._placed = functools.cache(self._places), functools.cache(self._places_of)
+        self.tiles, self.launches = functools.cache(self._tiles), functools.cache(self._launches)
+        self.unit_size = functools.cache(self._unit_size)
+        self.exchange_sizes = functools.cache(self._exchange_sizes)
+        self.locations = functools.cache(self._locations)
+        self._locations_of = functools.cache(lambda slot, n: locations_of(self.fields(slot), self.shape.batch, n))
 
     def _tiles(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """What is visible of a product."""
-        if self._growing:
-            return self._growing.tiles(q, kv, self._run)
-        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.takes.square)
+        """The visible part of the product of some q and kv blocks."""
+        if self._linear_tiles:
+            return self._linear_tiles.tiles(q, kv, self._run_length)
+        return tiles(self.shards.runs("q", q), self.shards.runs("kv", kv), self.mask, self.support.square)
 
-    def _calls(self, q: Key, kv: Key) -> tuple[Tile, ...]:
-        """The same as calls that the kernel takes."""
-        return calls(self.tiles(q, kv), self.takes)
+    def _launches(self, q: Key, kv: Key) -> tuple[Tile, ...]:
+        """The visible part of a product as launches that the kernel supports."""
+        return launches(self.tiles(q, kv), self.support)
 
     def tokens(self, kind: str, key: Key) -> int:
-        """Of some blocks of q (or its results), or of k/v."""
+        """How many tokens a unit has."""
         return self.shards.tokens(side_of(kind), key)
 
-    def _size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
-        """(elements that a unit in a slot brings, bytes that it takes of the slot)."""
-        tokens, each = self.tokens(kind, key), self._per_token[self.program.slots[slot].stage][kind]
-        return tokens * each, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
+    def _unit_size(self, slot: int, kind: str, key: Key) -> tuple[int, int]:
+        """(elements of a unit in this slot, bytes that it takes of the slot)."""
+        tokens, elements = self.tokens(kind, key), self._per_token[self.program.slots[slot].stage][kind]
+        return tokens * elements, buffer_bytes(self.fields(slot), self.shape.batch * tokens)
 
-    def _traffic(self, trade: Trade) -> Traffic:
-        """What an exchange of heads sends and receives."""
-        return exchange.traffic(self.heads, trade, self.shapes[trade.stage], self.shards, self.program.rank)
+    def _exchange_sizes(self, exchange: HeadExchange) -> ExchangeSizes:
+        """How many elements this member sends and receives in an exchange of heads."""
+        return exchange_sizes(self.heads, exchange, self.shapes[exchange.stage], self.shards, self.program.rank)
 
     def unit_bytes(self, slot: int, kind: str, key: Key) -> int:
-        """Bytes of a slot that a unit takes."""
-        return self.size(slot, kind, key)[1]
+        """Bytes that a unit takes of a slot."""
+        return self.unit_size(slot, kind, key)[1]
 
-    def _places(self, slot: int, kind: str, key: Key) -> tuple[Place, ...]:
+    def _locations(self, slot: int, kind: str, key: Key) -> tuple[FieldLocation, ...]:
         """Where a unit's tensors stand in its part of a slot: the same object for units of as many tokens."""
-        return self._placed(slot, self.tokens(kind, key))
-
-    def _places_of(self, slot: int, tokens: int) -> tuple[Place, ...]:
-        return places_of(self.fields(slot), self.shape.batch, tokens)
+        return self._locations_of(slot, self.tokens(kind, key))
 
     def _fields(self, slot: int) -> tuple[Field, ...]:
-        """The tensors of a unit in this slot, which is none of an exchange."""
+        """The tensors of a unit in this slot, which is no slot of an exchange."""
         kind, role, _, stage, _ = self.program.slots[slot]
         shape = self.shapes[stage]
         return shape.fields(self.program.direction, kind, shape.wide if role == "wide" else None)
 
     def slot_bytes(self, slot: int) -> int:
-        """What it must hold: the largest of its units, or one part after the other."""
-        kind, role, keys, _, trade = self.program.slots[slot]
-        if trade:
-            traffic = self.traffic(trade)
-            return sum(traffic.outgoing if role == "sent" else traffic.incoming) * traffic.itemsize
+        """Bytes that a slot must hold: the largest of its units, or one part after the other."""
+        kind, role, keys, _, exchange = self.program.slots[slot]
+        if exchange:
+            sizes = self.exchange_sizes(exchange)
+            return sum(sizes.outgoing if role == "sent" else sizes.incoming) * sizes.itemsize
         tokens = max(self.tokens(kind, key) for key in (keys[:1] if self.shards.even else keys))
         parts = len(keys[0])
         return parts * buffer_bytes(self.fields(slot), self.shape.batch * -(-tokens // parts))
 
 
 class Compiler:
-    """Makes and keeps the programs of one rank. early: of the transport; see `Comm`."""
+    """Makes and caches the programs of one rank. An inner program is one stage's, without exchanges of heads; a call's
+    program has all stages with their exchanges. Bound, a program has lengths.
 
-    def __init__(self, recipe: Recipe, rank: int, early: int = 0) -> None:
-        self.recipe, self.rank, self.early = recipe, rank, early
-        self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+    receive_ahead: by how many steps receives are posted early, as the transport needs it; see `lower`."""
+
+    def __init__(self, recipe: Recipe, rank: int, receive_ahead: int = 0) -> None:
+        self.recipe, self.rank, self.receive_ahead = recipe, rank, receive_ahead
+        self._bound: OrderedDict[Hashable, BoundProgram] = OrderedDict()
+        self._inner: OrderedDict[Hashable, Program] = OrderedDict()
         self._calls: OrderedDict[Hashable, tuple[tuple[Program, ...], Program]] = OrderedDict()
         self._patterns: OrderedDict[Hashable, Pattern] = OrderedDict()
-        self._growing: OrderedDict[Hashable, _Growing] = OrderedDict()
+        self._linear_tiles: OrderedDict[Hashable, _LinearTiles] = OrderedDict()
 
-    def bound(self, direction: str, mask: Mask, shards: Shards, shape: Shape, takes: Takes = PLAIN) -> Bound:
-        """Raises ConfigError where the schedule cannot do what this mask asks of these shards."""
+    def bound_inner(
+        self, direction: str, mask: Mask, shards: Shards, shape: Shape, support: KernelSupport = PLAIN_KERNEL
+    ) -> BoundProgram:
+        """An inner program with lengths. shape: of the inner tensors. Raises ConfigError where the schedule cannot do
+        what this mask asks of these shards."""
 
-        def make() -> Bound:
-            program, heads = self.program(direction, mask, shards, shape), Heads.of(shape.q_heads, shape.kv_heads)
-            return Bound(program, (shape,), shards, mask, takes, self.growing(mask, shards, takes.square), heads)
+        def make() -> BoundProgram:
+            program, heads = self.inner_program(direction, mask, shards, shape), Heads.of(shape.q_heads, shape.kv_heads)
+            linear = self.linear_tiles(mask, shards, support.square)
+            return BoundProgram(program, (shape,), shards, mask, support, linear, heads)
 
-        return _kept(self._bound, (direction, mask, shards, shape, takes), make)
+        return _cached(self._bound, (direction, mask, shards, shape, support), make)
 
-    def call(
-        self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, takes: Takes,
-        stages: int = 1, kept: Kept = ALL_KEPT, lse: bool = False,
-    ) -> Bound:  # fmt: skip
-        """Of a whole call. own: the shape of a rank's own tensors, of all heads; members: of Ulysses. Raises as `bound`
-        does."""
+    def bound_call(
+        self, direction: str, mask: Mask, shards: Shards, own: Shape, members: Members, support: KernelSupport,
+        stages: int = 1, saved: SaveChoice = SAVE_ALL, lse: bool = False,
+    ) -> BoundProgram:  # fmt: skip
+        """The program of one call of attention, with lengths. own: the shape of a rank's own tensors, of all heads.
+        lse: whether the caller wants the lse too. Raises as `bound_inner` does."""
 
-        def make() -> Bound:
+        def make() -> BoundProgram:
             heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
             shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(stages))
-            inner = tuple(self.program(direction, mask, shards, shape) for shape in shapes)
-            program = self.whole(inner, members.degree, shards, kept, lse)
-            return Bound(program, shapes, shards, mask, takes, self.growing(mask, shards, takes.square), heads)
+            inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
+            program = self.call_program(inner, members.degree, shards, saved, lse)
+            linear = self.linear_tiles(mask, shards, support.square)
+            return BoundProgram(program, shapes, shards, mask, support, linear, heads)
 
-        return _kept(self._bound, (direction, mask, shards, own, members, takes, stages, kept, lse), make)
+        return _cached(self._bound, (direction, mask, shards, own, members, support, stages, saved, lse), make)
 
-    def whole(self, inner: tuple[Program, ...], members: int, shards: Shards, kept: Kept, lse: bool) -> Program:
-        """The program of a call, from that of each stage."""
+    def call_program(
+        self, inner: tuple[Program, ...], members: int, shards: Shards, saved: SaveChoice, lse: bool
+    ) -> Program:
+        """The program of a call, from the inner program of each stage."""
         q, kv = (members_tokens(shards, side, self.rank, members) for side in ("q", "kv"))
-        more = members, q == kv, kept, lse, self.recipe.overlap
-        # the inner programs are kept with it: a number of `id` is good for as long as they are
-        key = tuple(map(id, inner)), *more
-        return _kept(self._calls, key, lambda: (inner, exchange.whole(inner, *more)))[1]
+        options = members, q == kv, saved, lse, self.recipe.overlap
+        # the inner programs are cached beside it: an `id` is good for as long as its program is
+        key = tuple(map(id, inner)), *options
+        return _cached(self._calls, key, lambda: (inner, call_program(inner, *options)))[1]
 
-    def program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
+    def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
+        """The program of one stage. Raises as `bound_inner` does."""
         pattern = self.pattern(mask, shards)
         wide_travel = shape.travel == shape.wide
-        # of the shape only what a choice hangs on
+        # the key has of the shape only what the steps depend on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
-        travels = self.recipe.travels(direction, pattern, shape.bytes_per_token(direction))
+        moving_side = self.recipe.moving_side(direction, pattern, shape.bytes_per_token(direction))
 
         def make() -> Program:
             name, parts = self.recipe.schedule.name, self.recipe.schedule.parts
             steps = self.recipe.steps(direction, pattern, shape, self.rank)
-            early = self.early if self.recipe.overlap else 0
-            return lower(name, direction, self.rank, self.recipe.size, steps, wide_travel, parts, early)
+            ahead = self.receive_ahead if self.recipe.overlap else 0
+            return lower(name, direction, self.rank, self.recipe.size, steps, wide_travel, parts, ahead)
 
-        return _kept(self._programs, (direction, pattern, travels, wide_travel, sizes), make)
+        return _cached(self._inner, (direction, pattern, moving_side, wide_travel, sizes), make)
 
-    def growing(self, mask: Mask, shards: Shards, square: bool) -> _Growing | None:
-        """What gives tiles for these shards by their length alone, where there is such a thing."""
-        if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > PROBE):
+    def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
+        """What gives the tiles of these shards by their length alone; None where more than the length decides."""
+        if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > SAMPLE_LENGTH):
             return None
         key = mask, shards.layout, shards.size, square
-        return _kept(self._growing, key, lambda: _Growing(*key))
+        return _cached(self._linear_tiles, key, lambda: _LinearTiles(*key))
 
     def pattern(self, mask: Mask, shards: Shards) -> Pattern:
-        standing = _stand_in(mask, shards)
-        return _kept(self._patterns, (mask, standing), lambda: pattern_of(mask, standing))
+        """Which blocks meet; see `pattern_of`."""
+        small = _stand_in(mask, shards)
+        return _cached(self._patterns, (mask, small), lambda: pattern_of(mask, small))
 
 
 def pattern_of(mask: Mask, shards: Shards) -> Pattern:
@@ -248,13 +266,13 @@ def pattern_of(mask: Mask, shards: Shards) -> Pattern:
 
 
 def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
-    """The share of the product of a q block and a kv block that the mask leaves."""
+    """A function of a q block and a kv block: the visible share of their product, from 0 to 1."""
 
     @functools.cache
     def share(q: int, kv: int) -> float:
-        whole = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
-        seen = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
-        return seen / whole if whole else 0.0
+        pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
+        visible = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        return visible / pairs if pairs else 0.0
 
     return share
 
@@ -262,38 +280,37 @@ def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
 def _stand_in(mask: Mask, shards: Shards) -> Shards:
     """Shards of few tokens whose blocks meet where these do."""
     if mask.scale_free and isinstance(shards, EvenShards):
-        run = run_length(shards)
-        if run > 2:  # two tokens have an order, which is all that such a mask looks at
-            return dataclasses.replace(shards, seq=shards.seq // run * 2)
+        length = run_length(shards)
+        if length > 2:  # two tokens have an order, which is all that such a mask looks at
+            return dataclasses.replace(shards, seq=shards.seq // length * 2)
     return shards
 
 
-class _Growing:
-    """Tiles of products for runs of any length. Under a mask of order alone every edge of a tile grows linearly with
-    the length, so two short lengths show it."""
+class _LinearTiles:
+    """The tiles of products as a linear function of the length of all runs. Under a mask that only looks at the order
+    of positions, every edge of a tile grows linearly with that length. So the tiles for two short lengths show it."""
 
     def __init__(self, mask: Mask, layout: str, size: int, square: bool) -> None:
         runs = len(LAYOUTS[layout].runs(2 * size, size, 0)) * size
-        self.small, self.large = (EvenShards(layout, runs * length, size) for length in (PROBE, PROBE + 1))
+        self.samples = tuple(EvenShards(layout, runs * (SAMPLE_LENGTH + more), size) for more in (0, 1))
         self.mask, self.square = mask, square
-        self.known: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}
+        self.cache: dict[tuple[Key, Key], tuple[tuple[Tile, tuple[int, ...]], ...]] = {}
 
-    def tiles(self, q: Key, kv: Key, run: int) -> tuple[Tile, ...]:
-        """For runs of so many tokens, PROBE or more."""
-        lines = self.known.get((q, kv))
-        if lines is None:
-            lines = self.known[q, kv] = self.lines(q, kv)
-        more = run - PROBE
+    def tiles(self, q: Key, kv: Key, length: int) -> tuple[Tile, ...]:
+        """The tiles of a product for runs of `length` tokens, SAMPLE_LENGTH or more."""
+        slopes = self.cache.get((q, kv))
+        if slopes is None:
+            slopes = self.cache[q, kv] = self.slopes(q, kv)
+        n = length - SAMPLE_LENGTH
         return tuple(
-            Tile(low.q0 + more * a, low.q1 + more * b, low.k0 + more * c, low.k1 + more * d, low.kind, low.width)
-            for low, (a, b, c, d) in lines
+            Tile(low.q0 + n * a, low.q1 + n * b, low.k0 + n * c, low.k1 + n * d, low.kind, low.width)
+            for low, (a, b, c, d) in slopes
         )
 
-    def lines(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
-        """The tiles at PROBE, and by how much each edge grows with a run."""
+    def slopes(self, q: Key, kv: Key) -> tuple[tuple[Tile, tuple[int, ...]], ...]:
+        """Each tile at SAMPLE_LENGTH, and by how much each of its edges grows when runs grow by one token."""
         small, large = (
-            tiles(shards.runs("q", q), shards.runs("kv", kv), self.mask, self.square)
-            for shards in (self.small, self.large)
+            tiles(shards.runs("q", q), shards.runs("kv", kv), self.mask, self.square) for shards in self.samples
         )
         return tuple(
             (low, tuple(b - a for a, b in zip(low[:4], high[:4], strict=True)))
@@ -302,7 +319,7 @@ class _Growing:
 
 
 def run_length(shards: Shards) -> int:
-    """Of every run, where a named layout gives them; 0 where there are no tokens."""
+    """Tokens of every run, where a named layout gives them; 0 where there are no tokens."""
     return next((run.length for run in shards.runs("q", (0,))), 0)
 
 
@@ -311,10 +328,10 @@ def side_of(kind: str) -> str:
     return "kv" if kind in ("kv", "dkv") else "q"
 
 
-def _kept(cache: OrderedDict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
-    """What was made for this key; the oldest goes when there are too many."""
+def _cached(cache: OrderedDict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
+    """The entry of this key, made where it is missing; beyond CACHE_SIZE entries the oldest goes."""
     if key not in cache:
         cache[key] = make()
-        if len(cache) > KEPT:
+        if len(cache) > CACHE_SIZE:
             cache.popitem(last=False)
     return cache[key]

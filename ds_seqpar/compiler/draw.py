@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .exchange import ALONE, Around
+from .exchange import UNSPLIT, HeadSplit
 from .plan import Plan
 from .simulate import Costs, communication, computation, programs_of, simulate
 from .timeline import Event, Timeline, lanes
@@ -23,16 +23,16 @@ NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "
          "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
 
 
-def draw(plan: Plan, costs: Costs, file: str | Path, around: Around = ALONE) -> None:
+def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNSPLIT) -> None:
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
     where it is not installed, or the file cannot be written.
 
     A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
     """
-    timeline = simulate(programs_of(plan, around), costs)
-    bound = around.stages * max(communication(plan, costs), computation(plan, costs))
+    timeline = simulate(programs_of(plan, head_split), costs)
+    bound = head_split.stages * max(communication(plan, costs), computation(plan, costs))
     ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
-    members, stages = around[:2]
+    members, stages = head_split[:2]
     words = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
     title = f"{plan.name}{words}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"

@@ -1,11 +1,11 @@
-"""Ulysses' exchange of heads, and stages of heads, as instructions around the programs of the inner ranks.
+"""Ulysses' exchanges of heads, and stages of heads, as instructions around the programs of the inner ranks.
 
 An all-to-all among neighbouring ranks, the members, gives each of them some heads of their common tokens (DeepSpeed
 Ulysses, Jacobs et al., 2023). A stage attends to some of the heads, so that the inner tensors of all heads are never
-there together (Untied Ulysses). What is exchanged has names:
+there together (Untied Ulysses). These fields are exchanged:
 
 forward: q, k and v inward; out, and lse where it is asked for, outward.
-backward: do inward, and what forward did not keep: q, k and v again, and delta = rowsum(do * out) in place of out;
+backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out;
 dq, dk and dv outward.
 """
 
@@ -16,18 +16,18 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from . import heads as dealing
+from . import heads as rules
 from . import program as op
-from .heads import Deal, Stage
-from .program import Instruction, Program, Slot, Trade, renamed
+from .heads import HeadShares, Stage
+from .program import HeadExchange, Instruction, Program, Slot, renamed
 from .shape import ITEMSIZE, Shape
 from .shards import Shards, members_tokens
 
-SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the others: "q"
-ROWS = ("delta", "lse")  # a number a row and head, wide
-# what arrives is counted as
-COUNTED = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
-           "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv"}  # fmt: skip
+SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the other fields: "q"
+PER_ROW = ("delta", "lse")  # fields of one number a row and head, in the dtype of sums
+# field -> the name under which its arriving elements are counted
+COUNTERS = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
+            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv"}  # fmt: skip
 
 
 class Members(NamedTuple):
@@ -40,77 +40,80 @@ class Members(NamedTuple):
 ONE_MEMBER = Members()
 
 
-class Kept(NamedTuple):
-    """What backward needs of what forward has beside the caller's own tensors and the lse. operands: the inner q, k and
-    v as they arrived, so that they are not sent again; out: the inner out, so that no delta is sent for it."""
+class SaveChoice(NamedTuple):
+    """What forward saves for backward beside the caller's own tensors and the lse. operands: the inner q, k and v as
+    they arrived, so that they are not sent again; out: the inner out, so that no delta is sent for it."""
 
     operands: bool = True
     out: bool = True
 
 
-ALL_KEPT = Kept()
+SAVE_ALL = SaveChoice()
+SAVE_NOTHING = SaveChoice(operands=False, out=False)
 
 
-class Around(NamedTuple):
-    """What stands around an inner program: so many Ulysses members, and stages of heads. kept: what backward finds of
-    forward. overlap: whether a stage's exchanges run while another one computes."""
+class HeadSplit(NamedTuple):
+    """How a call divides its heads: among so many Ulysses members, and in stages. saved: what forward saves. overlap:
+    whether a stage's exchanges run while another one computes."""
 
     members: int = 1
     stages: int = 1
-    kept: Kept = ALL_KEPT
+    saved: SaveChoice = SAVE_ALL
     overlap: bool = False
 
 
-ALONE = Around()
+UNSPLIT = HeadSplit()
 
 
-def kept_of(
+def saved_for_backward(
     degree: int, stages: int, checkpointed: bool, keeps: bool, overlap: bool = False, chosen: bool | str = "auto"
-) -> Kept:
-    """What forward leaves for backward. checkpointed: whether a checkpoint is around it; keeps: whether that keeps what
-    attention gives. chosen: whether the exchanged q, k and v stay. "auto": they go where stages are to save memory, and
-    stay where stages hide exchanges, or a checkpoint keeps attention. A rank without other members needs none."""
+) -> SaveChoice:
+    """What forward saves for backward; without other members nothing, since nothing is exchanged.
+
+    checkpointed: whether a checkpoint is around attention; keeps: whether that checkpoint keeps attention's results.
+    chosen: whether the exchanged q, k and v are saved. "auto": they are not where stages are there to save memory. They
+    are where stages hide exchanges, or a checkpoint keeps attention."""
     if degree == 1:
-        return Kept(operands=False, out=False)
+        return SAVE_NOTHING
     if chosen == "auto":
         chosen = stages == 1 or overlap or (checkpointed and keeps)
-    return Kept(operands=bool(chosen), out=bool(chosen) and not checkpointed)
+    return SaveChoice(operands=bool(chosen), out=bool(chosen) and not checkpointed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of a call: all of q and of k, and the stages that they are attended to in."""
+    """The heads of a call: which member this rank is, and the stages that all heads are attended to in."""
 
     members: Members
     stages: tuple[Stage, ...]
 
     @classmethod
     def of(cls, q: int, kv: int, members: Members = ONE_MEMBER, stages: int = 1) -> Heads:
-        return cls(members, dealing.stages(q, kv, stages))
+        return cls(members, rules.stages(q, kv, stages))
 
     def inner(self, stage: int) -> tuple[slice, slice]:
         """Which of a stage's query heads and key/value heads this member works on."""
-        return dealing.heads_of(*self.stages[stage].counts, *self.members)
+        return rules.heads_of_member(*self.stages[stage].counts, *self.members)
 
-    def held(self, stage: int, field: str) -> slice:
-        """Which of all heads are the stage's."""
+    def of_stage(self, stage: int, field: str) -> slice:
+        """Which of all heads of a field are the stage's."""
         return self.stages[stage].kv if field in SIDE else self.stages[stage].q
 
-    def deal(self, trade: Trade) -> Deal:
-        """Who gets which heads of what travels together."""
-        q, kv = self.stages[trade.stage].counts
-        totals = tuple(kv if field in SIDE else q for field in trade.fields)
-        return dealing.deal(totals, kv, self.members.degree)
+    def shares(self, exchange: HeadExchange) -> HeadShares:
+        """Which member gets which heads in an exchange."""
+        q, kv = self.stages[exchange.stage].counts
+        totals = tuple(kv if field in SIDE else q for field in exchange.fields)
+        return rules.head_shares(totals, kv, self.members.degree)
 
-    def widths(self, trade: Trade) -> list[int]:
-        """Of each tensor that travels, how many heads this member works on."""
-        q, kv = self.inner(trade.stage)
-        return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in trade.fields]
+    def inner_counts(self, exchange: HeadExchange) -> list[int]:
+        """For each exchanged tensor, how many of its heads this member works on."""
+        q, kv = self.inner(exchange.stage)
+        return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in exchange.fields]
 
 
-class Traffic(NamedTuple):
-    """Elements of an exchange. outgoing: to every member; incoming: from every member; tokens: of every member; width:
-    of a head; dtype: by its name in torch."""
+class ExchangeSizes(NamedTuple):
+    """The sizes of an exchange for one member. outgoing: elements to every member; incoming: elements from every
+    member; tokens: of every member; width: elements of a head; dtype: by its name in torch."""
 
     outgoing: tuple[int, ...]
     incoming: tuple[int, ...]
@@ -123,76 +126,77 @@ class Traffic(NamedTuple):
         return ITEMSIZE[self.dtype]
 
     def arriving(self, member: int) -> int:
-        """Elements that arrive from other members."""
+        """Elements that arrive from other members than this one."""
         return sum(self.incoming) - self.incoming[member]
 
 
-def traffic(heads: Heads, trade: Trade, shape: Shape, shards: Shards, inner: int) -> Traffic:
+def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: Shards, inner: int) -> ExchangeSizes:
     """shape: of any stage's inner tensors; inner: the inner rank."""
-    side, row = SIDE.get(trade.fields[0], "q"), trade.fields[0] in ROWS
-    tokens, width = members_tokens(shards, side, inner, heads.members.degree), 1 if row else shape.head_dim
-    found = dealing.sizes(heads.deal(trade), tokens, heads.members.member, shape.batch * width)
-    outgoing, incoming = found if trade.inward else found[::-1]
-    return Traffic(tuple(outgoing), tuple(incoming), tuple(tokens), width, shape.wide if row else shape.dtype)
+    side, per_row = SIDE.get(exchange.fields[0], "q"), exchange.fields[0] in PER_ROW
+    tokens, width = members_tokens(shards, side, inner, heads.members.degree), 1 if per_row else shape.head_dim
+    counts = rules.element_counts(heads.shares(exchange), tokens, heads.members.member, shape.batch * width)
+    outgoing, incoming = counts if exchange.inward else counts[::-1]
+    dtype = shape.wide if per_row else shape.dtype
+    return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
 
 
-def exchanged(shape: Shape, members: int, trade: Trade) -> float:
-    """Bytes that an exchange brings from other members, for each of the inner rank's tokens, of a member with this
-    inner shape where all are alike."""
-    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in trade.fields)
-    each = ITEMSIZE[shape.wide] if trade.fields[0] in ROWS else shape.head_dim * shape.itemsize
-    return shape.batch * heads * each * (members - 1) / members
+def exchange_bytes_per_token(shape: Shape, members: int, exchange: HeadExchange) -> float:
+    """Bytes that an exchange brings to a member from the others, for each of the inner rank's tokens, where all members
+    have equal shares. shape: of the member's inner tensors."""
+    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
+    head_bytes = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+    return shape.batch * heads * head_bytes * (members - 1) / members
 
 
-def trades(direction: str, together: bool = True, kept: Kept = ALL_KEPT) -> list[Trade]:
-    """What a call of one stage exchanges, in order."""
-    inward = [Trade(0, True, fields) for fields in _inward(direction, together, kept)]
-    return inward + [Trade(0, False, fields) for fields in _outward(direction, False)]
+def exchanges(direction: str, together: bool = True, saved: SaveChoice = SAVE_ALL) -> list[HeadExchange]:
+    """The exchanges of a call of one stage, in order. together: see `call_program`."""
+    inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved)]
+    return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False)]
 
 
-def whole(
-    inner: Sequence[Program], members: int, together: bool, kept: Kept = ALL_KEPT, lse: bool = False,
+def call_program(
+    inner: Sequence[Program], members: int, together: bool, saved: SaveChoice = SAVE_ALL, lse: bool = False,
     overlap: bool = False,
 ) -> Program:  # fmt: skip
-    """The program of a call, stage by stage. inner: of each stage; together: whether q, k and v can travel as one; lse:
-    whether that of own tokens is asked for. overlap: while a stage computes, the operands of the next one arrive and
-    the results of the one before leave; else nothing is under way but what is waited for."""
-    building, direction, overlap = _Building(members), inner[0].direction, overlap and len(inner) > 1
-    ins, outs = list(_inward(direction, together, kept)), list(_outward(direction, lse))
+    """The program of a call, stage by stage. inner: the inner program of each stage. together: whether q, k and v can
+    travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a stage computes, the next
+    stage's operands arrive and the previous stage's results leave; without it, each exchange is waited for at once."""
+    building, direction, overlap = _CallBuilder(members), inner[0].direction, overlap and len(inner) > 1
+    inward, outward = list(_inward(direction, together, saved)), list(_outward(direction, lse))
     if members == 1:
-        ins, outs = [], []
-    coming: list[op.ExchangeStart] = []
+        inward, outward = [], []
+    arriving: list[op.ExchangeStart] = []
     leaving: list[op.ExchangeStart] = []
     for stage, program in enumerate(inner):
-        arrived = [building.end(one) for one in coming]
+        arrived = [building.end(start) for start in arriving]
         if not arrived:
-            arrived = [building.end(building.start(Trade(stage, True, fields))) for fields in ins]
+            arrived = [building.end(building.start(HeadExchange(stage, True, fields))) for fields in inward]
         if overlap and stage + 1 < len(inner):
-            coming = [building.start(Trade(stage + 1, True, fields)) for fields in ins]
+            arriving = [building.start(HeadExchange(stage + 1, True, fields)) for fields in inward]
         building.stage(stage, program, arrived)
-        for one in leaving:
-            building.unpack(one)
+        for start in leaving:
+            building.unpack(start)
         if overlap:
-            leaving = [building.start(Trade(stage, False, fields)) for fields in outs]
+            leaving = [building.start(HeadExchange(stage, False, fields)) for fields in outward]
         else:
-            for fields in outs:
-                building.unpack(building.start(Trade(stage, False, fields)))
-    for one in leaving:
-        building.unpack(one)
+            for fields in outward:
+                building.unpack(building.start(HeadExchange(stage, False, fields)))
+    for start in leaving:
+        building.unpack(start)
     return building.program(inner[0])
 
 
-def _inward(direction: str, together: bool, kept: Kept) -> Iterator[tuple[str, ...]]:
-    if direction == "forward" or not kept.operands:
+def _inward(direction: str, together: bool, saved: SaveChoice) -> Iterator[tuple[str, ...]]:
+    if direction == "forward" or not saved.operands:
         yield from [("q", "k", "v")] if together else [("q",), ("k", "v")]
     if direction == "backward":
         yield ("do",)
-        if not kept.out:
+        if not saved.out:
             yield ("delta",)
 
 
 def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
-    if direction == "backward":  # k and v first and apart: what is sent stands beside what arrives
+    if direction == "backward":  # dk and dv first, apart from dq: sent and received buffers of one exchange coexist
         yield from [("dk", "dv"), ("dq",)]
         return
     yield ("out",)
@@ -200,7 +204,9 @@ def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
         yield ("lse",)
 
 
-class _Building:
+class _CallBuilder:
+    """Collects the instructions of a call's program."""
+
     def __init__(self, members: int) -> None:
         self.ranks = tuple(range(members))
         self.code: list[Instruction] = []
@@ -213,40 +219,40 @@ class _Building:
         self.code.append(one)
         self.frees.append(list(frees))
 
-    def slot(self, trade: Trade, role: str) -> int:
-        self.slots.append(Slot("+".join(trade.fields), role, ((),), trade.stage, trade))
+    def slot(self, exchange: HeadExchange, role: str) -> int:
+        self.slots.append(Slot("+".join(exchange.fields), role, ((),), exchange.stage, exchange))
         return len(self.slots) - 1
 
-    def start(self, trade: Trade) -> op.ExchangeStart:
+    def start(self, exchange: HeadExchange) -> op.ExchangeStart:
         step, ticket = len(self.words), next(self.tickets)
-        self.words.append(f"exchange of heads: {trade.words}")
-        sent, received = self.slot(trade, "sent"), self.slot(trade, "received")
-        self.add(op.PackHeads(step, trade, sent))
-        start = op.ExchangeStart(step, ticket, trade, self.ranks, sent, received)
+        self.words.append(f"exchange of heads: {exchange.words}")
+        sent, received = self.slot(exchange, "sent"), self.slot(exchange, "received")
+        self.add(op.PackHeads(step, exchange, sent))
+        start = op.ExchangeStart(step, ticket, exchange, self.ranks, sent, received)
         self.add(start)
         return start
 
-    def end(self, one: op.ExchangeStart) -> tuple[Trade, int]:
-        """Returns the slot of what has arrived, and what that is."""
-        step = self.later(one)
-        self.add(op.Wait(step, one.ticket), one.sent)
-        return one.trade, one.received
+    def end(self, start: op.ExchangeStart) -> tuple[HeadExchange, int]:
+        """Waits for an exchange. Returns it with the slot of what has arrived."""
+        self.add(op.Wait(self.end_step(start), start.ticket), start.sent)
+        return start.exchange, start.received
 
-    def unpack(self, one: op.ExchangeStart) -> None:
-        self.end(one)
-        self.add(op.UnpackHeads(self.later(one), one.trade, one.received), one.received)
+    def unpack(self, start: op.ExchangeStart) -> None:
+        """Waits for an exchange outward, and unpacks what has arrived."""
+        self.end(start)
+        self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
 
-    def later(self, one: op.ExchangeStart) -> int:
-        """The step in which what follows stands: that of the start, unless there are others since."""
-        if one.step == len(self.words) - 1:
-            return one.step
-        words = f"{one.trade.words} has been exchanged"
+    def end_step(self, start: op.ExchangeStart) -> int:
+        """The step in which an exchange ends: that of its start, or one of its own where other steps came between."""
+        if start.step == len(self.words) - 1:
+            return start.step
+        words = f"{start.exchange.words} has been exchanged"
         if self.words[-1] != words:
             self.words.append(words)
         return len(self.words) - 1
 
-    def stage(self, stage: int, program: Program, arrived: list[tuple[Trade, int]]) -> None:
-        """An inner program, with slots, tickets and steps of its own among the others'."""
+    def stage(self, stage: int, program: Program, arrived: list[tuple[HeadExchange, int]]) -> None:
+        """Adds a stage's inner program, its slots, tickets and steps renumbered. arrived: its operands, by slot."""
         slots, steps, tickets = len(self.slots), len(self.words), {}
         self.slots += [slot._replace(stage=stage) for slot in program.slots]
         self.words += program.words

@@ -8,12 +8,12 @@ from typing import Any
 from . import memory
 from . import program as op
 from .actions import Unit, name_of, unit_name
-from .compile import Bound
+from .compile import BoundProgram
 from .plan import columns
-from .program import OWN, SLOTS, Instruction, Trade, is_own
+from .program import OWN, SLOTS, HeadExchange, Instruction, is_own
 
 
-def listing(bound: Bound) -> str:
+def listing(bound: BoundProgram) -> str:
     """The text of one rank's bound program: its instructions in order, its slots, and its peak of memory in bytes.
 
     `[3]` is slot 3, and `own` are the tensors that the caller gave. `#2` is a ticket: what an instruction starts with
@@ -23,9 +23,11 @@ def listing(bound: Bound) -> str:
     for instruction, freed in zip(program.code, program.frees, strict=True):
         code.append([str(instruction.step), _words(instruction), " ".join(map(_slot, freed))])
     slots = [["slot", "holds", "bytes"]]
-    for number, (kind, role, keys, _, trade) in enumerate(program.slots):
+    for number, (kind, role, keys, _, exchange) in enumerate(program.slots):
         units = (
-            ", ".join(dict.fromkeys(unit_name((kind, key)) for key in keys)) if not trade else f"{role} {trade.words}"
+            ", ".join(dict.fromkeys(unit_name((kind, key)) for key in keys))
+            if not exchange
+            else f"{role} {exchange.words}"
         )
         slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
                       str(bound.slot_bytes(number))])  # fmt: skip
@@ -53,8 +55,8 @@ def _shown(one: Instruction, field: str) -> str:
     return SHOWN[field](value) if field in SHOWN else str(value)
 
 
-def _arrived(arrived: Sequence[tuple[Trade, int]]) -> str:
-    return ", ".join(f"{' '.join(trade.fields)} {_slot(slot)}" for trade, slot in arrived) or "own tensors"
+def _arrived(arrived: Sequence[tuple[HeadExchange, int]]) -> str:
+    return ", ".join(f"{' '.join(exchange.fields)} {_slot(slot)}" for exchange, slot in arrived) or "own tensors"
 
 
 def _results(results: Sequence[tuple[Unit, int]]) -> str:
@@ -77,11 +79,11 @@ TEXTS: dict[type, str] = {
     op.ScatterStart: "scatter #{ticket}: {collective} {own}, own part -> {kept}, others {sent} -> {received}",
     op.Fold: "fold {parts} of {unit} {received} -> {own}",
     op.Finish: "finish {results}",
-    op.PackHeads: "pack heads of {trade} into {into}",
-    op.ExchangeStart: "exchange #{ticket}: {trade} with {ranks} members, {sent} -> {received}",
+    op.PackHeads: "pack heads of {exchange} into {into}",
+    op.ExchangeStart: "exchange #{ticket}: {exchange} with {ranks} members, {sent} -> {received}",
     op.Enter: "enter stage {stage}: {arrived}",
     op.Leave: "leave stage {stage}",
-    op.UnpackHeads: "unpack heads of {trade} from {received}",
+    op.UnpackHeads: "unpack heads of {exchange} from {received}",
 }
 # fields that are neither numbers nor slots
 SHOWN: dict[str, Callable[[Any], str]] = {
@@ -90,7 +92,7 @@ SHOWN: dict[str, Callable[[Any], str]] = {
     "q": name_of,
     "kv": name_of,
     "results": _results,
-    "trade": lambda trade: trade.words,
+    "exchange": lambda exchange: exchange.words,
     "ranks": lambda ranks: str(len(ranks)),
     "arrived": _arrived,
 }

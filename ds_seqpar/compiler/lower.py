@@ -2,7 +2,7 @@
 
 `lower` gives every unit a buffer of its own; `assign` lets buffers of one size that do not live together share a slot.
 Over gloo a message leaves once its receiver has said that it is ready, and that word waits behind whatever the receiver
-is sending. So `asked_early` lets a rank ask at the start of an earlier step.
+is sending. So `receives_ahead` lets a rank post a receive at the start of an earlier step.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from . import program as op
 from .actions import ACCUMULATORS, OPERANDS, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit, owned
 from .program import OWN, Instruction, Program, Slot, Transfer, is_own, own_slot, renamed, slots_of
 
-KINDS = ("q", "kv", "out", "dq", "dkv")
+UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
 def lower(
-    name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1, early: int = 0
+    name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1, ahead: int = 0
 ) -> Program:
-    """The program of one rank. wide_travel: whether results travel in the dtype that they are accumulated in; what
-    arrives is then added to where it lies, and sent on from there. parts: blocks that each rank owns. early: see
-    `asked_early`; 0 asks for each message in the step in which it leaves."""
+    """The program of one rank. wide_travel: whether results travel in the dtype of sums; what arrives is then added to
+    where it lies, and sent on from there. parts: blocks that each rank owns. ahead: by how many steps receives are
+    posted early, see `receives_ahead`; 0 posts each in the step in which the message leaves."""
     lowering = _Lowering(direction, rank, size, wide_travel, parts)
     for index, step in enumerate(steps):
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
-    if early:
-        code = asked_early(code, buffers, early)
+    if ahead:
+        code = receives_ahead(code, buffers, ahead)
     return Program(
         name=name,
         direction=direction,
@@ -41,7 +41,7 @@ def lower(
 
 
 class _Lowering:
-    """Every unit gets a buffer of its own here; `assign` lets them share slots."""
+    """Collects the instructions of one rank, step by step. Every unit gets a buffer of its own here."""
 
     def __init__(self, direction: str, rank: int, size: int, wide_travel: bool, parts: int) -> None:
         self.direction, self.rank, self.wide_travel = direction, rank, wide_travel
@@ -52,10 +52,11 @@ class _Lowering:
         self.operands: dict[Unit, int] = {
             (kind, (b,)): own_slot(n) for kind in OPERANDS for n, b in enumerate(self.own)
         }
-        self.messages: dict[Unit, int] = {}  # own operands as they are sent
-        self.results: dict[Unit, int] = {}  # running ones -> their buffer
-        self.arriving: dict[int, list[int]] = defaultdict(list)  # tickets of operands that are due at the end of a step
-        self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)  # results, after products
+        self.messages: dict[Unit, int] = {}  # own operand -> the buffer that it is sent from
+        self.results: dict[Unit, int] = {}  # running result -> its buffer
+        self.arriving: dict[int, list[int]] = defaultdict(list)  # step -> tickets of operands that are due at its end
+        # step -> (ticket, transfers) of results that are merged after its products
+        self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)
 
     def buffer(self, kind: str, role: str, key: Key) -> int:
         self.buffers.append(Slot(kind, role, (key,)))
@@ -87,11 +88,12 @@ class _Lowering:
         self.code += [op.Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
 
     def finish(self, steps: int) -> list[Instruction]:
+        """Ends the program after so many steps; returns its code."""
         last = max(0, steps - 1)
         for due in sorted(self.merging):
             self.merge(last, due)
         own = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.own]
-        # a slot also for what nothing is added to: an empty block, or keys that no query sees
+        # results to which nothing is added have slots too: those of an empty block, or of keys that no query sees
         self.code.append(op.Finish(last, tuple((unit, self.running(unit)) for unit in own)))
         return self.code
 
@@ -107,16 +109,17 @@ class _Lowering:
     def post(
         self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]
     ) -> tuple[int, tuple[Transfer, ...]]:
+        """Posts messages together. Returns their ticket, and the transfers that arrive."""
         ticket = next(self.tickets)
-        coming = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
-        going = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
-        self.code.append(op.Post(index, ticket, going, coming))
-        return ticket, coming
+        arriving = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
+        leaving = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
+        self.code.append(op.Post(index, ticket, leaving, arriving))
+        return ticket, arriving
 
     def tag(self, unit: Unit) -> int:
-        """The same on both ends without asking, and no other message's between the same two ranks meanwhile: a unit
-        goes by its first block."""
-        return KINDS.index(unit[0]) * self.blocks + unit[1][0]
+        """A number that both ends give a message without asking, and that no other message between the two ranks has
+        meanwhile: it is made of the unit's kind and first block."""
+        return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
 
     def product(self, index: int, compute: Compute) -> None:
         results = []
@@ -127,11 +130,13 @@ class _Lowering:
         self.code.append(op.Product(index, compute.q, compute.kv, *slots, tuple(results)))
 
     def running(self, unit: Unit) -> int:
+        """The buffer of a running result."""
         if unit not in self.results:
             self.results[unit] = self.buffer(unit[0], "wide", unit[1])
         return self.results[unit]
 
     def merge(self, index: int, due: int) -> None:
+        """Merges the results that are due in step `due`."""
         for ticket, arrived in self.merging.pop(due, []):
             self.code.append(op.Wait(index, ticket))
             for transfer in arrived:
@@ -141,6 +146,7 @@ class _Lowering:
                 self.code.append(op.Merge(index, transfer.unit, transfer.slot, own, into))
 
     def export(self, index: int, unit: Unit) -> int:
+        """Ends a running result; returns the buffer that it is sent from."""
         own = self.results.pop(unit)
         into = own if self.wide_travel else self.buffer(unit[0], "travel", unit[1])
         self.code.append(op.Export(index, unit, own, into))
@@ -158,16 +164,16 @@ class _Lowering:
         """Starts a reduce-scatter; returns the instructions that end it."""
         ticket, part = next(self.tickets), reduce.part(self.rank)
         unit = reduce.kind, part
-        own, kept = self.results.pop((reduce.kind, reduce.whole)), self.running(unit)
+        own, own_part = self.results.pop((reduce.kind, reduce.whole)), self.running(unit)
         others = tuple(block for block in reduce.whole if block not in part)
         sent = self.buffer(reduce.kind, "travel", others)
         received = self.buffer(reduce.kind, "travel", part * (len(reduce.ranks) - 1))
-        self.code.append(op.ScatterStart(index, ticket, reduce, own, kept, sent, received))
-        return [op.Wait(index, ticket), op.Fold(index, unit, received, kept, len(reduce.ranks) - 1)]
+        self.code.append(op.ScatterStart(index, ticket, reduce, own, own_part, sent, received))
+        return [op.Wait(index, ticket), op.Fold(index, unit, received, own_part, len(reduce.ranks) - 1)]
 
 
 def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
-    """Moves by when they are due: those that are due together are posted together."""
+    """(within, moves) for each value of `within`: what is due together is posted together."""
     groups: dict[int, list[Move]] = defaultdict(list)
     for move in moves:
         groups[move.within].append(move)
@@ -204,104 +210,104 @@ def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
     last = last_uses(code)
     slots: list[Slot] = []
     free: dict[Pool, list[int]] = defaultdict(list)
-    place: dict[int, int] = {}
-    dying: dict[int, list[int]] = defaultdict(list)
+    slot_of: dict[int, int] = {}  # buffer -> slot
+    dying: dict[int, list[int]] = defaultdict(list)  # instruction -> the buffers whose last use it is
     ends: dict[int, int] = {}  # slot -> where its last buffer ends
     lowered = []
     for at, instruction in enumerate(code):
         for buffer in slots_of(instruction):
-            if buffer not in place:
+            if buffer not in slot_of:
                 wanted = buffers[buffer]
                 pool = free[pool_of(wanted)]
-                slot = place[buffer] = pool.pop() if pool else len(slots)
+                slot = slot_of[buffer] = pool.pop() if pool else len(slots)
                 if slot == len(slots):
                     slots.append(wanted)
                 else:
                     slots[slot] = slots[slot]._replace(keys=slots[slot].keys + wanted.keys)
                 dying[last[buffer]].append(buffer)
                 ends[slot] = last[buffer]
-        lowered.append(renamed(instruction, place.__getitem__))
+        lowered.append(renamed(instruction, slot_of.__getitem__))
         for buffer in dying.pop(at, []):
-            free[pool_of(buffers[buffer])].append(place[buffer])
+            free[pool_of(buffers[buffer])].append(slot_of[buffer])
     frees: list[list[int]] = [[] for _ in code]
     for slot, at in ends.items():
         frees[at].append(slot)
     return {"code": tuple(lowered), "slots": tuple(slots), "frees": tuple(map(tuple, frees))}
 
 
-# ---- asking early
+# ---- receives that are posted ahead
 
 
-def asked_early(code: list[Instruction], buffers: list[Slot], early: int) -> list[Instruction]:
-    """The code, in which each message is asked for at the start of an earlier step: `early` steps before it leaves, or
-    more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing else
-    moves."""
-    code, asks = _apart(code)
-    at = [max(0, ask.step - early) for ask in asks]
-    return _with(code, asks, _sooner(_with(code, asks, at), buffers, asks, at))
+def receives_ahead(code: list[Instruction], buffers: list[Slot], ahead: int) -> list[Instruction]:
+    """The code in which each receive is posted at the start of an earlier step: `ahead` steps before its message
+    leaves, or more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing
+    else moves."""
+    code, receives = _without_receives(code)
+    at = [max(0, post.step - ahead) for post in receives]
+    return _with_receives(code, receives, _earliest(_with_receives(code, receives, at), buffers, receives, at))
 
 
-def _apart(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
-    """The code without what is received, which gets tickets of its own, and that."""
+def _without_receives(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
+    """The code without its receives, and these as posts of their own, with tickets of their own."""
     tickets = itertools.count(1 + max((one.ticket for one in code if isinstance(one, op.Post | op.Wait)), default=0))
-    asks: list[op.Post] = []
-    left: list[Instruction] = []
-    waits: dict[int, list[int]] = {}  # ticket -> those that stand for it
+    receives: list[op.Post] = []
+    others: list[Instruction] = []
+    waits: dict[int, list[int]] = {}  # ticket -> the tickets that stand for it
     for one in code:
         if isinstance(one, op.Post) and one.receives:
-            asks.append(one._replace(ticket=next(tickets), sends=()))
-            waits[one.ticket] = [asks[-1].ticket, *([one.ticket] if one.sends else [])]
-            left += [one._replace(receives=())] if one.sends else []
+            receives.append(one._replace(ticket=next(tickets), sends=()))
+            waits[one.ticket] = [receives[-1].ticket, *([one.ticket] if one.sends else [])]
+            others += [one._replace(receives=())] if one.sends else []
         elif isinstance(one, op.Wait) and one.ticket in waits:
-            left += [one._replace(ticket=ticket) for ticket in waits[one.ticket]]
+            others += [one._replace(ticket=ticket) for ticket in waits[one.ticket]]
         else:
-            left.append(one)
-    return left, asks
+            others.append(one)
+    return others, receives
 
 
-def _with(code: list[Instruction], asks: list[op.Post], at: list[int]) -> list[Instruction]:
-    """The code with each of the asks at the start of a step."""
+def _with_receives(code: list[Instruction], receives: list[op.Post], at: list[int]) -> list[Instruction]:
+    """The code with receives[i] posted at the start of step at[i]."""
     starting, begun = defaultdict[int, list[Instruction]](list), 0
-    for post, step in zip(asks, at, strict=True):
+    for post, step in zip(receives, at, strict=True):
         starting[step].append(post._replace(step=step))
-    found: list[Instruction] = []
+    joined: list[Instruction] = []
     for one in code:
         for step in range(begun, one.step + 1):
-            found += starting.pop(step, [])
+            joined += starting.pop(step, [])
         begun = max(begun, one.step + 1)
-        found.append(one)
-    return found
+        joined.append(one)
+    return joined
 
 
-def _sooner(code: list[Instruction], buffers: list[Slot], asks: list[op.Post], at: list[int]) -> list[int]:
-    """The first steps in which the asks may stand, each in its turn, without more living buffers of any pool than this
-    code has at its most. In it they stand at `at`. Messages of one tag keep their order."""
-    first: dict[int, int] = {}
-    for place, one in enumerate(code):
+def _earliest(code: list[Instruction], buffers: list[Slot], receives: list[op.Post], at: list[int]) -> list[int]:
+    """The first steps at which the receives may be posted, each in its turn, so that no pool has more living buffers
+    than it has at its most in this code. In it they are posted at `at`. Messages of one tag keep their order."""
+    first: dict[int, int] = {}  # buffer -> the first instruction that names it
+    for index, one in enumerate(code):
         for buffer in slots_of(one):
-            first.setdefault(buffer, place)
-    living: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(code))
+            first.setdefault(buffer, index)
+    living: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(code))  # pool -> its living buffers, by instruction
     for buffer, last in last_uses(code).items():
-        for place in range(first[buffer], last + 1):
-            living[pool_of(buffers[buffer])][place] += 1
+        for index in range(first[buffer], last + 1):
+            living[pool_of(buffers[buffer])][index] += 1
     most = {pool: max(counts) for pool, counts in living.items()}
-    begins = {step: next(p for p, one in enumerate(code) if one.step >= step) for step in range(max(at, default=0) + 1)}
-    before: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step in which the message before it is asked for
-    found = []
-    for post, step in zip(asks, at, strict=True):
+    begins = {step: next(i for i, one in enumerate(code) if one.step >= step) for step in range(max(at, default=0) + 1)}
+    previous: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step at which its message before is received
+    steps = []
+    for post, step in zip(receives, at, strict=True):
         wanted = Counter(pool_of(buffers[transfer.slot]) for transfer in post.receives)
-        least = max(before.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
-        place = first[post.receives[0].slot]
+        least = max(previous.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
+        index = first[post.receives[0].slot]
         while step > least and all(
-            living[pool][p] + count <= most[pool]
+            living[pool][i] + count <= most[pool]
             for pool, count in wanted.items()
-            for p in range(begins[step - 1], place)
+            for i in range(begins[step - 1], index)
         ):
             step -= 1
             for pool, count in wanted.items():
-                for p in range(begins[step], place):
-                    living[pool][p] += count
-            place = begins[step]
-        before.update({(transfer.peer, transfer.tag): step for transfer in post.receives})
-        found.append(step)
-    return found
+                for i in range(begins[step], index):
+                    living[pool][i] += count
+            index = begins[step]
+        previous.update({(transfer.peer, transfer.tag): step for transfer in post.receives})
+        steps.append(step)
+    return steps

@@ -1,8 +1,7 @@
 """How much memory a call takes beyond the tensors that it is given: slots, running results and kernels' results.
 
-They are followed from instruction to instruction, as the walker makes and frees them. Bytes; no tensor.
-
-What a kernel allocates for itself and frees before it returns is not in it.
+A tracker follows the program from instruction to instruction and counts bytes as the walker makes and frees tensors; it
+needs no tensor. What a kernel allocates for itself and frees before it returns is not counted.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from . import heads as dealing
 from . import program as op
 from .actions import ACCUMULATORS, Unit
-from .compile import Bound, Compiler, Recipe
-from .exchange import ROWS, SIDE, Kept
+from .compile import BoundProgram, Compiler, Recipe
+from .exchange import PER_ROW, SAVE_NOTHING, SIDE, SaveChoice
+from .heads import free_stage_counts, largest_share
 from .masks import Mask
 from .program import is_own, methods_of
 from .shape import ITEMSIZE, Shape, shape_of, token_bytes
@@ -23,53 +22,52 @@ from .shards import Shards, members_tokens, tokens_of
 from .tiles import PIECE, Tile
 
 INF = float("inf")
-NOTHING = Kept(operands=False, out=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Bytes beyond a rank's own q, k, v and the gradient of its out. forward: the most at once, out included; kept:
-    what stays of it for backward, out included; backward: the most at once, with what is kept and dq, dk, dv. inputs:
-    whether backward also needs the rank's own q, k and v."""
+    """Bytes beyond a rank's own q, k, v and the gradient of its out. forward: the most at once, out included; saved:
+    what forward saves for backward, out included; backward: the most at once, with what is saved and dq, dk, dv.
+    inputs: whether backward also needs the rank's own q, k and v."""
 
     forward: int
-    kept: int
+    saved: int
     backward: int
     inputs: bool
 
 
-def figures(forward: Bound, backward: Bound, kept: Kept) -> Figures:
-    """Of a call's two programs. kept: what forward leaves for backward."""
-    there = _Follower(forward, kept)
-    most = there.run()
-    stays = there.stays()
-    return Figures(forward=most, kept=stays, backward=stays + _Follower(backward).run(), inputs=not kept.operands)
+def figures(forward: BoundProgram, backward: BoundProgram, choice: SaveChoice) -> Figures:
+    """The figures of a call, from its two programs. choice: what forward saves for backward."""
+    tracker = _Tracker(forward, choice)
+    peak_forward, saved = tracker.run(), tracker.saved_with_results()
+    peak_backward = saved + _Tracker(backward).run()
+    return Figures(forward=peak_forward, saved=saved, backward=peak_backward, inputs=not choice.operands)
 
 
-@functools.lru_cache(maxsize=8)  # stages of heads are alike
-def peak(bound: Bound) -> int:
-    """The greatest number of bytes that a walk of the program has at once, its results included."""
-    return _Follower(bound).run()
+@functools.lru_cache(maxsize=8)  # stages of heads are alike, and ask for the same
+def peak(bound: BoundProgram) -> int:
+    """The most bytes that a walk of the program has at once, its results included."""
+    return _Tracker(bound).run()
 
 
 @dataclasses.dataclass
 class _Result:
-    """A running result. loose: bytes outside of slots. whole: of all rows. wide: in the dtype of sums. placed: in the
-    slot that it is sent from. end: the rows from that one on are blank."""
+    """A running result. loose: its bytes outside of slots. all_rows: it has all rows. wide: it is in the dtype of sums.
+    placed: it is in the slot that it is sent from. end: the rows from there on are blank."""
 
     loose: int = 0
-    whole: bool = False
+    all_rows: bool = False
     wide: bool = False
     placed: bool = False
     end: float = 0
 
     @property
     def settled(self) -> bool:
-        return self.whole and self.wide
+        return self.all_rows and self.wide
 
 
-class _Part(NamedTuple):
-    """Rows that a call gives results for: groups of so many, each `step` after the one before."""
+class _Rows(NamedTuple):
+    """Rows that a launch gives results for: groups of so many, each `step` after the one before."""
 
     first: int
     size: int
@@ -80,50 +78,51 @@ class _Part(NamedTuple):
     def end(self) -> int:
         return self.first + self.step * (self.groups - 1) + self.size
 
-    def is_all(self, tokens: int) -> bool:
+    def are_all(self, tokens: int) -> bool:
+        """Whether these are all rows of a result of so many tokens, each once."""
         return self.size * self.groups == tokens == self.end - self.first
 
 
-class _Follower:
-    """slots: bytes of each that is there. left: bytes of the results of the stage that was left last. whole: bytes of
-    results of own tokens. saved: bytes of what is kept for backward."""
+class _Tracker:
+    """Bytes of all tensors while a program is walked. slots: of each slot that is there. stage_results: of the results
+    of the stage that was left last. own_results: of results of own tokens. saved: of what forward saves."""
 
-    def __init__(self, bound: Bound, kept: Kept = NOTHING) -> None:
-        self.bound, self.kept, self.shape, self.program = bound, kept, bound.shape, bound.program
+    def __init__(self, bound: BoundProgram, choice: SaveChoice = SAVE_NOTHING) -> None:
+        self.bound, self.choice, self.shape, self.program = bound, choice, bound.shape, bound.program
         self.forward = bound.program.direction == "forward"
         self.enters = {one.stage: one.arrived for one in bound.program.code if isinstance(one, op.Enter)}
-        self.delta = any("delta" in trade.fields for arrived in self.enters.values() for trade, _ in arrived)
+        self.delta = any("delta" in exchange.fields for arrived in self.enters.values() for exchange, _ in arrived)
         self.slots: dict[int, int] = {}
-        self.outs: dict[int, int] = {}  # outputs made again for visiting queries
+        self.outs: dict[int, int] = {}  # slot of visiting queries -> bytes of their out, which is made again
         self.results: dict[Unit, _Result] = {}
-        self.left: dict[str, int] = {}
-        self.whole: dict[str, int] = {}
+        self.stage_results: dict[str, int] = {}
+        self.own_results: dict[str, int] = {}
         self.saved = self.most = 0
-        trades = (one.trade for one in bound.program.code if isinstance(one, op.PackHeads))
-        self.sent = {field for trade in trades for field in trade.fields}
+        packed = (one.exchange for one in bound.program.code if isinstance(one, op.PackHeads))
+        self.sent = {field for exchange in packed for field in exchange.fields}
 
     def run(self) -> int:
         for instruction, frees in zip(self.program.code, self.program.frees, strict=True):
-            FOLLOW[type(instruction)](self, instruction)
+            TRACK[type(instruction)](self, instruction)
             for slot in frees:
                 self.slots.pop(slot, None)
                 self.outs.pop(slot, None)
         return self.most
 
-    def stays(self) -> int:
-        """What is left for backward, the results included."""
-        return self.saved + sum(self.whole.values())
+    def saved_with_results(self) -> int:
+        """Bytes that are left after forward: what is saved for backward, and the results."""
+        return self.saved + sum(self.own_results.values())
 
-    def see(self, more: int = 0) -> None:
-        """Notes how many bytes are there now. more: those that are there for a moment."""
+    def note(self, more: int = 0) -> None:
+        """Notes how many bytes are there now. more: bytes that are there for a moment only."""
         loose = sum(result.loose for result in self.results.values())
-        held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.left, self.whole))
+        held = sum(sum(sizes.values()) for sizes in (self.slots, self.outs, self.stage_results, self.own_results))
         self.most = max(self.most, held + self.saved + loose + more)
 
     def make(self, *slots: int, more: int = 0) -> None:
         for slot in slots:
             self.slots.setdefault(slot, self.bound.slot_bytes(slot))
-        self.see(more)
+        self.note(more)
 
     def pack(self, one: op.Pack) -> None:
         self.make(one.into)
@@ -151,18 +150,18 @@ class _Follower:
         self.make(one.into)
 
     def fold(self, one: op.Fold) -> None:
-        self.see(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
+        self.note(self.merging(self.bound.tokens(*one.unit), narrow=self.shape.travel != self.shape.wide))
 
     def settle(self, result: _Result, slot: int, placed: bool = False, more: int = 0) -> None:
-        """The result becomes wide and of all rows, in its slot where it has to be."""
+        """The result becomes wide and gets all rows, in the slot. placed: whether it has to be in the slot."""
         if result.settled and (result.placed or not placed):
             return
         self.make(slot, more=more)
-        result.loose, result.whole, result.wide, result.placed = 0, True, True, True
+        result.loose, result.all_rows, result.wide, result.placed = 0, True, True, True
 
     def merging(self, tokens: int, narrow: bool) -> int:
-        """Bytes for a moment while a result is added to another. Sums take none; a softmax takes some a row, and a
-        wide copy of a narrow one, piece by piece."""
+        """Bytes for a moment while a result is merged into another. Sums take none. A softmax takes some for each row,
+        and a wide copy of a narrow result, piece by piece."""
         if not self.forward:
             return 0
         shape = self.shape
@@ -175,9 +174,9 @@ class _Follower:
     def product(self, one: op.Product) -> None:
         if not self.forward and one.q_slot not in self.outs and (self.delta or not is_own(one.q_slot)):
             self.outs[one.q_slot] = self.rows("q", self.bound.tokens("q", one.q))
-            self.see()
-        for call in self.bound.calls(one.q, one.kv):
-            self.call(one, call)
+            self.note()
+        for launch in self.bound.launches(one.q, one.kv):
+            self.launch(one, launch)
 
     def rows(self, kind: str, tokens: int) -> int:
         """Bytes of so many tokens' result in the inputs' dtype."""
@@ -185,67 +184,71 @@ class _Follower:
         named = [f for f in fields if kind != "q" or f.name == "q"]
         return self.shape.batch * tokens * token_bytes(named)
 
-    def call(self, one: op.Product, call: Tile) -> None:
-        """Its operands, where they are copies, or its results; which go to the running ones, one after the other."""
-        rows, columns = call.q1 - call.q0, call.k1 - call.k0
+    def launch(self, one: op.Product, launch: Tile) -> None:
+        """Counts a launch's results and the copies of its operands; then adds each result to the running one."""
+        rows, columns = launch.q1 - launch.q0, launch.k1 - launch.k0
         sides = [
-            (call.k0, columns, call.k_step) if unit[0] == "dkv" else (call.q0, rows, call.q_step)
+            (launch.k0, columns, launch.k_step) if unit[0] == "dkv" else (launch.q0, rows, launch.q_step)
             for unit, _ in one.results
         ]
         for (unit, slot), (first, *_) in zip(one.results, sides, strict=True):
             result = self.results.get(unit)
             if result and first < result.end:  # becomes wide before there is more
                 self.settle(result, slot)
-        found = [self.rows(unit[0], call.groups * side[1]) for (unit, _), side in zip(one.results, sides, strict=True)]
-        self.see(sum(found) + self.copied(one, call, found))
+        units = zip(one.results, sides, strict=True)
+        sizes = [self.rows(unit[0], launch.groups * side[1]) for (unit, _), side in units]
+        self.note(sum(sizes) + self.copied(one, launch, sizes))
         for index, ((unit, slot), (first, size, step)) in enumerate(zip(one.results, sides, strict=True)):
-            if self.add(unit, slot, _Part(first, size, step, call.groups), sum(found)):
-                found[index] = 0
+            if self.add(unit, slot, _Rows(first, size, step, launch.groups), sum(sizes)):
+                sizes[index] = 0
 
-    def add(self, unit: Unit, slot: int, part: _Part, new: int) -> bool:
-        """Follows `Running.add`; returns whether the new tensors are kept as they are. new: bytes of the call's."""
+    def add(self, unit: Unit, slot: int, rows: _Rows, new: int) -> bool:
+        """Follows `Running.add`; returns whether the new tensors stay as they are. new: bytes of all results of the
+        launch."""
         result, tokens = self.results.setdefault(unit, _Result()), self.bound.tokens(*unit)
-        whole, narrow = part.is_all(tokens), self.shape.dtype != self.shape.wide
-        kept = not result.loose and not result.placed and (whole or part.groups == 1)
-        if kept:
-            result.loose, result.whole, result.wide = self.rows(unit[0], part.size * part.groups), whole, not narrow
-        elif part.first < result.end:
+        all_rows, narrow = rows.are_all(tokens), self.shape.dtype != self.shape.wide
+        adopted = not result.loose and not result.placed and (all_rows or rows.groups == 1)
+        if adopted:
+            result.loose = self.rows(unit[0], rows.size * rows.groups)
+            result.all_rows, result.wide = all_rows, not narrow
+        elif rows.first < result.end:
             self.settle(result, slot, more=new)
-            self.see(new + self.merging(part.groups * min(part.size, part.step or part.size), narrow))
-        elif not result.whole:
-            all_rows = self.rows(unit[0], tokens)
-            self.see(new + all_rows)
-            result.loose, result.whole, result.wide = all_rows, True, not narrow
-        if not kept and part.groups > 1 and part.step < part.size:  # what groups share is added
+            self.note(new + self.merging(rows.groups * min(rows.size, rows.step or rows.size), narrow))
+        elif not result.all_rows:
+            size = self.rows(unit[0], tokens)
+            self.note(new + size)
+            result.loose, result.all_rows, result.wide = size, True, not narrow
+        if not adopted and rows.groups > 1 and rows.step < rows.size:  # rows that groups share are added
             self.settle(result, slot, more=new)
-            self.see(new + self.merging(part.groups * part.step, narrow))
-        result.end = max(result.end, part.end)
-        return kept
+            self.note(new + self.merging(rows.groups * rows.step, narrow))
+        result.end = max(result.end, rows.end)
+        return adopted
 
-    def copied(self, one: op.Product, call: Tile, found: list[int]) -> int:
-        """Bytes of copies of operands, in reverse order or with the groups of several sequences side by side. Or of
-        results in reverse order; and the mask of a block of a band."""
-        turned = call.kind == "upper"
-        sides = ((call.q0, call.q1, call.q_step, "q", one.q), (call.k0, call.k1, call.k_step, "kv", one.kv))
+    def copied(self, one: op.Product, launch: Tile, sizes: list[int]) -> int:
+        """Bytes of the copies that a launch needs. Operands are copied into reverse order, or so that the groups of
+        several sequences stand side by side; results out of reverse order. The mask of a block of a band counts too.
+        sizes: bytes of each result."""
+        turned = launch.kind == "upper"
+        sides = ((launch.q0, launch.q1, launch.q_step, "q", one.q), (launch.k0, launch.k1, launch.k_step, "kv", one.kv))
         copies = 0
         for first, last, step, kind, key in sides:
-            apart = self.shape.batch > 1 and call.groups > 1 and call.groups * step != self.bound.tokens(kind, key)
+            apart = self.shape.batch > 1 and launch.groups > 1 and launch.groups * step != self.bound.tokens(kind, key)
             if turned or apart:
                 tensors = 1 if self.forward or kind == "kv" else 3  # with the output and its gradient
-                copies += tensors * self.rows(kind, call.groups * (last - first))
-        masked = call.kind == "band" and self.bound.takes.rows
-        mask = (call.q1 - call.q0) * (call.k1 - call.k0) * ITEMSIZE[self.shape.dtype] if masked else 0
-        return max(copies, max(found)) if turned else copies + mask
+                copies += tensors * self.rows(kind, launch.groups * (last - first))
+        masked = launch.kind == "band" and self.bound.support.rows
+        pairs = (launch.q1 - launch.q0) * (launch.k1 - launch.k0) if masked else 0
+        return max(copies, max(sizes)) if turned else copies + pairs * ITEMSIZE[self.shape.dtype]
 
     def merge(self, one: op.Merge) -> None:
         result, tokens = self.results.setdefault(one.unit, _Result()), self.bound.tokens(*one.unit)
         if one.into == one.arrived:
-            self.see(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.whole else 0)
-            self.results[one.unit] = _Result(whole=True, wide=True, placed=True, end=INF)
+            self.note(self.merging(tokens, narrow=bool(result.loose) and not result.wide) if result.all_rows else 0)
+            self.results[one.unit] = _Result(all_rows=True, wide=True, placed=True, end=INF)
         else:
             self.settle(result, one.into)
             result.end = INF
-            self.see(self.merging(tokens, narrow=True))
+            self.note(self.merging(tokens, narrow=True))
 
     def scatter_start(self, one: op.ScatterStart) -> None:
         reduce = one.collective
@@ -255,7 +258,7 @@ class _Follower:
         fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.wide)
         tokens = self.shape.batch * self.bound.tokens(reduce.kind, part)
         own = tokens * token_bytes(fields)
-        self.results[reduce.kind, part] = _Result(loose=own, whole=True, wide=True)
+        self.results[reduce.kind, part] = _Result(loose=own, all_rows=True, wide=True)
         self.make(one.received)
 
     def finish(self, one: op.Finish) -> None:
@@ -265,87 +268,87 @@ class _Follower:
             done = sum(self.rows(unit[0], self.bound.tokens(*unit)) for unit, _ in one.results)
             for unit, slot in one.results:
                 self.settle(self.results.setdefault(unit, _Result()), slot, more=done)
-            self.see(done)
+            self.note(done)
             return
         for unit, slot in one.results:
             result = self.results.setdefault(unit, _Result())
-            if (result.loose and result.whole and not result.wide) or (
+            if (result.loose and result.all_rows and not result.wide) or (
                 result.settled and not result.placed and (self.shape.dtype == self.shape.wide)
             ):
                 continue
             self.settle(result, slot)
             done += self.rows(unit[0], self.bound.tokens(*unit))
-            self.see(done)
+            self.note(done)
 
     # ---- heads
 
     def own(self, stage: int, field: str) -> int:
-        """Bytes of own tokens of the stage's heads."""
-        heads, part, whole = self.bound.heads, self.shape, self.bound.shards
-        tokens = members_tokens(whole, SIDE.get(field, "q"), self.program.rank, heads.members.degree)
-        held = heads.held(stage, field)
-        width = ITEMSIZE[part.wide] if field in ROWS else part.head_dim * part.itemsize
-        return part.batch * tokens[heads.members.member] * (held.stop - held.start) * width
+        """Bytes of a field of own tokens and of the stage's heads."""
+        heads, shape = self.bound.heads, self.shape
+        tokens = members_tokens(self.bound.shards, SIDE.get(field, "q"), self.program.rank, heads.members.degree)
+        of_stage = heads.of_stage(stage, field)
+        width = ITEMSIZE[shape.wide] if field in PER_ROW else shape.head_dim * shape.itemsize
+        return shape.batch * tokens[heads.members.member] * (of_stage.stop - of_stage.start) * width
 
     def pack_heads(self, one: op.PackHeads) -> None:
-        stage, inward, fields = one.trade
+        stage, inward, fields = one.exchange
         if inward:
-            self.make(one.into, more=sum(self.own(stage, field) for field in fields if field in ROWS))
+            self.make(one.into, more=sum(self.own(stage, field) for field in fields if field in PER_ROW))
             return
-        there = sum(self.left[field] for field in fields)
+        size = sum(self.stage_results[field] for field in fields)
         if len(fields) > 1 or self.shape.batch > 1:
             self.make(one.into)
         else:  # what is sent is the result as it lies
-            self.slots[one.into] = there
+            self.slots[one.into] = size
         for field in fields:
-            del self.left[field]
+            del self.stage_results[field]
 
     def enter(self, one: op.Enter) -> None:
         self.shape = self.bound.shapes[one.stage]
 
     def leave(self, one: op.Leave) -> None:
-        """The results of the stage; what it was given goes, or is kept."""
+        """The stage's results stay; its operands go, or are saved."""
         tokens = {side: tokens_of(self.bound.shards, side, self.program.rank) for side in ("q", "kv")}
         self.results.clear()
         self.outs.clear()
         for kind in ACCUMULATORS[self.program.direction]:
             for field in self.shape.fields(self.program.direction, kind, self.shape.dtype):
                 rows = self.shape.batch * tokens[SIDE.get(field.name, "q")]
-                self.left[field.name] = rows * field.elements * field.itemsize
+                self.stage_results[field.name] = rows * field.elements * field.itemsize
         if self.forward:
             arrived = sum(self.slots[slot] for _, slot in self.enters[one.stage])
-            self.saved += self.kept.operands * arrived
-            for name in ("lse", "out") if self.kept.out else ("lse",):  # what is kept is not there twice
-                self.saved, self.left[name] = self.saved + self.left[name], 0
+            self.saved += self.choice.operands * arrived
+            for name in ("lse", "out") if self.choice.out else ("lse",):  # what is saved is not there twice
+                self.saved, self.stage_results[name] = self.saved + self.stage_results[name], 0
             if "lse" not in self.sent:
-                del self.left["lse"]
+                del self.stage_results["lse"]
         if self.bound.heads.members.degree == 1:
-            for name in list(self.left):
-                self.put(one.stage, name, self.left.pop(name))
+            for name in list(self.stage_results):
+                self.put(one.stage, name, self.stage_results.pop(name))
 
     def unpack_heads(self, one: op.UnpackHeads) -> None:
-        for field in one.trade.fields:
-            self.put(one.trade.stage, field, self.own(one.trade.stage, field))
+        for field in one.exchange.fields:
+            self.put(one.exchange.stage, field, self.own(one.exchange.stage, field))
 
     def put(self, stage: int, field: str, size: int) -> None:
         stages = len(self.bound.heads.stages)
-        if field not in self.whole:
-            self.whole[field] = sum(self.own(each, field) for each in range(stages)) if stages > 1 else size
-        self.see(size if stages > 1 else 0)
+        if field not in self.own_results:
+            self.own_results[field] = sum(self.own(each, field) for each in range(stages)) if stages > 1 else size
+        self.note(size if stages > 1 else 0)
 
 
-FOLLOW = methods_of(_Follower)
+TRACK = methods_of(_Tracker)
 
 
 def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
     """The fewest stages of heads with which attention takes no more memory than its q, k, v and out. own: a rank's own
     tensors. It looks at the program of the first inner rank, which all know. members: of Ulysses; travel: the setting
     of `shape_of`."""
-    compiler, free = Compiler(recipe, 0), dealing.free_stages(own.q_heads, own.kv_heads, members)
+    compiler, free = Compiler(recipe, 0), free_stage_counts(own.q_heads, own.kv_heads, members)
     for count in free:
-        heads = (*dealing.most(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
+        heads = (*largest_share(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
         shape = shape_of(travel, own.dtype, own.batch, heads)
-        taken = max(peak(compiler.bound(way, mask, shards, shape)) for way in ("forward", "backward"))
+        taken = max(peak(compiler.bound_inner(way, mask, shards, shape)) for way in ("forward", "backward"))
         whole = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
         if taken <= whole * tokens_of(shards, "q", 0):
             return count

@@ -72,7 +72,7 @@ def _operations(program: Program, rank: int, members: int) -> Iterable[Operation
             yield _together(f"{words}: {one.label}", ("axis", *ranks), rank, ranks, (type(one), one.collective, stage))
         elif isinstance(one, op.ExchangeStart):
             ranks = [members * inner + peer for peer in one.ranks]
-            yield _together(f"{words}: {one.label}", ("ulysses", *ranks), rank, ranks, one.trade)
+            yield _together(f"{words}: {one.label}", ("ulysses", *ranks), rank, ranks, one.exchange)
 
 
 def _content(program: Program, transfer: Transfer) -> tuple:

@@ -1,7 +1,7 @@
 """What one rank executes: a flat list of instructions over numbered slots. It is made once and walked at every call.
 
-The walker, the simulator, the memory figure and error texts all read it. A slot is a buffer for one unit at a time;
-`lower` makes the instructions, and says which of them share a buffer.
+The walker, the simulator, the memory figure and error texts all read it. A slot is a buffer that holds one unit at a
+time. `lower` makes the instructions, and lets units share slots.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from .actions import Collective, Key, Unit, name_of, unit_name
 
-LINE = 600  # characters of a step that `place` shows: one may have a product for each of many blocks
-SlotNumber = Annotated[int, "slot"]  # or `own_slot`
-OWN = -1  # in place of a slot: the stage's own tensors, or those of its first block; see `own_slot`
+STEP_CHARACTERS = 600  # of a step that `Program.where` shows: it may have a product for each of many blocks
+SlotNumber = Annotated[int, "slot"]  # or what `own_slot` gives
+OWN = -1  # in place of a slot number: the tensors that the stage was given, or those of its first block
 
 
 def own_slot(part: int) -> int:
-    """In place of a slot: the part of the caller's own tensors that is its block number `part`."""
+    """In place of a slot number: block number `part` of the tensors that the stage was given."""
     return OWN - part
 
 
 def is_own(slot: int) -> bool:
+    """Whether a slot number stands for tensors that the stage was given."""
     return slot <= OWN
 
 
 class Transfer(NamedTuple):
-    """A message to or from inner rank `peer`: everything that a unit brings, in one slot."""
+    """A message to or from inner rank `peer`: all tensors of a unit, from or into one slot."""
 
     peer: int
     unit: Unit
@@ -37,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Own tensors of an operand are copied into a message."""
+    """Own tensors of an operand are copied into the slot that they are sent from."""
 
     step: int
     unit: Unit
@@ -90,7 +91,8 @@ class Assemble(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Attention of q and kv, added to the running results, each with the slot that it takes once it must be wide."""
+    """Attention of q and kv, added to the running results. results: each with the slot that it takes once it must be in
+    the dtype of sums."""
 
     step: int
     q: Key
@@ -101,7 +103,7 @@ class Product(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A result that arrived and the running one (in slot `own`, if there is one) become one, in slot `into`."""
+    """A result that arrived and the running result (in slot `own`, if there is one) become one, in slot `into`."""
 
     step: int
     unit: Unit
@@ -111,7 +113,7 @@ class Merge(NamedTuple):
 
 
 class Export(NamedTuple):
-    """A running result ends as the message that takes it away."""
+    """A running result becomes the message that takes it to another rank."""
 
     step: int
     unit: Unit
@@ -120,13 +122,13 @@ class Export(NamedTuple):
 
 
 class ScatterStart(NamedTuple):
-    """The other members' parts of a running result start on their way; the own part is kept in slot `kept`."""
+    """The other members' parts of a running result start on their way; the own part goes into slot `own_part`."""
 
     step: int
     ticket: int
     collective: Collective
     own: SlotNumber
-    kept: SlotNumber
+    own_part: SlotNumber
     sent: SlotNumber
     received: SlotNumber
 
@@ -150,15 +152,16 @@ class Fold(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What is left: the own blocks' results."""
+    """The running results of the own blocks become those of the stage."""
 
     step: int
     results: tuple[tuple[Unit, int], ...]
 
 
-class Trade(NamedTuple):
-    """Tensors of a stage's heads that Ulysses' members exchange together. inward: own tokens of all the stage's heads
-    become the inner rank's tokens of a member's own heads; else the reverse. fields: of `compiler.exchange`."""
+class HeadExchange(NamedTuple):
+    """Tensors of a stage's heads that Ulysses' members exchange in one all-to-all. inward: own tokens of all the
+    stage's heads become all the inner rank's tokens of a member's own heads; else the reverse. fields: the tensors'
+    names, of `compiler.exchange`."""
 
     stage: int
     inward: bool
@@ -170,10 +173,11 @@ class Trade(NamedTuple):
 
 
 class PackHeads(NamedTuple):
-    """What each member is sent stands together: inward some of the caller's tensors, outward results of the stage."""
+    """What each member is sent is put side by side: inward some of the caller's tensors, outward results of the
+    stage."""
 
     step: int
-    trade: Trade
+    exchange: HeadExchange
     into: SlotNumber
 
 
@@ -182,36 +186,37 @@ class ExchangeStart(NamedTuple):
 
     step: int
     ticket: int
-    trade: Trade
+    exchange: HeadExchange
     ranks: tuple[int, ...]
     sent: SlotNumber
     received: SlotNumber
 
     @property
     def label(self) -> str:
-        return self.trade.words
+        return self.exchange.words
 
 
 class Enter(NamedTuple):
-    """From here on own tensors are those of a stage. arrived: what its members sent, by slot."""
+    """A stage begins: from here on, own tensors are the stage's. arrived: the exchanges that brought them, with their
+    slots."""
 
     step: int
     stage: int
-    arrived: tuple[tuple[Trade, int], ...]
+    arrived: tuple[tuple[HeadExchange, int], ...]
 
 
 class Leave(NamedTuple):
-    """What the stage's `Finish` gave is its result; its operands are given up."""
+    """A stage ends: what its `Finish` gave is its result, and its operands are given up."""
 
     step: int
     stage: int
 
 
 class UnpackHeads(NamedTuple):
-    """Results that came outward go to their heads of the caller's tokens."""
+    """Results that arrived outward are copied to their heads of the caller's tokens."""
 
     step: int
-    trade: Trade
+    exchange: HeadExchange
     received: SlotNumber
 
 
@@ -220,24 +225,24 @@ Instruction = (
     | PackHeads | ExchangeStart | Enter | Leave | UnpackHeads
 )  # fmt: skip
 Started = Post | GatherStart | ScatterStart | ExchangeStart  # what a `Wait` ends
-# the fields of each that are slots; transfers and results name more
+# kind of instruction -> its fields that are slots; transfers, results and what arrived name more slots
 SLOTS: dict[type, list[str]] = {
     kind: [field for field, hint in get_type_hints(kind, include_extras=True).items() if hint == SlotNumber]
     for kind in get_args(Instruction)
 }
-# what each that takes its rank's time is called in a time line
+# kind of instruction -> the kind of its event in a time line
 KINDS = {Product: "product", Merge: "merge", Fold: "merge", Post: "post", GatherStart: "post", ScatterStart: "post",
          ExchangeStart: "post", Wait: "post", Pack: "copy", Assemble: "copy", Export: "copy", Finish: "copy",
          PackHeads: "copy", UnpackHeads: "copy", Enter: "copy", Leave: "copy"}  # fmt: skip
 
 
 def name_of_kind(kind: type) -> str:
-    """Of a kind of instruction, in lower case: "pack_heads"."""
+    """The name of a kind of instruction in lower case, as "pack_heads"."""
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def methods_of(reader: type) -> dict[type, Callable[[Any, Any], None]]:
-    """Kind of instruction -> the method of a reader of programs that has its name and takes it."""
+    """Kind of instruction -> the method of that name (`name_of_kind`) of a class that reads programs."""
     return {kind: getattr(reader, name_of_kind(kind)) for kind in SLOTS}
 
 
@@ -251,7 +256,7 @@ def label_of(one: Instruction) -> str:
         case Finish():
             return " ".join(["finish", *(unit_name(unit) for unit, _ in one.results)])
         case PackHeads() | UnpackHeads():
-            return f"{name_of_kind(type(one))} {one.trade.words}".replace("_heads", "")
+            return f"{name_of_kind(type(one))} {one.exchange.words}".replace("_heads", "")
         case Enter() | Leave():
             return f"{name_of_kind(type(one))} stage {one.stage}"
         case _:
@@ -259,50 +264,51 @@ def label_of(one: Instruction) -> str:
 
 
 def renamed(instruction: Instruction, name: Callable[[int], int]) -> Instruction:
-    """The instruction with other slots; `own` ones stay."""
+    """The instruction with the slot number `name(slot)` in place of each slot; own tensors stay."""
 
-    def new_name(slot: int) -> int:
+    def new_slot(slot: int) -> int:
         return slot if is_own(slot) else name(slot)
 
-    new: dict[str, Any] = {field: new_name(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
+    new: dict[str, Any] = {field: new_slot(getattr(instruction, field)) for field in SLOTS[type(instruction)]}
     if isinstance(instruction, Post):
         for field in ("sends", "receives"):
             new[field] = tuple(t._replace(slot=name(t.slot)) for t in getattr(instruction, field))
     if isinstance(instruction, Product | Finish):
-        new["results"] = tuple((unit, new_name(slot)) for unit, slot in instruction.results)
+        new["results"] = tuple((unit, new_slot(slot)) for unit, slot in instruction.results)
     if isinstance(instruction, Enter):
-        new["arrived"] = tuple((trade, name(slot)) for trade, slot in instruction.arrived)
+        new["arrived"] = tuple((exchange, name(slot)) for exchange, slot in instruction.arrived)
     return instruction._replace(**new)
 
 
 def slots_of(instruction: Instruction) -> list[int]:
     """The slots that an instruction names."""
-    found: list[int] = []
+    slots: list[int] = []
 
-    def same(slot: int) -> int:
-        found.append(slot)
+    def note(slot: int) -> int:
+        slots.append(slot)
         return slot
 
-    renamed(instruction, same)
-    return found
+    renamed(instruction, note)
+    return slots
 
 
 class Slot(NamedTuple):
-    """A buffer. kind: of the units it holds. role: "operand"; "wide", a running result; "travel", a result in the dtype
-    that it travels in; "sent" or "received" in an exchange of heads, `trade`. keys: the units' blocks, as many in each.
-    stage: whose heads it has."""
+    """A buffer. kind: of the units that it holds. role: "operand"; "wide", a running result in the dtype of sums;
+    "travel", a result in the dtype that it travels in; "sent" or "received", of an exchange of heads, `exchange`. keys:
+    the units' blocks, as many in each. stage: whose heads it has."""
 
     kind: str
     role: str
     keys: tuple[Key, ...]
     stage: int = 0
-    trade: Trade | None = None
+    exchange: HeadExchange | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """parts: blocks that each rank owns. code: in order. slots: by number. frees[i]: slots that nobody names after
-    instruction i. words[s]: what the rank does in step s, for people."""
+    """One rank's program, of a schedule (`name`) on `size` inner ranks. parts: blocks that each rank owns. code: the
+    instructions in order. slots: by number. frees[i]: slots that no instruction after number i names. words[s]: what
+    the rank does in step s, for people."""
 
     name: str
     direction: str
@@ -314,12 +320,13 @@ class Program:
     words: tuple[str, ...]
     parts: int = 1
 
-    def place(self, at: int, around: int = 2) -> str:
-        """Where instruction `at` stands: its step, some before and after it, and the ranks that take part in it."""
+    def where(self, at: int, around: int = 2) -> str:
+        """Text that says where instruction number `at` stands: its step, `around` steps before and after it, and the
+        ranks that take part in it."""
         step = self.code[at].step
         peers = sorted({peer for one in self.code if one.step == step for peer in _peers(one)} - {self.rank})
         near = range(max(0, step - around), min(len(self.words), step + around + 1))
-        words = {s: self.words[s][:LINE] + " ..." * (len(self.words[s]) > LINE) for s in near}
+        words = {s: self.words[s][:STEP_CHARACTERS] + " ..." * (len(self.words[s]) > STEP_CHARACTERS) for s in near}
         lines = [f"{'->' if s == step else '  '} step {s}: {words[s]}" for s in near]
         who = f", with ranks {', '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}" if peers else ""
         head = f"{self.name} {self.direction}, inner rank {self.rank} of {self.size}, step {step}{who}"

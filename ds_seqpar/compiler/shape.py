@@ -90,7 +90,7 @@ def _bytes_per_token(shape: Shape, direction: str) -> dict[str, int]:
     return {kind: shape.batch * token_bytes(shape.fields(direction, kind)) for kind in kinds}
 
 
-class Place(NamedTuple):
+class FieldLocation(NamedTuple):
     """A tensor in a buffer: its bytes from `start` to `end`."""
 
     start: int
@@ -99,16 +99,16 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def places_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Place, ...]:
+def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[FieldLocation, ...]:
     """Where each field stands in the buffer of a unit. Wider elements come first, so that every field is aligned
     without a gap."""
-    places, at = {}, 0
+    locations, at = {}, 0
     for field in sorted(fields, key=lambda f: -f.itemsize):
         end = at + batch * tokens * field.elements * field.itemsize
         width = (field.width,) if field.width else ()
-        places[field.name] = Place(at, end, field.dtype, (batch, tokens, field.heads, *width))
+        locations[field.name] = FieldLocation(at, end, field.dtype, (batch, tokens, field.heads, *width))
         at = end
-    return tuple(places[field.name] for field in fields)
+    return tuple(locations[field.name] for field in fields)
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
@@ -126,5 +126,5 @@ def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -
     wider."""
     wide = "float64" if dtype == "float64" else "float32"
     q_heads, kv_heads, dim = heads
-    travels = {"fp32": wide, "bf16": "bfloat16"}[travel]
-    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=travels)
+    moving_side = {"fp32": wide, "bf16": "bfloat16"}[travel]
+    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=moving_side)

@@ -59,7 +59,7 @@ def attention_figures(step: Step) -> Figures:
     one = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, own = heads[0] * width, (heads[0] + 2 * kv_heads) * width
-    others = one.kept if away(step) else (stages - 1) * one.kept  # one that is fetched ahead, or all
+    others = one.saved if away(step) else (stages - 1) * one.saved  # one that is fetched ahead, or all
     later = others
     if step.checkpointing and not away(step) and not kept.operands:
         # while the first stage is computed the gradient of the input is not there; then delta and lse replace out
@@ -67,7 +67,7 @@ def attention_figures(step: Step) -> Figures:
         later = max((stages - 1) * rows, others - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype])
     return Figures(
         forward=own + one.forward + others,
-        kept=stages * one.kept,
+        saved=stages * one.saved,
         backward=own + q + one.backward + later,
         inputs=False,
     )

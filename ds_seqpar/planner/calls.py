@@ -7,11 +7,10 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from ..compiler import exchange
-from ..compiler import heads as dealing
-from ..compiler.compile import Bound, Compiler, Recipe, pattern_of
-from ..compiler.cuts import PLAIN, Takes
-from ..compiler.exchange import ALL_KEPT, Kept, Members
+from ..compiler.compile import BoundProgram, Compiler, Recipe, pattern_of
+from ..compiler.cuts import PLAIN_KERNEL, KernelSupport
+from ..compiler.exchange import SAVE_ALL, Members, SaveChoice, call_program
+from ..compiler.heads import busiest_member, heads_of_members
 from ..compiler.layout import Topology
 from ..compiler.lower import lower
 from ..compiler.masks import Mask
@@ -39,7 +38,7 @@ class Call:
     dtype: str = "bfloat16"
     batch: int = 1
     stages: int = 1
-    kept: Kept = ALL_KEPT
+    kept: SaveChoice = SAVE_ALL
 
     @property
     def hides_exchanges(self) -> bool:
@@ -62,7 +61,7 @@ class Call:
     def shapes(self) -> tuple[Shape, ...]:
         """Of each Ulysses member."""
         q_heads, kv_heads, dim = self.heads
-        counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealing.dealt(q_heads, kv_heads, self.members)]
+        counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_of_members(q_heads, kv_heads, self.members)]
         return tuple(shape_of(self.config.travel_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
 
     @property
@@ -86,7 +85,7 @@ class Call:
         return {place: rank for rank, place in enumerate(self.places)}
 
     def travels(self, direction: str) -> str:
-        return self.recipe.travels(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
+        return self.recipe.moving_side(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
 
     def steps(self, direction: str) -> StepsOf:
         """Those of any inner rank, without overlap. Raises ConfigError where the schedule cannot."""
@@ -151,7 +150,7 @@ def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Pr
         group = tuple(base + call.ranks[m, place] for m in range(call.members))
         found.append(
             renumbered(
-                exchange.whole([inner[place]] * stages, call.members, True, call.kept, overlap=stages > 1),
+                call_program([inner[place]] * stages, call.members, True, call.kept, overlap=stages > 1),
                 rank, at, group,
             )
         )  # fmt: skip
@@ -192,14 +191,14 @@ def call_figures(
     batch: int = 1,
     rank: int = 0,
     member: int | None = None,
-    takes: Takes = PLAIN,
+    support: KernelSupport = PLAIN_KERNEL,
     early: int = 0,
     kept: bool | None = None,
 ) -> Figures:
     """What a resolved configuration's attention over `tokens` of a rank takes.
 
     heads: (query heads, key/value heads, head_dim) of the model. rank: the inner one. member: of Ulysses, None for one
-    with the most heads. takes: of the kernel. early: as `Comm.early`, which is 0 but over gloo. kept: whether the
+    with the most heads. support: of the kernel. early: as `Comm.early`, which is 0 but over gloo. kept: whether the
     checkpoint around it keeps what backward needs, None where there is no checkpoint.
     """
     recipe = config.recipe(Topology(axes=config.inner_axes))  # where ranks lie changes no program
@@ -210,12 +209,12 @@ def call_figures(
     if count == "auto":
         count = fewest_stages(recipe, config.ulysses, config.travel_dtype, own, mask, shards)
     if member is None:
-        member = dealing.busiest(q_heads, kv_heads, config.ulysses)
+        member = busiest_member(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))
     compiler, members = compiler_of(recipe, rank, early), Members(config.ulysses, member)
 
-    def bound(direction: str) -> Bound:
-        more = count, leaves if config.ulysses > 1 else Kept()
-        return compiler.call(direction, mask, shards, own, members, takes, *more)
+    def bound(direction: str) -> BoundProgram:
+        more = count, leaves if config.ulysses > 1 else SaveChoice()
+        return compiler.bound_call(direction, mask, shards, own, members, support, *more)
 
     return figures(bound("forward"), bound("backward"), leaves)

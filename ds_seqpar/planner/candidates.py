@@ -53,7 +53,7 @@ class Candidate:
         layout = None if self.inner == 1 else self.layout if documents else LAYOUTS[self.layout].runs
         long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
         if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
-            kind = self.schedule.parts, self.schedule.travellers, self.schedule.takes(0, 1)
+            kind = self.schedule.parts, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
             inner: tuple = kind if long else ()
             places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
             return inner, places, self.size, layout
@@ -153,7 +153,7 @@ def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[
 
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Direction -> what may go round, of that which makes a difference."""
-    sides = candidate.schedule.travellers if candidate.inner > 1 else candidate.schedule.travellers[:1]
+    sides = candidate.schedule.moving_sides if candidate.inner > 1 else candidate.schedule.moving_sides[:1]
     return {way: tuple(_options(given, way, sides)) for way in ("forward", "backward")}
 
 

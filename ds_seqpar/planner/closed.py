@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..compiler.actions import ACCUMULATORS, Collective, Compute, Gather, Move, ReduceScatter, Step, Unit
-from ..compiler.exchange import trades
+from ..compiler.exchange import exchanges
 from ..compiler.plan import StepsOf
-from ..compiler.program import OWN, ExchangeStart, GatherStart, ScatterStart, Trade
+from ..compiler.program import OWN, ExchangeStart, GatherStart, HeadExchange, ScatterStart
 from ..compiler.simulate import Start
 from .calls import Call
 from .machine import Machine
@@ -83,8 +83,8 @@ class _Rank:
         for step in steps(self.inner):
             self.step(step)
         if call.members > 1:
-            for trade in trades(prices.direction, kept=call.kept):
-                self.exchange(trade)
+            for exchange in exchanges(prices.direction, saved=call.kept):
+                self.exchange(exchange)
 
     def least(self) -> float:
         """The exchanges, and between them all in its order, or at least what a link carries."""
@@ -147,9 +147,9 @@ class _Rank:
         host, count = 2 * self.machine.instruction, len(collectives)
         return max(host * count, host + max(slowest, *links.values())) if links else 0.0
 
-    def exchange(self, trade: Trade) -> None:
+    def exchange(self, exchange: HeadExchange) -> None:
         group = tuple(self.call.ranks[m, self.inner] for m in range(self.call.members))
-        start = ExchangeStart(0, 0, trade, group, OWN, OWN)
+        start = ExchangeStart(0, 0, exchange, group, OWN, OWN)
         self.exchanges += 2 * self.machine.instruction + self.trade(start, defaultdict(float))
 
     def trade(self, start: Start, links: dict[Wires, float]) -> float:

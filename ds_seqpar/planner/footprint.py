@@ -212,8 +212,8 @@ class _Step:
     def saved_attention(self) -> int:
         """What attention's backward needs of it: q, k and v, or the inner ones; out and lse. Stages project again."""
         if self.stages > 1:
-            return 0 if away(self.step) else self.attention.kept
-        return self.attention.kept + (self.q + self.kv) * self.attention.inputs
+            return 0 if away(self.step) else self.attention.saved
+        return self.attention.saved + (self.q + self.kv) * self.attention.inputs
 
     @property
     def saved(self) -> int:
@@ -225,7 +225,7 @@ class _Step:
         """What `count` layers hold for their backward; running: the last one is being computed."""
         if not self.step.checkpointing:
             return {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
-        kept = self.attention.kept * (count - running) if self.keeps else 0
+        kept = self.attention.saved * (count - running) if self.keeps else 0
         held = {"checkpoints": count * self.hidden + self.rope, "kept_attention": kept}
         return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
 
@@ -237,7 +237,7 @@ class _Step:
         tiles = self.mlp_tiles()
         made = self.hidden if self.stages > 1 else self.q + self.kv  # the output that stages add to
         layer = self.normed + made + saved * max(0, self.before_attention - self.hidden)
-        kept = self.saved_attention if not self.step.checkpointing else self.attention.kept if self.keeps else 0
+        kept = self.saved_attention if not self.step.checkpointing else self.attention.saved if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
         return [
@@ -336,7 +336,7 @@ class _Step:
         if self.config.offload_checkpoints and self.step.checkpointing:
             kept = self.kept_tensors if self.keeps else []
             host["checkpoints"] = layers * self.hidden
-            host["kept attention"] = layers * sum(kept) or (self.attention.kept if self.stages > 1 else 0)
+            host["kept attention"] = layers * sum(kept) or (self.attention.saved if self.stages > 1 else 0)
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
         host["rounding"] = sum(count * (rounded(size) - size) for count, size in pinned)
         in_host = _moment("in host memory", host, HOST_PARTS)
@@ -346,8 +346,8 @@ class _Step:
     def kept_tensors(self) -> list[int]:
         """Bytes of what a checkpoint keeps of attention, tensor by tensor: out, the lse, and with Ulysses the inner q,
         k and v."""
-        own = min(self.q, self.attention.kept)
-        lse = min(self.rows * self.model.heads * 4, self.attention.kept - own)
-        inner = self.attention.kept - own - lse
+        own = min(self.q, self.attention.saved)
+        lse = min(self.rows * self.model.heads * 4, self.attention.saved - own)
+        inner = self.attention.saved - own - lse
         q = min(self.q, inner)
         return [own, lse, q, (inner - q) // 2, inner - q - (inner - q) // 2]

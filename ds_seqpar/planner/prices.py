@@ -9,10 +9,9 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..compiler import exchange
 from ..compiler.actions import Key, Unit
 from ..compiler.compile import side_of
-from ..compiler.exchange import ROWS, SIDE
+from ..compiler.exchange import PER_ROW, SIDE, call_program
 from ..compiler.program import (
     OWN,
     Assemble,
@@ -22,6 +21,7 @@ from ..compiler.program import (
     Finish,
     Fold,
     GatherStart,
+    HeadExchange,
     Instruction,
     Leave,
     Merge,
@@ -31,13 +31,12 @@ from ..compiler.program import (
     Product,
     Program,
     ScatterStart,
-    Trade,
     UnpackHeads,
     Wait,
 )
 from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, tokens_of
-from ..compiler.simulate import Carried, Start, Traded, simulate
+from ..compiler.simulate import CollectiveTimes, Start, TransferTime, simulate
 from ..compiler.tiles import tiles
 from ..compiler.timeline import Timeline
 from .calls import Call, followed, inner_programs, programs, renumbered
@@ -55,14 +54,14 @@ class MachinePrices:
         self.machine, self.call, self.direction = machine, call, direction
         self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
         self.seconds: dict[tuple, float] = {}
-        self.moved: dict[tuple, Carried] = {}
+        self.moved: dict[tuple, TransferTime] = {}
         self.paces: dict[tuple, tuple[float, ...]] = {}
         # (rank, product) whose result is added to what is there
         self.added = {(program.rank, product) for program in programs for product in _added(program)}
 
     # ---- work of a rank
 
-    def busy(self, rank: int, instruction: Instruction) -> float:
+    def busy_time(self, rank: int, instruction: Instruction) -> float:
         if isinstance(instruction, Wait | Enter | Leave):
             return 0.0
         return self.with_host(*self.work(rank, instruction))
@@ -113,12 +112,14 @@ class MachinePrices:
 
     def packed(self, member: int, inner: int, one: PackHeads | UnpackHeads) -> float:
         """Outward a tensor by itself is sent as it lies, and copied where it arrives."""
-        trade, others = one.trade, range(self.call.members)
-        if isinstance(one, PackHeads) and not trade.inward and len(trade.fields) == 1:
+        exchange, others = one.exchange, range(self.call.members)
+        if isinstance(one, PackHeads) and not exchange.inward and len(exchange.fields) == 1:
             return 0.0
         if isinstance(one, PackHeads):
-            return 2 * sum(self.exchanged(trade, inner, member, other) for other in others) / self.machine.memory_rate
-        return 2 * sum(self.exchanged(trade, inner, other, member) for other in others) / self.machine.memory_rate
+            return (
+                2 * sum(self.exchanged(exchange, inner, member, other) for other in others) / self.machine.memory_rate
+            )
+        return 2 * sum(self.exchanged(exchange, inner, other, member) for other in others) / self.machine.memory_rate
 
     def copied(self, times: int, member: int, unit: Unit, wide: bool = False) -> float:
         size = self.bytes(member, unit)
@@ -161,22 +162,22 @@ class MachinePrices:
     def bytes(self, member: int, unit: Unit) -> float:
         return self.sizes[member][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
 
-    def exchanged(self, trade: Trade, inner: int, src: int, dst: int) -> float:
+    def exchanged(self, exchange: HeadExchange, inner: int, src: int, dst: int) -> float:
         """Bytes that a member sends to another one of its inner rank: of the heads of who receives them inward, and of
         who sends them outward."""
-        shape = self.call.shapes[dst if trade.inward else src]
-        heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in trade.fields)
+        shape = self.call.shapes[dst if exchange.inward else src]
+        heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
         tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
-        each = ITEMSIZE[shape.wide] if trade.fields[0] in ROWS else shape.head_dim * shape.itemsize
+        each = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
         return tokens * heads * shape.batch * each
 
-    def carried(self, src: int, dst: int, unit: Unit) -> Carried:
+    def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:
         member = self.place(src)[0]
         key = src, dst, self.bytes(member, unit)
         if key not in self.moved:
             taken = dict(self.taken(src, dst, key[2]))
             seconds = self.machine.wire(src, dst).latency + max(taken.values())
-            self.moved[key] = Carried(tuple(taken.items()), seconds)
+            self.moved[key] = TransferTime(tuple(taken.items()), seconds)
         return self.moved[key]
 
     def taken(self, src: int, dst: int, size: float) -> Iterator[tuple[Wires, float]]:
@@ -196,18 +197,20 @@ class MachinePrices:
         have one length."""
         ranks = start.ranks
         if not self.call.shards.even:
-            return self.traded(start).seconds
+            return self.collective_times(start).seconds
         nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
         members = tuple(self.place(rank)[0] for rank in ranks)
         what = (
-            start.trade if isinstance(start, ExchangeStart) else (start.collective.kind, len(start.collective.parts[0]))
+            start.exchange
+            if isinstance(start, ExchangeStart)
+            else (start.collective.kind, len(start.collective.parts[0]))
         )
         key = type(start), what, nodes, members
         if key not in self.paces:
-            self.paces[key] = self.traded(start).seconds
+            self.paces[key] = self.collective_times(start).seconds
         return self.paces[key]
 
-    def traded(self, start: Start) -> Traded:
+    def collective_times(self, start: Start) -> CollectiveTimes:
         ranks = start.ranks
         taken: dict[Wires, float] = defaultdict(float)
         for src, dst, size in self.edges(start):
@@ -218,12 +221,12 @@ class MachinePrices:
         latency = rounds * max(wire.latency for wire in wires)
         longest = max(taken.values(), default=0.0)
         if isinstance(start, GatherStart):  # all go at the pace of the slowest
-            return Traded(tuple(taken.items()), (latency + longest,) * len(ranks))
+            return CollectiveTimes(tuple(taken.items()), (latency + longest,) * len(ranks))
         times = []
         for rank in ranks:
             own = (rank, "node"), (rank, "net"), (self.machine.node(rank), "uplink")
             times.append(latency + max(x for (_, what, place), x in taken.items() if (place, what) in own))
-        return Traded(tuple(taken.items()), tuple(times))
+        return CollectiveTimes(tuple(taken.items()), tuple(times))
 
     def edges(self, start: Start, rank: int | None = None) -> Iterator[tuple[int, int, float]]:
         """(from, to, bytes) of a collective; of an exchange straight from each to each those of one rank, if given."""
@@ -242,12 +245,12 @@ class MachinePrices:
             else [*((rank, x) for x in others), *((x, rank) for x in others)]
         )
         for src, dst in ends:
-            yield src, dst, self.traded_bytes(start, src, dst)
+            yield src, dst, self.exchanged_bytes(start, src, dst)
 
-    def traded_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
+    def exchanged_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
         (one, inner), (other, _) = self.place(src), self.place(dst)
         if isinstance(start, ExchangeStart):
-            return self.exchanged(start.trade, inner, one, other)
+            return self.exchanged(start.exchange, inner, one, other)
         return self.bytes(one, (start.collective.kind, start.collective.part(dst)))
 
 
@@ -311,11 +314,9 @@ def _around(prices: MachinePrices, call: Call, program: Program) -> float:
     """Seconds of the exchanges of the first rank of each member, with what is packed for them."""
     group = tuple(call.ranks[member, 0] for member in range(call.members))
     empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
-    around = renumbered(
-        exchange.whole([empty], call.members, True, call.kept), group[0], lambda inner: inner, group
-    ).code
+    around = renumbered(call_program([empty], call.members, True, call.kept), group[0], lambda inner: inner, group).code
     waited = sum(prices.pace(one)[0] for one in around if isinstance(one, ExchangeStart))
-    return waited + sum(prices.busy(group[0], one) for one in around)
+    return waited + sum(prices.busy_time(group[0], one) for one in around)
 
 
 class _Some:
@@ -324,13 +325,15 @@ class _Some:
     def __init__(self, prices: MachinePrices, ranks: Sequence[int]) -> None:
         self.prices, self.ranks = prices, ranks
 
-    def busy(self, rank: int, instruction: Instruction) -> float:
-        return self.prices.busy(self.ranks[rank], instruction)
+    def busy_time(self, rank: int, instruction: Instruction) -> float:
+        return self.prices.busy_time(self.ranks[rank], instruction)
 
-    def carried(self, src: int, dst: int, unit: Unit) -> Carried:
-        return self.prices.carried(self.ranks[src], self.ranks[dst], unit)
+    def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:
+        return self.prices.transfer_time(self.ranks[src], self.ranks[dst], unit)
 
-    def traded(self, start: Start) -> Traded:
+    def collective_times(self, start: Start) -> CollectiveTimes:
         assert not isinstance(start, ExchangeStart)  # which one member's ranks alone have none of
         ranks = tuple(self.ranks[rank] for rank in start.ranks)
-        return self.prices.traded(start._replace(collective=dataclasses.replace(start.collective, ranks=ranks)))
+        return self.prices.collective_times(
+            start._replace(collective=dataclasses.replace(start.collective, ranks=ranks))
+        )

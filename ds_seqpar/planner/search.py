@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..compiler import heads as dealing
+from ..compiler.heads import free_stage_counts, largest_share
 from ..compiler.layout import LAYOUTS, Axes, Topology, contiguous
 from ..compiler.masks import Mask
 from ..compiler.memory import Figures
@@ -96,7 +96,7 @@ class Estimator:
         """(forward, backward) seconds of a layer's products on the Ulysses member with the most heads, if inner ranks
         have equal shares."""
         request = self.request
-        q_heads, _ = dealing.most(*request.heads, ulysses)
+        q_heads, _ = largest_share(*request.heads, ulysses)
         pairs = request.pairs * q_heads * request.model.head_dim * request.batch / (size // ulysses)
         rates = [request.machine.best_rate(request.dtype, way) for way in DIRECTIONS]
         forward, backward = (PER_PRODUCT[way] * pairs / rate for way, rate in zip(DIRECTIONS, rates, strict=True))
@@ -113,7 +113,7 @@ class Estimator:
         key = candidate.schedule.name, *candidate.own.values(), candidate.topology
         if key not in self.known:
             request = self.request
-            heads = dealing.most(*request.heads, candidate.ulysses)
+            heads = largest_share(*request.heads, candidate.ulysses)
             dtype = request.given.get("travel_dtype", "fp32")
             shape = shape_of(dtype, request.dtype, request.batch, (*heads, request.model.head_dim))
             exchanged = _exchange_seconds(request, candidate, *heads)
@@ -124,7 +124,7 @@ class Estimator:
         """Whether the last rank computes about twice its share: causal attention on contiguous blocks. Not so with a
         schedule made for that, which never takes keys of a later block."""
         plain = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
-        return plain and candidate.inner > 1 and candidate.schedule.takes(0, 1)
+        return plain and candidate.inner > 1 and candidate.schedule.can_compute(0, 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -269,7 +269,7 @@ def staged(request: Request, one: Prediction) -> list[Prediction]:
     sends no more bytes and fits."""
     found = []
     candidate = dataclasses.replace(one.candidate, overlap=True)
-    for stages in dealing.free_stages(*request.heads, candidate.ulysses)[1:]:
+    for stages in free_stage_counts(*request.heads, candidate.ulysses)[1:]:
         given = {**request.given, **one.spared, "head_stages": stages}
         other = predict(dataclasses.replace(request, given=given), candidate)
         if isinstance(other, Prediction):
@@ -326,7 +326,7 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"offload_checkpoints": True, "keep_attention": False},
 )
 LAST_NAMES = {name for settings in LAST_RESORTS for name in settings}
-NOTHING = Figures(forward=0, kept=0, backward=0, inputs=True)  # attention with no memory but its inputs: a bound
+NOTHING = Figures(forward=0, saved=0, backward=0, inputs=True)  # attention with no memory but its inputs: a bound
 COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that are the same for all candidates
 
 
@@ -338,7 +338,7 @@ def common(given: Mapping[str, Any]) -> dict[str, Any]:
 def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
     """Settings to try one after another, which save more and more memory. Given settings are left as they are."""
     given = common(request.given)
-    stages = [{"head_stages": n} for n in dealing.free_stages(*request.heads, ulysses) if n > 1]
+    stages = [{"head_stages": n} for n in free_stage_counts(*request.heads, ulysses) if n > 1]
     rungs: list[dict[str, Any]] = [{}]
     for settings in (*TILES, *stages):
         if more := {name: value for name, value in settings.items() if name not in given}:
@@ -378,4 +378,4 @@ def least_attention(step: Step) -> Figures:
         return NOTHING
     m, rows = step.model, step.seq // step.config.size * step.batch
     out, grads = (rows * heads * m.head_dim * ITEMSIZE[step.dtype] for heads in (m.heads, m.heads + 2 * m.kv_heads))
-    return Figures(forward=out, kept=out, backward=out + grads, inputs=True)
+    return Figures(forward=out, saved=out, backward=out + grads, inputs=True)

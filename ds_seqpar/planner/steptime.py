@@ -142,8 +142,8 @@ def offload_seconds(step: Step, machine: Machine, kept: Figures | None, beside: 
     away = own - states(step.model, zero, step.world, size).stays
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
-        checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
-        lent = kept.kept if kept and stages_inside(step) > 1 else 0  # from when a layer is computed again
+        checkpoint = rows * step.model.hidden * size + (kept.saved if kept and config.keep_attention else 0)
+        lent = kept.saved if kept and stages_inside(step) > 1 else 0  # from when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
     # stage 3 brings gradients as they come, and once more in fp32
     gradients = (MASTER * away + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0

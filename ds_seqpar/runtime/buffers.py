@@ -4,9 +4,9 @@ DeepSpeed Ulysses is an all-to-all that trades sequence for heads around any inn
 Pure functions around that all-to-all, which belongs to comm. In a message tokens come first, and the heads of q, k and
 v of one token stand side by side. So the members' messages, one after another, are the inner rank's (tokens, batch,
 heads, D) as they stand, and q, k and v are views. Each tensor is copied once on its way out and once by the transfer;
-outward the same in reverse. Who gets which heads is `heads_of`. Neighbouring members with equally many heads are copied
-for together; where U divides the heads these are all. A kv head that several members need (U > Hkv) goes to exactly
-those; its gradients are summed. `counts`: the tokens of every member, in their order.
+outward the same in reverse. Who gets which heads is `heads_of_member`. Neighbouring members with equally many heads are
+copied for together; where U divides the heads these are all. A kv head that several members need (U > Hkv) goes to
+exactly those; its gradients are summed. `counts`: the tokens of every member, in their order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..compiler.actions import Key, Unit
-from ..compiler.compile import Bound
-from ..compiler.heads import Deal
-from ..compiler.shape import Place
+from ..compiler.compile import BoundProgram
+from ..compiler.heads import HeadShares
+from ..compiler.shape import FieldLocation
 
 Tensors = tuple[Tensor, ...]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -29,10 +29,10 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 class Buffers:
     """Made when they are first used, given up when the program says so."""
 
-    def __init__(self, bound: Bound, device: torch.device) -> None:
+    def __init__(self, bound: BoundProgram, device: torch.device) -> None:
         self.bound, self.device = bound, device
         self.made: list[Tensor | None] = [None] * len(bound.program.slots)
-        self.seen: dict[int, tuple[tuple[Place, ...], Tensors]] = {}  # by slot: as what it was seen last
+        self.seen: dict[int, tuple[tuple[FieldLocation, ...], Tensors]] = {}  # by slot: as what it was seen last
 
     def raw(self, slot: int, size: int) -> Tensor:
         """The first `size` bytes of a slot."""
@@ -41,10 +41,10 @@ class Buffers:
 
     def tensors(self, slot: int, unit: Unit) -> Tensors:
         """The tensors of a unit in its slot, (batch, tokens, heads, head_dim) or (batch, tokens, heads)."""
-        places = self.bound.places(slot, *unit)
+        locations = self.bound.locations(slot, *unit)
         seen = self.seen.get(slot)
-        if seen is None or seen[0] is not places:  # most units in a slot are of one size
-            seen = self.seen[slot] = places, views(self._buffer(slot), places)
+        if seen is None or seen[0] is not locations:  # most units in a slot are of one size
+            seen = self.seen[slot] = locations, views(self._buffer(slot), locations)
         return seen[1]
 
     def parts(self, slot: int, kind: str, keys: list[Key]) -> list[Tensors]:
@@ -52,7 +52,7 @@ class Buffers:
         at, found = 0, []
         for key in keys:
             size = self.bound.unit_bytes(slot, kind, key)
-            found.append(views(self._buffer(slot)[at : at + size], self.bound.places(slot, kind, key)))
+            found.append(views(self._buffer(slot)[at : at + size], self.bound.locations(slot, kind, key)))
             at += size
         return found
 
@@ -81,34 +81,35 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def views(buffer: Tensor, places: tuple[Place, ...]) -> Tensors:
+def views(buffer: Tensor, locations: tuple[FieldLocation, ...]) -> Tensors:
     """The tensors of a unit in its bytes."""
-    return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in places)
+    return tuple(buffer[start:end].view(DTYPES[dtype]).view(shape) for start, end, dtype, shape in locations)
 
 
 # ---- heads, as an exchange sends them
 
 
-def _blocks(buffer: Tensor, deal: Deal, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
-    """What goes or comes outside (elements,) -> of every run the part (members, s, B, h, D) of each tensor."""
-    shapes = [(run.members, tokens, batch, sum(run.heads), dim) for run in deal.runs]
+def _blocks(buffer: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[tuple[Tensor, ...]]:
+    """What goes or comes outside (elements,) -> of every group the part (members, s, B, h, D) of each tensor."""
+    shapes = [(group.members, tokens, batch, sum(group.heads), dim) for group in shares.groups]
     parts = buffer.split([math.prod(shape) for shape in shapes]) if len(shapes) > 1 else (buffer,)
-    return [part.view(shape).split(run.heads, dim=3) for part, shape, run in zip(parts, shapes, deal.runs, strict=True)]
+    cut = zip(parts, shapes, shares.groups, strict=True)
+    return [part.view(shape).split(group.heads, dim=3) for part, shape, group in cut]
 
 
-def pack_in(tensors: Sequence[Tensor], deal: Deal, buffer: Tensor) -> None:
-    """Each (B, s, H, D), H as `deal.totals` -> buffer (elements,): for each member (s, B, h of all, D), the heads that
-    it works on."""
+def pack_in(tensors: Sequence[Tensor], shares: HeadShares, buffer: Tensor) -> None:
+    """Each (B, s, H, D), H as `shares.totals` -> buffer (elements,): for each member (s, B, h of all, D), the heads
+    that it works on."""
     batch, tokens, _, dim = tensors[0].shape
-    for run, block in zip(deal.runs, _blocks(buffer, deal, batch, tokens, dim), strict=True):
-        for x, part, heads, span, shared in zip(tensors, block, *run[1:], strict=True):
-            shares = run.members // shared
-            mine = _by_member(x, span, (batch, tokens, shares, heads, dim))
-            part.view(shares, shared, tokens, batch, heads, dim).copy_(mine.unsqueeze(1))
+    for group, block in zip(shares.groups, _blocks(buffer, shares, batch, tokens, dim), strict=True):
+        for x, part, heads, span, sharers in zip(tensors, block, *group[1:], strict=True):
+            distinct = group.members // sharers
+            mine = _by_member(x, span, (batch, tokens, distinct, heads, dim))
+            part.view(distinct, sharers, tokens, batch, heads, dim).copy_(mine.unsqueeze(1))
 
 
 def _by_member(x: Tensor, span: slice, shape: tuple[int, ...]) -> Tensor:
-    """(B, s, H, D) -> a view (shares, s, B, h, D) of these heads. shape: (B, s, shares, h, D)."""
+    """(B, s, H, D) -> a view (n, s, B, h, D) of the heads in `span`. shape: (B, s, n, h, D), n shares of h heads."""
     some = x if x.shape[2] == span.stop - span.start else x[:, :, span]
     return some.view(shape).permute(2, 1, 0, 3, 4)
 
@@ -124,20 +125,20 @@ def join_out(tensors: Sequence[Tensor]) -> Tensor:
     return turned[0] if len(turned) == 1 else torch.cat(turned, dim=2)
 
 
-def unpack_out(received: Tensor, deal: Deal, batch: int, tokens: int, dim: int) -> list[Tensor]:
+def unpack_out(received: Tensor, shares: HeadShares, batch: int, tokens: int, dim: int) -> list[Tensor]:
     """What the all-to-all gives, (elements,): from each member (s, B, h of all, D) -> each (B, s, H, D), in memory of
     its own. Where members share heads, what belongs to one is summed, in fp32 or wider."""
-    blocks, found = _blocks(received, deal, batch, tokens, dim), []
+    blocks, found = _blocks(received, shares, batch, tokens, dim), []
     sums = wide(received.dtype)
-    for index, (total, split) in enumerate(zip(deal.totals, deal.split, strict=True)):
+    for index, (total, split) in enumerate(zip(shares.totals, shares.split, strict=True)):
         shape, done = (batch, tokens, total, dim), 0
         whole = received.new_empty(shape, dtype=sums) if split else received.new_empty(shape)
-        for run, block in zip(deal.runs, blocks, strict=True):
-            part, heads, span, shared = block[index], run.heads[index], run.spans[index], run.sharing[index]
-            shares = run.members // shared
-            if shared > 1:
-                part = part.view(shares, shared, tokens, batch, heads, dim).sum(1, dtype=sums)
-            place = _by_member(whole, span, (batch, tokens, shares, heads, dim))
+        for group, block in zip(shares.groups, blocks, strict=True):
+            part, heads, span, sharers = block[index], group.heads[index], group.spans[index], group.sharers[index]
+            distinct = group.members // sharers
+            if sharers > 1:
+                part = part.view(distinct, sharers, tokens, batch, heads, dim).sum(1, dtype=sums)
+            place = _by_member(whole, span, (batch, tokens, distinct, heads, dim))
             place.add_(part) if span.start < done else place.copy_(part)
             done = span.stop
         found.append(whole.to(received.dtype) if split else whole)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.compile import Bound
-from ..compiler.program import Trade
+from ..compiler.compile import BoundProgram
+from ..compiler.program import HeadExchange
 from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
 from .kernels.accumulate import merge_sinks_, sinks_gradient
@@ -32,7 +32,7 @@ class Call(abc.ABC):
     of the stage that is walked; left: its results; whole: results of all stages."""
 
     def __init__(
-        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None
     ) -> None:
         self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
         self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
@@ -58,12 +58,12 @@ class Call(abc.ABC):
 
     def some(self, x: Tensor, stage: int, field: str) -> Tensor:
         """Those of all heads that are the stage's."""
-        held = self.heads.held(stage, field)
+        held = self.heads.of_stage(stage, field)
         return x if x.shape[2] == held.stop - held.start else x[:, :, held]
 
-    def arrive(self, trade: Trade, joined: Tensor) -> None:
+    def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
         """Takes the stage's inner tensors that travelled together, (T, B, h of all, D)."""
-        self.inner.update(zip(trade.fields, split_in(joined, self.heads.widths(trade)), strict=True))
+        self.inner.update(zip(exchange.fields, split_in(joined, self.heads.inner_counts(exchange)), strict=True))
 
     def give(self, field: str) -> Tensor:
         """A result (B, T, h, D) of the stage that was left, to be sent; it is given up."""
@@ -75,7 +75,7 @@ class Call(abc.ABC):
             self.whole[field] = part
             return
         if field not in self.whole:
-            last = self.heads.held(len(self.heads.stages) - 1, field)
+            last = self.heads.of_stage(len(self.heads.stages) - 1, field)
             self.whole[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
         self.some(self.whole[field], stage, field).copy_(part)
 
@@ -103,7 +103,7 @@ class ForwardCall(Call):
     where there are no other members). With `lse` and other members also with the lse of own tokens."""
 
     def __init__(
-        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
         keep: int, lse: bool,
     ) -> None:  # fmt: skip
         super().__init__(bound, kernel, scores, own, sinks)
@@ -112,8 +112,8 @@ class ForwardCall(Call):
         self.arrived: list[Tensor] = []
         self.out: list[Tensor] = []
 
-    def arrive(self, trade: Trade, joined: Tensor) -> None:
-        super().arrive(trade, joined)
+    def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
+        super().arrive(exchange, joined)
         if self.keep:
             self.arrived.append(joined)
 
@@ -146,7 +146,7 @@ class BackwardCall(Call):
     with dq, dk and dv, and the gradient of sinks where there are some."""
 
     def __init__(
-        self, bound: Bound, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
         lses: Sequence[Tensor], arrived: Sequence[Tensor], outs: Sequence[Tensor],
     ) -> None:  # fmt: skip
         super().__init__(bound, kernel, scores, own, sinks)
@@ -165,7 +165,7 @@ class BackwardCall(Call):
         each = len(self.arrived) // len(self.lses)
         together = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
         for fields, joined in zip(together, self.arrived[stage * each : (stage + 1) * each], strict=False):
-            self.arrive(Trade(stage, True, fields), joined)
+            self.arrive(HeadExchange(stage, True, fields), joined)
         if self.outs:
             self.inner["out"] = self.outs[stage]
         elif not self.alone:

@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter, functional
 
-from ..compiler.heads import most_stages
+from ..compiler.heads import max_stages
 from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
@@ -40,7 +40,7 @@ def _dealable(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
     degree, stages = runtime.members.degree, runtime.config.head_stages
     if kv_heads < 1 or q_heads % kv_heads or q_heads < degree:
         return False
-    return stages == "auto" or stages <= most_stages(q_heads, kv_heads, degree)
+    return stages == "auto" or stages <= max_stages(q_heads, kv_heads, degree)
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:

@@ -16,7 +16,7 @@ import torch
 
 from ..compiler import program as op
 from ..compiler.actions import Collective, Key, unit_name
-from ..compiler.compile import Bound
+from ..compiler.compile import BoundProgram
 from ..compiler.program import KINDS, Instruction, Started, Transfer, label_of
 from ..compiler.timeline import Event
 from .comm import Works
@@ -210,9 +210,9 @@ class _WalkEvents:
     def described(self, one: Started) -> list[tuple[str, str, dict[str, Any]]]:
         """Kind, label and further fields of the event of each message."""
         if isinstance(one, op.ExchangeStart):
-            traffic = self.bound.traffic(one.trade)
-            size = traffic.arriving(self.bound.heads.members.member) * traffic.itemsize
-            return [("exchange", one.label, {"what": "+".join(one.trade.fields), "bytes": size})]
+            sizes = self.bound.exchange_sizes(one.exchange)
+            size = sizes.arriving(self.bound.heads.members.member) * sizes.itemsize
+            return [("exchange", one.label, {"what": "+".join(one.exchange.fields), "bytes": size})]
         if not isinstance(one, op.Post):
             kind, whole = one.collective.unit
             return [("move", one.label, {"what": kind, "blocks": (whole,), "bytes": _arriving(self.bound, one)})]
@@ -229,7 +229,7 @@ class _WalkEvents:
         return f"{unit_name(transfer.unit)}:{src}>{dst}"
 
 
-def _arriving(bound: Bound, one: op.GatherStart | op.ScatterStart) -> int:
+def _arriving(bound: BoundProgram, one: op.GatherStart | op.ScatterStart) -> int:
     """Bytes of a collective that other ranks send to this one."""
     collective: Collective = one.collective
     part, others = collective.part(bound.program.rank), len(collective.ranks) - 1
@@ -244,7 +244,7 @@ def _unit(one: Instruction) -> tuple[str, tuple[Key, ...]]:
             return "", (q, kv)
         case op.Pack() | op.Assemble() | op.Merge() | op.Export() | op.Fold():
             return one.unit[0], (one.unit[1],)
-        case op.PackHeads(trade=trade) | op.UnpackHeads(trade=trade):
-            return "+".join(trade.fields), ()
+        case op.PackHeads(exchange=exchange) | op.UnpackHeads(exchange=exchange):
+            return "+".join(exchange.fields), ()
         case _:
             return "", ()

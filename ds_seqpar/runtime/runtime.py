@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compiler.compile import Bound, Compiler
-from ..compiler.exchange import ALL_KEPT, Kept, Members
-from ..compiler.heads import heads_of
+from ..compiler.compile import BoundProgram, Compiler
+from ..compiler.exchange import SAVE_ALL, Members, SaveChoice
+from ..compiler.heads import heads_of_member
 from ..compiler.layout import Topology
 from ..compiler.masks import Mask
 from ..compiler.shape import Shape, shape_of
@@ -43,7 +43,7 @@ class Runtime:
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(config.recipe(topology), rank, comm.early)
         self.size = self.compiler.recipe.size
-        self.last: dict[str, tuple[tuple, tuple[Bound, Kernel]]] = {}  # by direction: what was asked for last
+        self.last: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}  # by direction: what was asked for last
         self.handle = handle_of(self)
 
     def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -56,9 +56,9 @@ class Runtime:
 
     def bound(
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *more: Any
-    ) -> tuple[Bound, Kernel]:
+    ) -> tuple[BoundProgram, Kernel]:
         """The program for a rank's own tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
-        more: stages, kept and lse, as `Compiler.call` takes them."""
+        more: stages, kept and lse, as `Compiler.bound_call` takes them."""
         key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, more, is_deterministic()
         last = self.last.get(direction)
         if last is None or last[0] != key:
@@ -67,12 +67,12 @@ class Runtime:
 
     def _bound(
         self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, more: tuple
-    ) -> tuple[Bound, Kernel]:
+    ) -> tuple[BoundProgram, Kernel]:
         own = self.own_shape(q, kv_heads)
-        inner = own.of_heads(*heads_of(own.q_heads, own.kv_heads, *self.members))
+        inner = own.of_heads(*heads_of_member(own.q_heads, own.kv_heads, *self.members))
         spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
         kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.call(direction, mask, shards, own, self.members, kernel.takes, *more), kernel
+        return self.compiler.bound_call(direction, mask, shards, own, self.members, kernel.support, *more), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """The shape of a rank's own tensors."""
@@ -95,7 +95,7 @@ class Runtime:
     ) -> Walk:  # fmt: skip
         """A walk of a rank's own tensors; ends as `ForwardCall` does. keep: 0 nothing; 1 the inner q, k and v; 2 the
         inner out too."""
-        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, ALL_KEPT, lse)
+        bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, SAVE_ALL, lse)
         own = _readable({"q": q, "k": k, "v": v})
         return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, keep, lse), self.comm, self.recorder)
 
@@ -105,8 +105,8 @@ class Runtime:
     ) -> Walk:  # fmt: skip
         """The same of what forward left; ends as `BackwardCall` does. own: do, and q, k, v and out where they are
         needed."""
-        do, kept = own["do"], Kept(bool(saved.arrived), bool(saved.outs))
-        more = len(saved.lses), kept if self.members.degree > 1 else ALL_KEPT
+        do, kept = own["do"], SaveChoice(bool(saved.arrived), bool(saved.outs))
+        more = len(saved.lses), kept if self.members.degree > 1 else SAVE_ALL
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *more)
         call = BackwardCall(bound, kernel, scores, _readable(own), sinks, *saved)
         return Walk(bound, call, self.comm, self.recorder)
@@ -117,10 +117,10 @@ def run(walk: Walk) -> list[Tensor]:
     try:
         return walk.run()
     except CommunicationError as error:
-        place = walk.program.place(walk.at)
+        place = walk.program.where(walk.at)
         raise CommunicationError(f"inner rank {walk.program.rank}, {error}\n{place}") from error
     except Exception as error:
-        error.add_note(walk.program.place(walk.at))
+        error.add_note(walk.program.where(walk.at))
         raise
 
 

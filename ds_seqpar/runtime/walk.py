@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..compiler import program as op
 from ..compiler.actions import Key, Unit
-from ..compiler.compile import Bound, side_of
-from ..compiler.exchange import COUNTED
+from ..compiler.compile import BoundProgram, side_of
+from ..compiler.exchange import COUNTERS
 from ..compiler.program import OWN, Transfer, methods_of
 from ..compiler.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
@@ -40,7 +40,7 @@ class Walk:
     work: Work
     result: Tensors
 
-    def __init__(self, bound: Bound, call: Call, comm: Comm, recorder: Recorder | None = None) -> None:
+    def __init__(self, bound: BoundProgram, call: Call, comm: Comm, recorder: Recorder | None = None) -> None:
         self.bound, self.program, self.call, self.comm = bound, bound.program, call, comm
         self.buffers = Buffers(bound, call.device)
         self.tickets: dict[int, Handle] = {}
@@ -74,26 +74,26 @@ class Walk:
     # ---- heads
 
     def pack_heads(self, one: op.PackHeads) -> None:
-        trade = one.trade
-        if trade.inward:
-            traffic, parts = self.bound.traffic(trade), [self.call.part(trade.stage, field) for field in trade.fields]
-            message = self.buffers.elements(one.into, traffic.dtype)
-            pack_in(parts, self.call.heads.deal(trade), message)
+        exchange = one.exchange
+        if exchange.inward:
+            parts = [self.call.part(exchange.stage, field) for field in exchange.fields]
+            message = self.buffers.elements(one.into, self.bound.exchange_sizes(exchange).dtype)
+            pack_in(parts, self.call.heads.shares(exchange), message)
         else:
-            joined = join_out([self.call.give(field) for field in trade.fields])
+            joined = join_out([self.call.give(field) for field in exchange.fields])
             self.buffers.adopt(one.into, joined.contiguous())
 
     def exchange_start(self, one: op.ExchangeStart) -> None:
-        traffic, kind = self.bound.traffic(one.trade), COUNTED[one.trade.fields[0]]
-        sent, received = (self.buffers.elements(slot, traffic.dtype) for slot in (one.sent, one.received))
-        self.tickets[one.ticket] = self.comm.exchange(kind, sent, received, (traffic.outgoing, traffic.incoming))
+        sizes, kind = self.bound.exchange_sizes(one.exchange), COUNTERS[one.exchange.fields[0]]
+        sent, received = (self.buffers.elements(slot, sizes.dtype) for slot in (one.sent, one.received))
+        self.tickets[one.ticket] = self.comm.exchange(kind, sent, received, (sizes.outgoing, sizes.incoming))
 
     def enter(self, one: op.Enter) -> None:
-        for trade, slot in one.arrived:
-            traffic = self.bound.traffic(trade)
-            heads = sum(self.call.heads.widths(trade))
-            shape = sum(traffic.tokens), self.bound.shape.batch, heads, traffic.width
-            self.call.arrive(trade, self.buffers.elements(slot, traffic.dtype).view(shape))
+        for exchange, slot in one.arrived:
+            sizes = self.bound.exchange_sizes(exchange)
+            heads = sum(self.call.heads.inner_counts(exchange))
+            shape = sum(sizes.tokens), self.bound.shape.batch, heads, sizes.width
+            self.call.arrive(exchange, self.buffers.elements(slot, sizes.dtype).view(shape))
         self.work, self.entered = self.call.enter(one.stage), True
 
     def leave(self, one: op.Leave) -> None:
@@ -102,12 +102,12 @@ class Walk:
         self.entered = False
 
     def unpack_heads(self, one: op.UnpackHeads) -> None:
-        trade, traffic = one.trade, self.bound.traffic(one.trade)
-        received = self.buffers.elements(one.received, traffic.dtype)
-        tokens = traffic.tokens[self.call.heads.members.member]
-        found = unpack_out(received, self.call.heads.deal(trade), self.bound.shape.batch, tokens, traffic.width)
-        for field, x in zip(trade.fields, found, strict=True):
-            self.call.put(trade.stage, field, x)
+        exchange, sizes = one.exchange, self.bound.exchange_sizes(one.exchange)
+        received = self.buffers.elements(one.received, sizes.dtype)
+        tokens = sizes.tokens[self.call.heads.members.member]
+        found = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, sizes.width)
+        for field, x in zip(exchange.fields, found, strict=True):
+            self.call.put(exchange.stage, field, x)
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
         return self.own(unit) if slot <= OWN else self.buffers.tensors(slot, unit)
@@ -133,7 +133,7 @@ class Walk:
 
     def message(self, transfer: Transfer) -> Message:
         peer, (kind, key), slot, tag = transfer
-        elements, size = self.bound.size(slot, kind, key)
+        elements, size = self.bound.unit_size(slot, kind, key)
         return Message(peer, kind, elements, self.buffers.raw(slot, size), tag)
 
     def wait(self, one: op.Wait) -> None:
@@ -143,7 +143,7 @@ class Walk:
     def gather_start(self, one: op.GatherStart) -> None:
         gather, kind = one.collective, one.collective.kind
         unit = kind, gather.part(self.program.rank)
-        elements, size = self.bound.size(one.sent, *unit)
+        elements, size = self.bound.unit_size(one.sent, *unit)
         sent = Message(0, kind, elements, self.buffers.raw(one.sent, size), 0)
         received = self.buffers.raw(one.received, sent.buffer.numel() * len(gather.ranks))
         self.tickets[one.ticket] = self.comm.all_gather(gather.ranks, sent, received)
@@ -159,9 +159,9 @@ class Walk:
                     place.copy_(piece)
 
     def product(self, one: op.Product) -> None:
-        calls = self.bound.calls(one.q, one.kv)
+        launches = self.bound.launches(one.q, one.kv)
         q, kv = self.operand(("q", one.q), one.q_slot), self.operand(("kv", one.kv), one.kv_slot)
-        self.work.product(q, kv, one.q_slot, calls, [self.running(unit, slot) for unit, slot in one.results])
+        self.work.product(q, kv, one.q_slot, launches, [self.running(unit, slot) for unit, slot in one.results])
 
     def running(self, unit: Unit, slot: int) -> Running:
         """The running result of a unit, which goes into the slot once it must be wide."""
@@ -196,13 +196,13 @@ class Walk:
                 for place, piece in _rows(tensor, target, self.rows(kind, reduce.whole, key)):
                     piece.copy_(place)
         own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
-        self.running((kind, mine), one.kept).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
+        self.running((kind, mine), one.own_part).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
         going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
         coming = [0 if part == mine else self.bound.unit_bytes(one.received, kind, mine) for part in order]
         self.tickets[one.ticket] = self.comm.all_to_all(
             reduce.ranks,
             kind,
-            self.bound.size(one.received, kind, mine)[0] * len(others),
+            self.bound.unit_size(one.received, kind, mine)[0] * len(others),
             self.buffers.raw(one.sent, sum(going)),
             self.buffers.raw(one.received, sum(coming)),
             (going, coming),

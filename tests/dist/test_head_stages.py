@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler import heads as dealing
+from ds_seqpar.compiler.heads import max_stages
 from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.shards import UnevenShards, members_positions
@@ -31,7 +31,7 @@ WHOLE = GRID[::5]  # every two settings meet, and nearly every three
 
 def legal(case):
     _, ulysses, heads, stages, *_ = case
-    return stages == "auto" or stages <= dealing.most_stages(*HEADS[heads], ulysses)
+    return stages == "auto" or stages <= max_stages(*HEADS[heads], ulysses)
 
 
 def errors(cases):

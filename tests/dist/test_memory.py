@@ -88,11 +88,16 @@ def _measured(setting, mask, kv_heads, kept=None):
             return sp.attention(*tensors, mask=mask)
 
         seen = live.least(lambda: live.measure(attend, q, k, v, do))
-        takes = select(sp.config.kernel, BlockSpec("cpu", torch.bfloat16, HEADS, kv_heads, DIM)).takes
-        place = {"rank": sp.runtime.rank, "member": sp.runtime.members.member, "early": sp.comm.early, "takes": takes}
+        support = select(sp.config.kernel, BlockSpec("cpu", torch.bfloat16, HEADS, kv_heads, DIM)).support
+        place = {
+            "rank": sp.runtime.rank,
+            "member": sp.runtime.members.member,
+            "early": sp.comm.early,
+            "support": support,
+        }
         its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None}
         said = call_figures(sp.config, world=sp.size, tokens=TOKENS, mask=mask, **its, **place)
-    return (seen.forward, seen.kept, seen.backward), (said.forward, said.kept, said.backward), seen.left
+    return (seen.forward, seen.kept, seen.backward), (said.forward, said.saved, said.backward), seen.left
 
 
 @pytest.mark.parametrize("name", names(WANTED, ("world 1", "ulysses", "ring", "attention2d")))

@@ -7,7 +7,7 @@ import torch
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.heads import dealt
+from ds_seqpar.compiler.heads import heads_of_members
 from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.shards import UnevenShards, members_positions
@@ -60,7 +60,7 @@ def test_a_member_receives_its_own_heads_and_no_other(heads):
     sp, whole = make(ulysses=4), oracle.tensors(BATCH, SEQ, heads, dim=DIM)
     sp.attention(*leaves(sp, *whole[:3])).backward(sp.shard(whole[3], 1))
     row = BATCH * SEQ // 4 * DIM  # one head of one member's tokens
-    own = [(q.stop - q.start, kv.stop - kv.start) for q, kv in dealt(*heads, 4)]
+    own = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_of_members(*heads, 4)]
     q, kv = own[sp.rank]
     inward, outward = 3 * row * (q + 2 * kv), row * (heads[0] - q)
     # a gradient of k and v comes from every other member that has one

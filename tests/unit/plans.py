@@ -18,7 +18,7 @@ SINGLE = tuple(name for name, schedule in SCHEDULES.items() if schedule.parts ==
 FORMS = tuple(
     (name, direction, travels)
     for name in SINGLE
-    for direction, travels in itertools.product(DIRECTIONS, SCHEDULES[name].travellers)
+    for direction, travels in itertools.product(DIRECTIONS, SCHEDULES[name].moving_sides)
 )
 
 # settings of each with more than one rank on every axis that 4 ranks leave room for; the triangle has no 4
@@ -88,7 +88,7 @@ def blocks(schedule, size):
 def takes(schedule, size, shape=None):
     """All products that a schedule can compute on so many ranks, in this shape of them."""
     its = SCHEDULES[schedule] if shape is None else at(schedule, shape)
-    return frozenset(pair for pair in everything(blocks(schedule, size)) if its.takes(*pair))
+    return frozenset(pair for pair in everything(blocks(schedule, size)) if its.can_compute(*pair))
 
 
 def at(schedule, shape):

@@ -4,7 +4,7 @@ they must be."""
 import pytest
 import torch
 
-from ds_seqpar.compiler.cuts import Takes, calls
+from ds_seqpar.compiler.cuts import KernelSupport, launches
 from ds_seqpar.compiler.layout import LAYOUTS, Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.tiles import Tile, tiles
@@ -72,7 +72,7 @@ def _makers(q, k):
 def _run(kernel, q, k, v, do, found):
     """(out, lse, dq, dk, dv)."""
     into, dq, dkv = _makers(q, k)
-    found = calls(found, kernel.takes)
+    found = launches(found, kernel.support)
     forward(kernel, q, k, v, found, SCALE, into)
     out, lse = into.finish(q.dtype, None)
     backward(kernel, do, q, k, v, out, lse, found, SCALE, dq, dkv)
@@ -190,7 +190,7 @@ def test_a_sequence_in_blocks_is_the_whole(cases):
         inputs = _inputs(seq, seq)
         whole = _dense(*inputs, _seen(tiles((Run(0, 1, seq),), (Run(0, 1, seq),), mask), seq, seq))
         mixed = tuple(x[:, order] for x in inputs)
-        got = _run(kernel, *mixed, tiles(runs, runs, mask, kernel.takes.square))
+        got = _run(kernel, *mixed, tiles(runs, runs, mask, kernel.support.square))
         for a, b in zip(got, whole, strict=True):
             torch.testing.assert_close(
                 a, b[:, order], rtol=0, atol=1e-12, msg=lambda said, case=case: f"{case}: {said}"
@@ -219,21 +219,21 @@ def test_a_band_is_few_calls_however_long_it_is():
 
     for rows, width, count in ((64, 8, 2), (64, 1, 1), (66, 8, 5), (8, 64, 3), (8, 8, 2)):
         kernel, (q, k, v, _) = Counting(), _inputs(rows, rows + width - 1)
-        cut = calls([Tile(0, rows, 0, rows + width - 1, "band", width)], kernel.takes)
+        cut = launches([Tile(0, rows, 0, rows + width - 1, "band", width)], kernel.support)
         forward(kernel, q, k, v, cut, SCALE, _makers(q, k)[0])
         assert kernel.calls == count, (rows, width)
 
 
 def test_a_kernel_that_accumulates_by_itself_is_given_all_tiles_at_once():
     class Native(Reference):
-        takes = Takes(tiles=True)
+        support = KernelSupport(tiles=True)
 
         def forward_tiles(self, q, k, v, tiles, scale, into):
-            forward(Reference(), q, k, v, calls(tiles, Reference.takes), scale, into)
+            forward(Reference(), q, k, v, launches(tiles, Reference.support), scale, into)
             self.given = [*tiles]
 
         def backward_tiles(self, do, q, k, v, out, lse, tiles, scale, dq, dkv):
-            backward(Reference(), do, q, k, v, out, lse, calls(tiles, Reference.takes), scale, dq, dkv)
+            backward(Reference(), do, q, k, v, out, lse, launches(tiles, Reference.support), scale, dq, dkv)
             self.given += tiles
 
     kernel, (rows, columns, found) = Native(), TILES["two bands"]

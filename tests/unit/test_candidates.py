@@ -9,7 +9,7 @@ from ds_seqpar.compiler.compile import pattern_of
 from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS
+from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig, check_length
 from ds_seqpar.errors import SeqParError
@@ -28,7 +28,7 @@ def _proposed(world, heads, seq):
         _spelled({**candidate.settings, "forward": forward, "backward": backward})
         for candidate in candidates(world, heads, {})
         if not refusal(candidate, seq, documents=False)
-        for forward, backward in itertools.product(*(candidate.schedule.travellers,) * 2)
+        for forward, backward in itertools.product(*(candidate.schedule.moving_sides,) * 2)
     }
 
 
@@ -45,7 +45,7 @@ def _everything(world, sizes):
     """Settings of all kinds, legal and not: each shape of each schedule on up to `world` ranks."""
     shapes = [(name, own) for name, its in SCHEDULES.items() for ranks in ALL[:world] for own in its.shapes(ranks)]
     shapes = [pair for number, pair in enumerate(shapes) if pair not in shapes[:number]]
-    words = itertools.product(sizes, ALL[:world], shapes, LAYOUTS, PLACEMENTS, TRAVELLERS, TRAVELLERS)
+    words = itertools.product(sizes, ALL[:world], shapes, LAYOUTS, PLACEMENTS, MOVING_SIDES, MOVING_SIDES)
     for size, ulysses, (schedule, own), layout, placement, forward, backward in words:
         yield {"size": size, "ulysses": ulysses, "schedule": schedule, "layout": layout, "placement": placement,
                "forward": forward, "backward": backward, **own}  # fmt: skip
@@ -70,7 +70,7 @@ def test_so_it_is_for_some_of_many_on_more_ranks(world, heads, seq):
         schedule, ranks, own = generator.choice(shapes)
         ulysses = generator.choice([1, 1, 2, 3, 4, 8])
         size = generator.choice([ranks * ulysses, generator.choice(ALL)])
-        words = [generator.choice(list(choice)) for choice in (LAYOUTS, PLACEMENTS, TRAVELLERS, TRAVELLERS)]
+        words = [generator.choice(list(choice)) for choice in (LAYOUTS, PLACEMENTS, MOVING_SIDES, MOVING_SIDES)]
         settings = dict(zip(("layout", "placement", "forward", "backward"), words, strict=True))
         settings |= {"size": size, "ulysses": ulysses, "schedule": schedule, **own}
         legal = _takes(world, heads, seq, settings)
@@ -101,7 +101,7 @@ def test_candidates_that_are_called_the_same_have_the_same_plans():
     assert any(len({candidate.schedule.name for candidate in group}) > 1 for group in groups.values())
     for group in (group for group in groups.values() if len(group) > 1):
         for way in ("forward", "backward"):
-            for travel in group[0].schedule.travellers if group[0].inner > 1 else ("kv",):
+            for travel in group[0].schedule.moving_sides if group[0].inner > 1 else ("kv",):
                 assert len({_story(candidate, way, travel) for candidate in group}) == 1
 
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from ds_seqpar.compiler import compile as compiling
-from ds_seqpar.compiler.compile import PROBE, Bound, Compiler, Recipe, pattern_of
-from ds_seqpar.compiler.cuts import PLAIN
+from ds_seqpar.compiler.compile import SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.cuts import PLAIN_KERNEL
 from ds_seqpar.compiler.exchange import Heads
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask, visibility
 from ds_seqpar.compiler.plan import Pattern
@@ -32,25 +32,25 @@ def test_programs_of_n_and_2n_tokens_are_one_object(schedule, overlap):
     for layout, direction in itertools.product(SCHEDULES[schedule].layouts, DIRECTIONS):
         compiler = Compiler(_recipe(schedule, topology, overlap=overlap), 2)
         for mask in ORDER if schedule != "distflash" else (CAUSAL,):
-            bounds = [compiler.bound(direction, mask, EvenShards(layout, n, 4), SHAPE) for n in (48, 96, 8000)]
+            bounds = [compiler.bound_inner(direction, mask, EvenShards(layout, n, 4), SHAPE) for n in (48, 96, 8000)]
             assert len({id(bound.program) for bound in bounds}) == 1
             assert [bound.tokens("q", (1,)) for bound in bounds] == [12, 24, 2000]
         # a window of all tokens leaves the blocks that meet as they are, and one of few does not
         shards = EvenShards(layout, 48, 4)
-        wide, narrow = (compiler.program(direction, Mask(window=w), shards, SHAPE) for w in (48, 1))
-        assert wide is compiler.program(direction, CAUSAL, shards, SHAPE)
+        wide, narrow = (compiler.inner_program(direction, Mask(window=w), shards, SHAPE) for w in (48, 1))
+        assert wide is compiler.inner_program(direction, CAUSAL, shards, SHAPE)
         assert narrow is not wide
 
 
 def test_a_program_hangs_on_what_travels_and_how():
     compiler = Compiler(_recipe("ring", topologies("ring", 4)[0]), 0)
     shards = EvenShards("zigzag", 48, 4)
-    wide = compiler.program("backward", CAUSAL, shards, SHAPE)
+    wide = compiler.inner_program("backward", CAUSAL, shards, SHAPE)
     narrow = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="bfloat16")
-    assert compiler.program("backward", CAUSAL, shards, narrow) is not wide
-    assert compiler.program("forward", CAUSAL, shards, SHAPE) is not wide
+    assert compiler.inner_program("backward", CAUSAL, shards, narrow) is not wide
+    assert compiler.inner_program("forward", CAUSAL, shards, SHAPE) is not wide
     other = Shape(batch=7, q_heads=8, kv_heads=4, head_dim=64, dtype="bfloat16", travel="float32")
-    assert compiler.program("backward", CAUSAL, shards, other) is wide
+    assert compiler.inner_program("backward", CAUSAL, shards, other) is wide
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -59,12 +59,12 @@ def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
     for size in (1, 2, 3, 4, 6):
         runs = size * (2 if layout in ("zigzag", "balanced") else 1)
         keys = [(block,) for block in range(size)] + [tuple(range(size)), tuple(range(0, size, 2))]
-        for run in (PROBE + 1, PROBE + 2, 7, 16, 61, 1000):
+        for run in (SAMPLE_LENGTH + 1, SAMPLE_LENGTH + 2, 7, 16, 61, 1000):
             shards = EvenShards(layout, runs * run, size)
             for mask in ORDER:
-                growing = compiling._Growing(mask, layout, size, square)
+                linear = compiling._LinearTiles(mask, layout, size, square)
                 for q, kv in itertools.product(keys, repeat=2):
-                    found = growing.tiles(q, kv, run)
+                    found = linear.tiles(q, kv, run)
                     if layout == "striped" and run > 61:
                         continue  # many pieces, and the formula is one for all
                     assert found == tiles(shards.runs("q", q), shards.runs("kv", kv), mask, square), (size, run, q, kv)
@@ -73,8 +73,8 @@ def test_tiles_that_grow_are_the_tiles_of_every_length(layout, square):
 def test_tiles_grow_without_looking_at_tokens():
     """Those of a million tokens are found by arithmetic, and a bound keeps them."""
     shards = EvenShards("zigzag", 1 << 20, 8)
-    program = Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).program("forward", CAUSAL, shards, SHAPE)
-    bound = Bound(program, (SHAPE,), shards, CAUSAL, PLAIN, None, Heads.of(SHAPE.q_heads, SHAPE.kv_heads))
+    program = Compiler(_recipe("ring", topologies("ring", 8)[0]), 3).inner_program("forward", CAUSAL, shards, SHAPE)
+    bound = BoundProgram(program, (SHAPE,), shards, CAUSAL, PLAIN_KERNEL, None, Heads.of(SHAPE.q_heads, SHAPE.kv_heads))
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
     tokens = (1 << 20) // 8

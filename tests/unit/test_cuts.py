@@ -1,4 +1,4 @@
-"""Tiles cut into calls that a kernel takes: the same pairs, each once, in few calls."""
+"""Tiles cut into launches that a kernel supports: the same pairs, each once, in few launches."""
 
 import itertools
 
@@ -7,58 +7,58 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.cuts import PLAIN, Takes, calls
+from ds_seqpar.compiler.cuts import PLAIN_KERNEL, KernelSupport, launches
 from ds_seqpar.compiler.layout import Run
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.tiles import Segments, Tile, tiles
 from tests.grids import examples
 from tests.kernel_suite import seen
 
-TAKES = [
-    PLAIN,
-    Takes(square=True),
-    Takes(band=1000),
-    Takes(square=True, band=9, rows=5),
-    Takes(band=100, rows=70),
-    Takes(square=True, windows=1),
-    Takes(square=True, windows=2),
-    Takes(square=True, windows=2, segments=True),
+SUPPORTS = [
+    PLAIN_KERNEL,
+    KernelSupport(square=True),
+    KernelSupport(band=1000),
+    KernelSupport(square=True, band=9, rows=5),
+    KernelSupport(band=100, rows=70),
+    KernelSupport(square=True, windows=1),
+    KernelSupport(square=True, windows=2),
+    KernelSupport(square=True, windows=2, segments=True),
 ]
 
 
 def _covered(found, rows, columns):
     """How often each pair is visible."""
     covered = torch.zeros(rows, columns, dtype=torch.int64)
-    for call in found:
-        i, j = torch.arange(call.q1 - call.q0)[:, None], torch.arange(call.k1 - call.k0)
-        part = {"full": i >= 0, "causal": j <= i, "upper": j >= i, "band": (i <= j) & (j < i + call.width)}
-        part = part[call.kind] if call.segments is None else seen(call.segments)
-        part = part.expand(call.q1 - call.q0, call.k1 - call.k0).long()
-        assert call.products == call.groups * part.sum() > 0, call
-        for group in range(call.groups):
-            q, k = group * call.q_step, group * call.k_step
-            assert call.q1 + q <= rows, call
-            assert call.k1 + k <= columns, call
-            covered[call.q0 + q : call.q1 + q, call.k0 + k : call.k1 + k] += part
+    for launch in found:
+        i, j = torch.arange(launch.q1 - launch.q0)[:, None], torch.arange(launch.k1 - launch.k0)
+        part = {"full": i >= 0, "causal": j <= i, "upper": j >= i, "band": (i <= j) & (j < i + launch.width)}
+        part = part[launch.kind] if launch.segments is None else seen(launch.segments)
+        part = part.expand(launch.q1 - launch.q0, launch.k1 - launch.k0).long()
+        assert launch.products == launch.groups * part.sum() > 0, launch
+        for group in range(launch.groups):
+            q, k = group * launch.q_step, group * launch.k_step
+            assert launch.q1 + q <= rows, launch
+            assert launch.k1 + k <= columns, launch
+            covered[launch.q0 + q : launch.q1 + q, launch.k0 + k : launch.k1 + k] += part
     return covered
 
 
-def _taken(call, takes):
-    """Whether a kernel takes the call; upper is causal in reverse order."""
-    rows, columns = call.q1 - call.q0, call.k1 - call.k0
-    if call.segments:
-        left, right, several = call.segments.left, call.segments.right, len(call.segments.rows) > 1
-        assert max(left, right) < max(call.segments.columns)  # or a kernel would take it for no limit
-        return (takes.windows == 2 and takes.segments >= several) or (right == 0 and not several)
-    if call.kind == "band":
-        return call.width <= takes.band and rows <= (takes.rows or rows)
-    return not takes.square or call.kind == "full" or rows == columns
+def _supported(launch, support):
+    """Whether a kernel supports the launch; upper is causal in reverse order."""
+    rows, columns = launch.q1 - launch.q0, launch.k1 - launch.k0
+    if launch.segments:
+        left, right, several = launch.segments.left, launch.segments.right, len(launch.segments.rows) > 1
+        assert max(left, right) < max(launch.segments.columns)  # or a kernel would take it for no limit
+        return (support.windows == 2 and support.segments >= several) or (right == 0 and not several)
+    if launch.kind == "band":
+        return launch.width <= support.band and rows <= (support.rows or rows)
+    return not support.square or launch.kind == "full" or rows == columns
 
 
-@pytest.mark.parametrize("takes", TAKES, ids=str)
+@pytest.mark.parametrize("support", SUPPORTS, ids=str)
 @examples(60)
 @given(data=st.data())
-def test_calls_are_what_the_kernel_takes_and_see_the_same_pairs(takes, data):
+def test_launches_are_what_the_kernel_supports_and_see_the_same_pairs(support, data):
     seq = data.draw(st.integers(1, 160))
     starts = data.draw(st.sets(st.integers(1, seq)))
     if data.draw(st.booleans()):
@@ -70,73 +70,73 @@ def test_calls_are_what_the_kernel_takes_and_see_the_same_pairs(takes, data):
     )
     step = data.draw(st.integers(1, 3))
     q, kv = ((Run(0, size, -(-seq // size)),) for size in (1, step))
-    found = tiles(q, kv, mask, takes.square)
-    cut = calls(found, takes)
+    found = tiles(q, kv, mask, support.square)
+    cut = launches(found, support)
     size = q[0].length, kv[0].length
     assert torch.equal(_covered(cut, *size), _covered(found, *size))
-    assert all(_taken(call, takes) for call in cut), cut
-    for call in cut:  # rows are in one group; a call's results are no more than the whole
-        assert call.groups == 1 or call.q_step >= call.q1 - call.q0, call
-        assert call.groups * (call.k1 - call.k0) <= size[1], call
+    assert all(_supported(launch, support) for launch in cut), cut
+    for launch in cut:  # rows are in one group; a launch's results are no more than the whole
+        assert launch.groups == 1 or launch.q_step >= launch.q1 - launch.q0, launch
+        assert launch.groups * (launch.k1 - launch.k0) <= size[1], launch
 
 
-def test_documents_of_one_length_are_one_call():
+def test_documents_of_one_length_are_one_launch():
     runs = (Run(0, 1, 256),)
     for causal, kind in ((True, "causal"), (False, "full")):
         found = tiles(runs, runs, Mask(causal=causal, documents=tuple(range(0, 256, 16))))
-        for takes in (PLAIN, Takes(square=True, windows=2, segments=True)):  # a batch needs no lengths
-            assert calls(found, takes) == (Tile(0, 16, 0, 16, kind, 0, 16, 16, 16),)
+        for support in (PLAIN_KERNEL, KernelSupport(square=True, windows=2, segments=True)):  # a batch needs no lengths
+            assert launches(found, support) == (Tile(0, 16, 0, 16, kind, 0, 16, 16, 16),)
     longer = tiles(runs, runs, Mask(documents=(0, 10, 20, 56, 66, 76, 200)))  # 10 10 36 10 10 124 56
-    assert [(call.q0, call.q1, call.groups) for call in calls(longer, PLAIN)] == [
+    assert [(launch.q0, launch.q1, launch.groups) for launch in launches(longer, PLAIN_KERNEL)] == [
         (0, 10, 2), (20, 56, 1), (56, 66, 2), (76, 200, 1), (200, 256, 1)
     ]  # fmt: skip
 
 
-def test_tiles_that_share_rows_or_columns_are_calls_of_their_own():
+def test_tiles_that_share_rows_or_columns_are_launches_of_their_own():
     beside = [Tile(0, 4, at, at + 4, "full") for at in (0, 4, 8)]
     below = [Tile(at, at + 4, 0, 4, "full") for at in (0, 4, 8)]
-    assert calls(beside, PLAIN) == tuple(beside)
-    assert calls(below, PLAIN) == tuple(below)
+    assert launches(beside, PLAIN_KERNEL) == tuple(beside)
+    assert launches(below, PLAIN_KERNEL) == tuple(below)
 
 
-def test_who_takes_all_tiles_is_given_them_as_they_are():
+def test_a_kernel_of_all_tiles_is_given_them_as_they_are():
     runs = (Run(0, 1, 64),)
     for window, documents in itertools.product((None, 5), ((), (0, 16, 32, 48))):
         found = tiles(runs, runs, Mask(window=window, documents=documents))
-        assert calls(found, Takes(tiles=True)) == found
+        assert launches(found, KernelSupport(tiles=True)) == found
 
 
-WINDOWS = Takes(square=True, windows=2, segments=True)
+WINDOWS = KernelSupport(square=True, windows=2, segments=True)
 
 
-def _own(mask, takes=WINDOWS, queries=((0, 1, 4096),), keys=None):
-    """The calls of some runs of queries and of keys."""
+def _own(mask, support=WINDOWS, queries=((0, 1, 4096),), keys=None):
+    """The launches of some runs of queries and of keys."""
     q, kv = (tuple(Run(*run) for run in runs) for runs in (queries, keys or queries))
-    return calls(tiles(q, kv, mask, takes.square), takes)
+    return launches(tiles(q, kv, mask, support.square), support)
 
 
 @pytest.mark.parametrize("windows", [1, 2])
-def test_a_window_is_one_call(windows):
-    takes = WINDOWS._replace(windows=windows, segments=False)
-    (call,) = _own(Mask(window=100), takes)
-    assert call.segments == Segments((4096,), (4096,), 99, 0)
-    (call,) = _own(Mask(window=100, causal=False), WINDOWS)
-    assert call.segments == Segments((4096,), (4096,), 99, -1)
-    (call,) = _own(Mask(), takes, ((0, 1, 64), (960, 1, 64)))  # a rank's own tokens under zigzag
-    assert call == Tile(0, 128, 0, 128, "causal")
+def test_a_window_is_one_launch(windows):
+    support = WINDOWS._replace(windows=windows, segments=False)
+    (launch,) = _own(Mask(window=100), support)
+    assert launch.segments == Segments((4096,), (4096,), 99, 0)
+    (launch,) = _own(Mask(window=100, causal=False), WINDOWS)
+    assert launch.segments == Segments((4096,), (4096,), 99, -1)
+    (launch,) = _own(Mask(), support, ((0, 1, 64), (960, 1, 64)))  # a rank's own tokens under zigzag
+    assert launch == Tile(0, 128, 0, 128, "causal")
     # what a striped layout gives: of any two ranks, for windows too, whichever comes first
     for first, second in ((1, 2), (2, 1)):
-        assert len(_own(Mask(), takes, ((first, 4, 64),), ((second, 4, 64),))) == 1
-        assert len(_own(Mask(window=100), takes, ((first, 4, 64),), ((second, 4, 64),))) == 1
+        assert len(_own(Mask(), support, ((first, 4, 64),), ((second, 4, 64),))) == 1
+        assert len(_own(Mask(window=100), support, ((first, 4, 64),), ((second, 4, 64),))) == 1
 
 
 @pytest.mark.parametrize("window", [None, 20, 200])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_pack_of_many_documents_is_one_call(window, causal):
+def test_a_pack_of_many_documents_is_one_launch(window, causal):
     lengths = [1 + 37 * n % 61 for n in range(63)]
     mask = Mask(causal=causal, window=window, documents=Mask.documents_of([*lengths, 4096 - sum(lengths)]))
-    (call,) = _own(mask)
-    assert call.segments.rows == call.segments.columns == (*lengths, 4096 - sum(lengths))
+    (launch,) = _own(mask)
+    assert launch.segments.rows == launch.segments.columns == (*lengths, 4096 - sum(lengths))
     for first, second in ((0, 0), (1, 2), (2, 1)):  # some documents have rows or columns without a pair
         striped = _own(mask, WINDOWS, ((first, 4, 1024),), ((second, 4, 1024),))
         assert len(striped) == 1 or not causal
@@ -144,13 +144,13 @@ def test_a_pack_of_many_documents_is_one_call(window, causal):
 
 def test_a_band_is_cut_into_blocks_whose_columns_overlap():
     band = Tile(5, 805, 0, 1055, "band", 256)
-    first, second, rest = calls([band], Takes(band=512, rows=192))
+    first, second, rest = launches([band], KernelSupport(band=512, rows=192))
     assert first == Tile(5, 197, 0, 447, "band", 256, 2, 192, 192)
     assert second == first._replace(q0=389, q1=581, k0=384, k1=831)
     assert rest == Tile(773, 805, 768, 1055, "band", 256)
-    assert calls([band], Takes(band=256)) == (band,)
-    assert {call.kind for call in calls([band], Takes(band=255))} == {"upper", "full", "causal"}
+    assert launches([band], KernelSupport(band=256)) == (band,)
+    assert {launch.kind for launch in launches([band], KernelSupport(band=255))} == {"upper", "full", "causal"}
     # the far edge of a window is a band whose last columns are not there
     edge = Tile(0, 9, 3, 12, "upper")
-    assert calls([edge], Takes(band=9)) == (edge._replace(kind="band", width=9),)
-    assert calls([edge], Takes(band=8)) == calls([edge], Takes(band=9, rows=8)) == (edge,)
+    assert launches([edge], KernelSupport(band=9)) == (edge._replace(kind="band", width=9),)
+    assert launches([edge], KernelSupport(band=8)) == launches([edge], KernelSupport(band=9, rows=8)) == (edge,)

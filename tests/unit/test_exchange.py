@@ -6,8 +6,16 @@ from collections import Counter
 import pytest
 
 from ds_seqpar.compiler.compile import Compiler, pattern_of
-from ds_seqpar.compiler.cuts import PLAIN
-from ds_seqpar.compiler.exchange import ALL_KEPT, Around, Kept, Members, exchanged, kept_of, whole
+from ds_seqpar.compiler.cuts import PLAIN_KERNEL
+from ds_seqpar.compiler.exchange import (
+    SAVE_ALL,
+    HeadSplit,
+    Members,
+    SaveChoice,
+    call_program,
+    exchange_bytes_per_token,
+    saved_for_backward,
+)
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.program import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
 from ds_seqpar.compiler.shape import shape_of
@@ -16,17 +24,17 @@ from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
 from ds_seqpar.config import SequenceParallelConfig
 from tests.unit.plans import DIRECTIONS
 
-NOTHING_KEPT = Kept(operands=False, out=False)
+NOTHING_KEPT = SaveChoice(operands=False, out=False)
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]
 
 
-def _call(settings, direction, stages, overlap, kept=ALL_KEPT, lse=False):
+def _call(settings, direction, stages, overlap, kept=SAVE_ALL, lse=False):
     config = SequenceParallelConfig(**settings, overlap=overlap).resolve(settings["size"], (16, 16))
     recipe = config.recipe(config.topology(config.size))
     shards = EvenShards(config.layout, 16 * config.size, recipe.size)
     own = shape_of("fp32", "float32", 1, (16, 16, 8))
-    place = Members(config.ulysses, 0), PLAIN
-    return Compiler(recipe, 0).call(direction, CAUSAL, shards, own, *place, stages, kept, lse).program
+    place = Members(config.ulysses, 0), PLAIN_KERNEL
+    return Compiler(recipe, 0).bound_call(direction, CAUSAL, shards, own, *place, stages, kept, lse).program
 
 
 def _where(code, kind, wanted=lambda one: True):
@@ -35,11 +43,11 @@ def _where(code, kind, wanted=lambda one: True):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("kept", [ALL_KEPT, NOTHING_KEPT], ids=["kept", "not kept"])
+@pytest.mark.parametrize("kept", [SAVE_ALL, NOTHING_KEPT], ids=["kept", "not kept"])
 def test_overlap_exchanges_the_same_and_waits_for_each_once(settings, direction, kept):
     found = [_call(settings, direction, 4, overlap, kept).code for overlap in (False, True)]
     for kind in (ExchangeStart, PackHeads, UnpackHeads):
-        first, second = (Counter(one.trade for one in code if isinstance(one, kind)) for code in found)
+        first, second = (Counter(one.exchange for one in code if isinstance(one, kind)) for code in found)
         assert first == second
         assert max(first.values()) == 1
     for code in found:
@@ -57,7 +65,7 @@ def test_while_a_stage_computes_its_neighbours_travel(settings, direction, lse):
     lse = lse and direction == "forward"
     code = _call(settings, direction, 4, True, lse=lse).code
     waits = {one.ticket: at for at, one in enumerate(code) if isinstance(one, Wait)}
-    going = [(at, waits[code[at].ticket], code[at].trade) for at in _where(code, ExchangeStart)]
+    going = [(at, waits[code[at].ticket], code[at].exchange) for at in _where(code, ExchangeStart)]
     for stage in range(4):
         (enter,), (leave,) = (_where(code, kind, lambda one, s=stage: one.stage == s) for kind in (Enter, Leave))
         assert _where(code[enter:leave], Product)
@@ -80,29 +88,33 @@ def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(directio
     recipe, shards = config.recipe(config.topology(4)), EvenShards("contiguous", 64, 1)
     shape = shape_of("fp32", "float32", 1, (8 // stages, 8 // stages, 8))
     plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)
-    bytes_each = functools.partial(exchanged, shape, 4)
+    bytes_each = functools.partial(exchange_bytes_per_token, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
-    costs = Costs(transfer={}, product=1.0, exchange=lambda trade: bytes_each(trade) / all_bytes)
+    costs = Costs(transfer={}, product=1.0, exchange=lambda exchange: bytes_each(exchange) / all_bytes)
     seconds = [
-        simulate(programs_of(plan, Around(4, stages, overlap=overlap)), costs).seconds for overlap in (False, True)
+        simulate(programs_of(plan, HeadSplit(4, stages, overlap=overlap)), costs).seconds for overlap in (False, True)
     ]
     assert seconds[0] == pytest.approx(2 * stages)
     assert seconds[1] == pytest.approx(stages + 1, abs=0.5)
 
 
 def _trades(plan, direction):
-    (program,) = programs_of(plan, Around(4))
-    return [one.trade for one in program.code if isinstance(one, ExchangeStart)]
+    (program,) = programs_of(plan, HeadSplit(4))
+    return [one.exchange for one in program.code if isinstance(one, ExchangeStart)]
 
 
 def test_overlap_keeps_what_stages_alone_send_again():
-    assert kept_of(4, 2, False, False) == NOTHING_KEPT
-    assert kept_of(4, 2, False, False, True) == kept_of(4, 1, False, False) == ALL_KEPT
-    assert kept_of(4, 2, True, True, True) == kept_of(4, 1, True, True) == Kept(operands=True, out=False)
-    assert kept_of(1, 2, False, False, True) == NOTHING_KEPT
+    assert saved_for_backward(4, 2, False, False) == NOTHING_KEPT
+    assert saved_for_backward(4, 2, False, False, True) == saved_for_backward(4, 1, False, False) == SAVE_ALL
+    assert (
+        saved_for_backward(4, 2, True, True, True)
+        == saved_for_backward(4, 1, True, True)
+        == SaveChoice(operands=True, out=False)
+    )
+    assert saved_for_backward(1, 2, False, False, True) == NOTHING_KEPT
 
 
 def test_no_exchange_around_one_member():
     program = _call({"size": 2, "ulysses": 1}, "forward", 2, True)
     assert not _where(program.code, ExchangeStart | PackHeads | UnpackHeads)
-    assert whole([program], 1, True, overlap=True).direction == "forward"
+    assert call_program([program], 1, True, overlap=True).direction == "forward"

@@ -62,7 +62,7 @@ def _with_one_kernel(names, rest=()):
 
 @pytest.mark.parametrize(("name", "kernel"), _with_one_kernel(SCHEDULES, ALIKE))
 def test_every_schedule_stays_on_the_device(name, kernel):
-    travels = SCHEDULES[name].travellers[CUDA_KERNELS.index(kernel) % len(SCHEDULES[name].travellers)]
+    travels = SCHEDULES[name].moving_sides[CUDA_KERNELS.index(kernel) % len(SCHEDULES[name].moving_sides)]
     seq = 60 if name == "triangle" else SEQ  # which its ranks divide
     calls = walk(kernel, schedule=name, forward=travels, backward=travels, seq=seq, **SHAPES[name])
     assert min(calls) > 4  # every rank has more than its own block

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.heads import dealt, equally, heads_of, most
+from ds_seqpar.compiler.heads import has_equal_shares, heads_of_member, heads_of_members, largest_share
 
 
 @st.composite
@@ -25,7 +25,7 @@ def _spread(numbers):
 @given(_numbers())
 def test_every_query_head_is_dealt_once_in_order_with_the_keys_that_it_reads(numbers):
     q_heads, kv_heads, members = numbers
-    shares = [(_heads(q), _heads(kv)) for q, kv in dealt(*numbers)]
+    shares = [(_heads(q), _heads(kv)) for q, kv in heads_of_members(*numbers)]
     assert len(shares) == members
     assert [head for q, _ in shares for head in q] == list(range(q_heads))
     group = q_heads // kv_heads
@@ -39,7 +39,7 @@ def test_every_query_head_is_dealt_once_in_order_with_the_keys_that_it_reads(num
 @given(_numbers())
 def test_shares_differ_by_no_more_than_they_must(numbers):
     _, kv_heads, members = numbers
-    shares = [(_heads(q), _heads(kv)) for q, kv in dealt(*numbers)]
+    shares = [(_heads(q), _heads(kv)) for q, kv in heads_of_members(*numbers)]
     if kv_heads >= members:
         sizes = [len(kv) for _, kv in shares]
         assert _spread(sizes) <= 1
@@ -55,17 +55,17 @@ def test_shares_differ_by_no_more_than_they_must(numbers):
 @given(_numbers())
 def test_shares_are_equal_where_they_can_be(numbers):
     q_heads, kv_heads, members = numbers
-    counts = {(len(_heads(q)), len(_heads(kv))) for q, kv in dealt(*numbers)}
-    sharers = {sum(kv == other for _, other in dealt(*numbers)) for _, kv in dealt(*numbers)}
-    assert equally(*numbers) == (len(counts) == len(sharers) == 1)
-    assert most(*numbers) in counts
-    assert most(*numbers)[0] == max(q for q, _ in counts)
-    if equally(*numbers):
+    counts = {(len(_heads(q)), len(_heads(kv))) for q, kv in heads_of_members(*numbers)}
+    sharers = {sum(kv == other for _, other in heads_of_members(*numbers)) for _, kv in heads_of_members(*numbers)}
+    assert has_equal_shares(*numbers) == (len(counts) == len(sharers) == 1)
+    assert largest_share(*numbers) in counts
+    assert largest_share(*numbers)[0] == max(q for q, _ in counts)
+    if has_equal_shares(*numbers):
         assert counts == {(q_heads // members, max(1, kv_heads // members))}
 
 
 def _sizes(*numbers):
-    return tuple(zip(*((len(_heads(q)), len(_heads(kv))) for q, kv in dealt(*numbers)), strict=True))
+    return tuple(zip(*((len(_heads(q)), len(_heads(kv))) for q, kv in heads_of_members(*numbers)), strict=True))
 
 
 def test_what_is_dealt_to_some_members():
@@ -76,6 +76,6 @@ def test_what_is_dealt_to_some_members():
     assert _sizes(7, 1, 4) == ((2, 2, 2, 1), (1, 1, 1, 1))
     # three key/value heads for eight members: two of them have three, one has two
     assert _sizes(12, 3, 8) == ((2, 1, 1, 2, 1, 1, 2, 2), (1,) * 8)
-    assert heads_of(14, 2, 4, 2) == (slice(7, 11), slice(1, 2))
-    assert most(12, 3, 8) == (2, 1)
-    assert most(25, 5, 8) == (5, 1)  # of a member that has its key/value head for itself, not of the first
+    assert heads_of_member(14, 2, 4, 2) == (slice(7, 11), slice(1, 2))
+    assert largest_share(12, 3, 8) == (2, 1)
+    assert largest_share(25, 5, 8) == (5, 1)  # of a member that has its key/value head for itself, not of the first

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_seqpar.errors import KernelError
-from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, Takes, is_deterministic, select
+from ds_seqpar.runtime.kernels import KERNELS, BlockSpec, KernelSupport, is_deterministic, select
 from tests.kernel_suite import KernelSuite, LowerRight, cases
 from tests.words import missing
 
@@ -30,7 +30,7 @@ def test_kernels_say_what_they_are():
         assert kernel.name == name
         assert kernel.ran_on
         assert kernel.tolerance
-        assert isinstance(kernel.takes, Takes)
+        assert isinstance(kernel.support, KernelSupport)
 
 
 def test_auto_takes_the_first_that_can(fresh, monkeypatch):

@@ -25,7 +25,7 @@ def _bound(schedule, direction, travel):
     ranks = 4 if list(its.shapes(4)) else 6
     recipe = Recipe(schedule=its, topology=shaped(schedule, ranks))
     shape = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel=travel)
-    return Compiler(recipe, 1).bound(direction, CAUSAL, EvenShards(its.default_layout, 4 * ranks, ranks), shape)
+    return Compiler(recipe, 1).bound_inner(direction, CAUSAL, EvenShards(its.default_layout, 4 * ranks, ranks), shape)
 
 
 @pytest.mark.parametrize("travel", ["float32", "bfloat16"])
@@ -49,7 +49,7 @@ def test_a_rank_that_computes_nothing_has_a_program_and_a_figure():
     recipe = Recipe(schedule=SCHEDULES["ring"], topology=shaped("ring", 2))
     shards = UnevenShards([[(0, 1, 4)], [(4, 1, 4)]], [[(0, 1, 4)], []])
     shape = Shape(batch=1, q_heads=1, kv_heads=1, head_dim=8, dtype="bfloat16", travel="float32")
-    bound = Compiler(recipe, 1).bound("forward", Mask(documents=(0, 4)), shards, shape)
+    bound = Compiler(recipe, 1).bound_inner("forward", Mask(documents=(0, 4)), shards, shape)
     assert "finish out(1) [0]" in listing(bound)
     assert memory.peak(bound) == 64 + 16 + 128 + 16
 

@@ -10,8 +10,8 @@ import pytest
 
 from ds_seqpar.compiler import nccl
 from ds_seqpar.compiler.compile import Compiler
-from ds_seqpar.compiler.cuts import PLAIN
-from ds_seqpar.compiler.exchange import ALL_KEPT, Kept, Members
+from ds_seqpar.compiler.cuts import PLAIN_KERNEL
+from ds_seqpar.compiler.exchange import SAVE_ALL, Members, SaveChoice
 from ds_seqpar.compiler.layout import multiple
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import GatherStart, Post, ScatterStart, Wait
@@ -34,7 +34,7 @@ MASKS = {
     "window": lambda seq: Mask(window=seq // 3),
     "packed": lambda seq: Mask(documents=(0, seq // 4, seq // 2)),
 }
-KEPT = {"kept": ALL_KEPT, "again": Kept(operands=False, out=False)}
+KEPT = {"kept": SAVE_ALL, "again": SaveChoice(operands=False, out=False)}
 GRID = {
     "schedule": tuple(sorted(SCHEDULES)),
     "inner": (1, 2, 3, 4, 6, 8, 10, 12, 16),
@@ -54,7 +54,7 @@ def _legal(case):
         return False
     if case["mask"] == "full" and case["schedule"] in ("distflash", "triangle"):
         return False
-    if case["travel"] not in ("auto", *schedule.travellers):
+    if case["travel"] not in ("auto", *schedule.moving_sides):
         return False
     if case["heads"] == (5, 5) and (case["ulysses"], case["stages"]) != (2, 1):
         return False
@@ -74,8 +74,15 @@ def _calls(case, own, early=0):
     compilers = [Compiler(recipe, inner, early) for inner in range(recipe.size)]
     return [
         [
-            compiler.call(
-                direction, mask, shards, shape, Members(members, member), PLAIN, case["stages"], KEPT[case["kept"]]
+            compiler.bound_call(
+                direction,
+                mask,
+                shards,
+                shape,
+                Members(members, member),
+                PLAIN_KERNEL,
+                case["stages"],
+                KEPT[case["kept"]],
             ).program
             for compiler in compilers
             for member in range(members)
@@ -251,8 +258,8 @@ def _attend(config, mask, inputs, changed, early=0):
 class _Changed(Compiler):
     changed = None
 
-    def call(self, direction, *args):
-        bound = copy.copy(super().call(direction, *args))
+    def bound_call(self, direction, *args):
+        bound = copy.copy(super().bound_call(direction, *args))
         bound.program = self.changed.get((direction, self.rank), bound.program)
         return bound
 
@@ -325,7 +332,9 @@ def test_a_changed_program_is_refused_or_stays_exact(count):
         shards, shape = EvenShards(layout, 16, 4), shape_of("fp32", "float64", 1, (4, 2, 8))
         direction = dice.choice(["forward", "backward"])
         programs = [
-            Compiler(recipe, rank, early).call(direction, mask, shards, shape, Members(1, 0), PLAIN).program
+            Compiler(recipe, rank, early)
+            .bound_call(direction, mask, shards, shape, Members(1, 0), PLAIN_KERNEL)
+            .program
             for rank in range(4)
         ]
         rank = dice.randrange(4)

@@ -58,7 +58,7 @@ def _plans(schedule, direction, travels, size, masks):
     """(pairs that meet, plan) under each mask of each layout, in every shape of `size` ranks."""
     for shards, mask in itertools.product(_shards(schedule, size), masks):
         pairs = _met(mask, shards)
-        if not all(SCHEDULES[schedule].takes(*pair) for pair in pairs):
+        if not all(SCHEDULES[schedule].can_compute(*pair) for pair in pairs):
             continue
         meet = pattern_of(mask, shards)
         assert set(meet.pairs()) == pairs
@@ -68,7 +68,7 @@ def _plans(schedule, direction, travels, size, masks):
 
 _ways = pytest.mark.parametrize(
     ("schedule", "direction", "travels"),
-    [(name, way, side) for name in SINGLE for way in DIRECTIONS for side in SCHEDULES[name].travellers],
+    [(name, way, side) for name in SINGLE for way in DIRECTIONS for side in SCHEDULES[name].moving_sides],
 )
 
 

@@ -169,8 +169,8 @@ class Model:
         reduce, kind = one.collective, one.collective.kind
         self.read(one.own, "running", (kind, reduce.whole))
         self.write(one.sent, "others", (kind, reduce.whole))
-        self.running(one.kept, (kind, reduce.part(self.rank)))
-        if one.kept != one.own:
+        self.running(one.own_part, (kind, reduce.part(self.rank)))
+        if one.own_part != one.own:
             self.forget(one.own)
         self.start(one.ticket, [one.sent], {one.received: ("parts", (kind, reduce.part(self.rank)))})
 
@@ -199,7 +199,7 @@ DO = {
 
 def _programs(plan, wide_travel=True, early=0):
     return [
-        lower(plan.name, plan.direction, r, plan.size, s, wide_travel, early=early) for r, s in enumerate(plan.ranks)
+        lower(plan.name, plan.direction, r, plan.size, s, wide_travel, ahead=early) for r, s in enumerate(plan.ranks)
     ]
 
 
@@ -272,7 +272,7 @@ def test_more_steps_before_take_no_slot_more(schedule, direction, travels, early
     meet = {(q, kv) for steps in plan.ranks for step in steps for c in step.computes for q in c.q for kv in c.kv}
     plan = overlapped(plan, pattern(plan.size, meet), SIZES)
     found = _programs(plan, early=early)
-    monkeypatch.setattr(lowering, "_sooner", lambda code, buffers, asks, at: at)
+    monkeypatch.setattr(lowering, "_earliest", lambda code, buffers, receives, at: at)
     for program, without in zip(found, _programs(plan, early=early), strict=True):
         assert Counter(map(pool_of, program.slots)) == Counter(map(pool_of, without.slots))
 
@@ -294,7 +294,7 @@ def test_a_message_is_asked_for_as_soon_as_a_buffer_is_free_for_it(tag, wanted):
     code = [receive(0, 0, "kv", 0), receive(0, 1, "kv", 0), Wait(1, 0), Wait(4, 1), receive(5, 2, "kv", 1),
             receive(5, 3, "q", tag), Wait(6, 2), Wait(6, 3)]  # fmt: skip
     buffers = [Slot(kind, "operand", ((0,),)) for kind in ("kv", "kv", "kv", "q")]
-    found = lowering.asked_early(code, buffers, 1)
+    found = lowering.receives_ahead(code, buffers, 1)
     asked = {one.receives[0].slot: one.step for one in found if isinstance(one, Post)}
     assert asked == {0: 0, 1: 0, 2: 2, 3: wanted}
     assert [one.step for one in found if isinstance(one, Wait)] == [1, 4, 6, 6]
@@ -361,7 +361,7 @@ class _Changed:
 def test_a_place_is_marked_and_shows_what_is_near_and_who_takes_part():
     program = _programs(build("ring", ring(8), "forward"))[3]
     at = next(index for index, one in enumerate(program.code) if one.step == 4)
-    assert program.place(at).splitlines() == [
+    assert program.where(at).splitlines() == [
         "ring forward, inner rank 3 of 8, step 4, with ranks 2, 4",
         "   step 2: q(3)*kv(1) kv(0)<2 kv(1)>4",
         "   step 3: q(3)*kv(0) kv(0)>4 kv(7)<2",
@@ -369,15 +369,15 @@ def test_a_place_is_marked_and_shows_what_is_near_and_who_takes_part():
         "   step 5: q(3)*kv(6) kv(5)<2 kv(6)>4",
         "   step 6: q(3)*kv(5) kv(4)<2 kv(5)>4",
     ]
-    assert program.place(0).splitlines()[1].startswith("-> step 0: ")
-    assert program.place(len(program.code) - 1).splitlines()[-1].startswith("-> step 7: ")
+    assert program.where(0).splitlines()[1].startswith("-> step 0: ")
+    assert program.where(len(program.code) - 1).splitlines()[-1].startswith("-> step 7: ")
 
 
 def test_every_instruction_has_a_place():
     for schedule, topology in (("ring", ring(5)), ("mesh", mesh(2, 2, 2)), ("distflash", ring(6))):
         for program in _programs(build(schedule, topology, "backward")):
             for at, one in enumerate(program.code):
-                (marked,) = [line for line in program.place(at).splitlines() if line.startswith("->")]
+                (marked,) = [line for line in program.where(at).splitlines() if line.startswith("->")]
                 assert marked == f"-> step {one.step}: {program.words[one.step]}"
 
 
@@ -392,6 +392,6 @@ def test_a_place_stays_short_on_many_ranks(schedule, topology, even):
     steps = SCHEDULES[schedule].build(topology, meet, "backward", "kv")(100)
     program = lower(schedule, "backward", 100, 256, steps, True)
     for at in (0, len(program.code) // 2, len(program.code) - 1):
-        place = program.place(at)
+        place = program.where(at)
         assert len(place.encode()) < 4096
         assert "inner rank 100 of 256" in place

@@ -16,7 +16,7 @@ from ds_seqpar.compiler.actions import Collective
 from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.schedules.base import PLACEMENTS, TRAVELLERS, count
+from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS, count
 from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
@@ -41,13 +41,13 @@ def _forms(schedule, numbers):
         for own in schedule.shapes(ranks)
     ]
     return [
-        (*shape, *way) for shape, way in itertools.product(shapes, itertools.product(DIRECTIONS, schedule.travellers))
+        (*shape, *way) for shape, way in itertools.product(shapes, itertools.product(DIRECTIONS, schedule.moving_sides))
     ]
 
 
 def _taken(schedule, ranks):
     """All products that it can compute."""
-    return {pair for pair in everything(ranks * schedule.parts) if schedule.takes(*pair)}
+    return {pair for pair in everything(ranks * schedule.parts) if schedule.can_compute(*pair)}
 
 
 def _plan(schedule, shape, direction, travels):
@@ -68,7 +68,7 @@ def test_help_is_a_line_and_what_is_legal_exists(schedule):
         assert "\n" not in line
     assert schedule.default_layout in schedule.layouts
     assert set(schedule.layouts) <= layouts
-    assert set(schedule.travellers) <= set(TRAVELLERS)
+    assert set(schedule.moving_sides) <= set(MOVING_SIDES)
     assert set(schedule.placements) <= set(PLACEMENTS)
     parser = argparse.ArgumentParser(prefix_chars="-")
     for setting in schedule.settings:
@@ -123,7 +123,7 @@ def test_what_it_cannot_compute_is_refused(schedule, numbers):
     for its, shape, direction, travels in _forms(schedule, numbers):
         ranks = shape.size(*shape.inner_axes)
         every = everything(ranks * its.parts)
-        if not all(itertools.starmap(its.takes, every)):
+        if not all(itertools.starmap(its.can_compute, every)):
             with pytest.raises(ConfigError, match=schedule.name):
                 its.build(shape, pattern(ranks * its.parts, every), direction, travels)
 

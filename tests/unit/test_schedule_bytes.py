@@ -183,7 +183,7 @@ HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (32, 32), (32, 8))
 def _chosen(topology, direction, sizes, schedule="mesh"):
     """Which side "auto" lets travel."""
     recipe, size = Recipe(schedule=SCHEDULES[schedule], topology=topology), ranks(topology)
-    chosen = recipe.travels(direction, pattern(size, everything(size)), sizes)
+    chosen = recipe.moving_side(direction, pattern(size, everything(size)), sizes)
     plans = {side: build(schedule, topology, direction, side) for side in SIDES}
     assert max(plans[chosen].received(sizes)) == min(max(plan.received(sizes)) for plan in plans.values())
     return {chosen}

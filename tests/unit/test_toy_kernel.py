@@ -5,7 +5,7 @@ import torch
 
 from ds_seqpar import Mask, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.kernels import Takes, register, remove
+from ds_seqpar.runtime.kernels import KernelSupport, register, remove
 from ds_seqpar.testing import attention
 from tests.oracle import dense, errors, seen, tensors
 
@@ -16,7 +16,7 @@ class Toy:
     """fp64 alone, with a dense matrix; a band of any width and any number of rows is one call."""
 
     name = "toy"
-    takes = Takes(band=1 << 40)
+    support = KernelSupport(band=1 << 40)
     tolerance = {torch.float64: 1e-12}  # noqa: RUF012
     ran_on = "CPU"
 

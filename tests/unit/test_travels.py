@@ -21,13 +21,13 @@ from tests.unit.plans import DIRECTIONS, FORMS, built, joint, pattern, problems,
 
 # of each kind another, so that two sums are equal only where all their terms are
 UNITS = {kind: 1000**power for power, kind in enumerate(("q", "kv", "out", "dq", "dkv"))}
-BOTH = [(name, direction) for name in SCHEDULES for direction in DIRECTIONS if len(SCHEDULES[name].travellers) > 1]
+BOTH = [(name, direction) for name in SCHEDULES for direction in DIRECTIONS if len(SCHEDULES[name].moving_sides) > 1]
 
 
 # ---- counted, as the whole plan has it
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if len(SCHEDULES[form[0]].travellers) > 1], ids=str)
+@pytest.mark.parametrize("form", [form for form in FORMS if len(SCHEDULES[form[0]].moving_sides) > 1], ids=str)
 @examples(60)
 @given(data=st.data())
 def test_what_is_counted_without_steps_is_what_the_plan_receives(form, data):
@@ -97,7 +97,7 @@ def test_auto_makes_the_busiest_rank_receive_no_more_than_either_side_would(sche
         plans = {side: built(schedule, shape, direction, side, meet) for side in ("kv", "q")}
         for heads in ((8, 8), (8, 2)):
             sizes = _shape(heads).bytes_per_token(direction)
-            travels = Recipe(schedule=SCHEDULES[schedule], topology=shape).travels(direction, meet, sizes)
+            travels = Recipe(schedule=SCHEDULES[schedule], topology=shape).moving_side(direction, meet, sizes)
             most = {side: max(plan.received(sizes)) for side, plan in plans.items()}
             assert most[travels] == min(most.values()), (name, shape, heads, most)
             unlike += most["kv"] != most["q"]
@@ -116,7 +116,7 @@ def test_where_all_meet_nothing_is_counted(monkeypatch):
             assert meet.plain
             with monkeypatch.context() as patch:
                 patch.setattr("ds_seqpar.compiler.compile._fewest", refused)
-                assert recipe.travels(direction, meet, sizes) in ("kv", "q")
+                assert recipe.moving_side(direction, meet, sizes) in ("kv", "q")
     assert not pattern_of(Mask(window=64), EvenShards("contiguous", 1024, 8)).plain
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_seqpar.compiler.balance import shards_of
-from ds_seqpar.compiler.compile import PROBE, Compiler, Recipe, pattern_of
+from ds_seqpar.compiler.compile import SAMPLE_LENGTH, Compiler, Recipe, pattern_of
 from ds_seqpar.compiler.layout import LAYOUTS, multiple
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.overlap import overlapped
@@ -228,7 +228,7 @@ def _mesh(ranks, direction, units):
     return min(
         max(its.received(tuple(its.axes(ranks, own)), direction, travels, units))
         for own in its.shapes(ranks)
-        for travels in its.travellers
+        for travels in its.moving_sides
     )
 
 
@@ -317,7 +317,7 @@ def test_it_equals_dense_attention(cases):
 
 
 def test_tiles_of_long_chunks_grow_with_them():
-    for side, length in ((3, PROBE + 1), (4, 2 * PROBE + 3)):
+    for side, length in ((3, SAMPLE_LENGTH + 1), (4, 2 * SAMPLE_LENGTH + 3)):
         inputs = tensors(2, 2 * _ranks(side, 1) * length, (4, 2), 8)
         assert max(errors(_found(_config((side, 1)), inputs), dense(*inputs))) <= 1e-10
 
@@ -370,7 +370,7 @@ def test_a_rank_makes_its_own_program_of_a_thousand_without_the_others():
     side, ranks = 32, _ranks(32, 1)
     recipe = Recipe(schedule=ITS, topology=shaped("triangle", ranks))
     shape = shape_of("bf16", "bfloat16", 1, (8, 8, 64))
-    program = Compiler(recipe, 200).program("forward", CAUSAL, EvenShards("pairs", 8 * ranks, ranks), shape)
+    program = Compiler(recipe, 200).inner_program("forward", CAUSAL, EvenShards("pairs", 8 * ranks, ranks), shape)
     received = sum(len(t.unit[1]) for one in program.code for t in getattr(one, "receives", ()))
     assert received == _received(side, "forward", {"q": 1, "kv": 1, "out": 1})[200]
 

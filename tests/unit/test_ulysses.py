@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compiler.heads import deal, dealt, share_of, sizes
+from ds_seqpar.compiler.heads import element_counts, head_shares, heads_of_members, tensor_share
 from ds_seqpar.runtime import buffers
 
 DIM = 4
@@ -43,19 +43,19 @@ def _exchange(buffers, sizes):
 
 
 def _sizes(its, counts, token):
-    return [sizes(its, counts, u, token) for u in range(len(counts))]
+    return [element_counts(its, counts, u, token) for u in range(len(counts))]
 
 
 def _packed(tensors, its):
     batch, tokens, _, dim = tensors[0].shape
-    buffer = tensors[0].new_empty(sum(its.widths) * tokens * batch * dim)
+    buffer = tensors[0].new_empty(sum(its.per_member) * tokens * batch * dim)
     buffers.pack_in(tensors, its, buffer)
     return buffer
 
 
 def _own_heads(tensors, kv_heads, members, member):
     """How many heads of each a member works on."""
-    shares = [share_of(x.shape[2], kv_heads, members, member) for x in tensors]
+    shares = [tensor_share(x.shape[2], kv_heads, members, member) for x in tensors]
     return [mine.stop - mine.start for mine in shares]
 
 
@@ -66,17 +66,19 @@ def _counts(tensors):
 def _inward(tensors, kv_heads):
     """tensors[u] = [q, k, v] of member u, all heads of its tokens -> its heads of all tokens."""
     members, counts, (batch, *_, dim) = len(tensors), _counts(tensors), tensors[0][0].shape
-    its = deal(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
+    its = head_shares(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
     received = _exchange([_packed(mine, its) for mine in tensors], _sizes(its, counts, batch * dim))
     return [
-        buffers.split_in(x.view(sum(counts), batch, its.widths[u], dim), _own_heads(tensors[0], kv_heads, members, u))
+        buffers.split_in(
+            x.view(sum(counts), batch, its.per_member[u], dim), _own_heads(tensors[0], kv_heads, members, u)
+        )
         for u, x in enumerate(received)
     ]
 
 
 def _outward(tensors, heads, kv_heads, counts):
     members, (batch, *_, dim) = len(tensors), tensors[0][0].shape
-    its = deal(tuple(heads), kv_heads, members)
+    its = head_shares(tuple(heads), kv_heads, members)
     joined = [buffers.join_out(mine).contiguous() for mine in tensors]
     received = _exchange(joined, [found[::-1] for found in _sizes(its, counts, batch * dim)])
     return [buffers.unpack_out(x, its, batch, own, dim) for x, own in zip(received, counts, strict=True)]
@@ -130,11 +132,11 @@ def test_a_member_gets_its_heads_whatever_the_numbers(kv_heads, group, members):
     tensors = _random(1, [1] * members, q_heads, kv_heads, kv_heads)
     whole = [torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True)]
     moved = _inward(tensors, kv_heads)
-    for (q, kv), mine in zip(dealt(q_heads, kv_heads, members), moved, strict=True):
+    for (q, kv), mine in zip(heads_of_members(q_heads, kv_heads, members), moved, strict=True):
         wanted = [x[:, :, span] for x, span in zip(whole, (q, kv, kv), strict=True)]
         assert all(torch.equal(x, y) for x, y in zip(mine, wanted, strict=True))
     ones = [[torch.ones_like(x) for x in mine] for mine in moved]
-    holders = sum(kv.stop - kv.start for _, kv in dealt(q_heads, kv_heads, members))
+    holders = sum(kv.stop - kv.start for _, kv in heads_of_members(q_heads, kv_heads, members))
     for q, k, v in _outward(ones, [q_heads, kv_heads, kv_heads], kv_heads, [1] * members):
         assert q.eq(1).all()
         assert k.sum() == v.sum() == DIM * holders
@@ -158,7 +160,9 @@ def test_outward_is_the_inverse_of_inward(members, q_heads, kv_heads, batch, une
     tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
     back = _outward(_inward(tensors, kv_heads), [q_heads, kv_heads, kv_heads], kv_heads, _counts(tensors))
     # what several members hold of one head comes back as their sum
-    holders = [kv.start for _, kv in dealt(q_heads, kv_heads, members)] if kv_heads < members else range(kv_heads)
+    holders = (
+        [kv.start for _, kv in heads_of_members(q_heads, kv_heads, members)] if kv_heads < members else range(kv_heads)
+    )
     times = torch.tensor([[float(list(holders).count(head))] for head in range(kv_heads)], dtype=torch.float64)
     for mine, found in zip(tensors, back, strict=True):
         assert torch.equal(found[0], mine[0])
@@ -186,7 +190,7 @@ def test_outward_is_the_adjoint_of_inward(members, q_heads, kv_heads, batch, une
 @pytest.mark.parametrize("q_heads", [4, 7])
 def test_gradients_of_shared_heads_are_summed_wide(q_heads):
     """deepspeed#6841: sums of sequence parallel gradients in bf16."""
-    own = [q.stop - q.start for q, _ in dealt(q_heads, 1, 4)]
+    own = [q.stop - q.start for q, _ in heads_of_members(q_heads, 1, 4)]
     parts = [
         [torch.full((2, 4, heads, DIM), 256.0 if u == 0 else 1.0, dtype=torch.bfloat16) for heads in (own[u], 1)]
         for u in range(4)
@@ -207,7 +211,7 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
     assert _memory(joined) == _memory(out)
     assert joined.is_contiguous() == (batch == 1)
     came = torch.randn(2 * 3 * batch * 4 * DIM)
-    found = buffers.unpack_out(came, deal((4, 2, 2), 2, 2), batch, 3, DIM)
+    found = buffers.unpack_out(came, head_shares((4, 2, 2), 2, 2), batch, 3, DIM)
     assert len({_memory(x) for x in (came, *found)}) == 4
     assert all(x.is_contiguous() for x in found)
 
@@ -215,8 +219,8 @@ def test_what_arrives_is_copied_no_more_than_once(batch):
 @pytest.mark.parametrize(("members", "q_heads", "kv_heads"), EVEN)
 def test_equal_shares_are_copied_at_once(members, q_heads, kv_heads):
     """One copy a tensor, however many members there are."""
-    its = deal((q_heads, kv_heads, kv_heads), kv_heads, members)
-    assert [run.members for run in its.runs] == [members]
+    its = head_shares((q_heads, kv_heads, kv_heads), kv_heads, members)
+    assert [group.members for group in its.groups] == [members]
     tensors = _random(1, [3], q_heads, kv_heads, kv_heads)[0]
     with CountCopies() as seen:
         buffers.unpack_out(_packed(tensors, its), its, 1, 3, DIM)

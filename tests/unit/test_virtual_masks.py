@@ -97,8 +97,8 @@ def configs(draw, schedule, most):
         schedule=schedule,
         layout=draw(st.sampled_from(its.layouts)),
         overlap=draw(st.booleans()),
-        forward=draw(st.sampled_from(its.travellers)),
-        backward=draw(st.sampled_from(its.travellers)),
+        forward=draw(st.sampled_from(its.moving_sides)),
+        backward=draw(st.sampled_from(its.moving_sides)),
         **own,
     )
 

@@ -121,13 +121,13 @@ def packs(draw, schedule, world, most):
         ulysses=ulysses,
         schedule=schedule,
         overlap=draw(st.booleans()),
-        forward=draw(st.sampled_from(its.travellers)),
-        backward=draw(st.sampled_from(its.travellers)),
+        forward=draw(st.sampled_from(its.moving_sides)),
+        backward=draw(st.sampled_from(its.moving_sides)),
         **own,
     )
     lengths = draw(documents(most))
     seq = sum(lengths)
-    usual = not its.takes(0, 1)  # takes other masks and shards by chance only
+    usual = not its.can_compute(0, 1)  # takes other masks and shards by chance only
     layouts = (its.default_layout, *(("balanced",) if its.parts == 1 else ())) if usual else LAYOUTS
     mask = Mask(
         causal=draw(st.sampled_from([True, True, usual])),

@@ -17,7 +17,7 @@ from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
 from ds_seqpar.runtime import runtime
-from ds_seqpar.runtime.kernels import Scores, Takes
+from ds_seqpar.runtime.kernels import KernelSupport, Scores
 from ds_seqpar.testing import attention
 from tests.kernel_suite import LowerRight
 from tests.oracle import dense, errors, tensors
@@ -59,7 +59,7 @@ def test_a_kernel_that_aligns_lower_right_is_exact_in_distflash(monkeypatch):
 def test_a_kernel_that_conceals_its_alignment_is_wrong(monkeypatch):
     """So the tests above can fail."""
     concealed = LowerRight()
-    concealed.takes = Takes()
+    concealed.support = KernelSupport()
     _use(monkeypatch, concealed)
     assert max(_errors(4, times=3, layout="zigzag", **SHAPES[0])) > 0.01
 

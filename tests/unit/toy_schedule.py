@@ -7,7 +7,7 @@ from ds_seqpar.compiler.schedules.ring import Rotation, Round
 from ds_seqpar.errors import ConfigError
 
 
-def carousel(topology, pattern, direction, travels="kv"):
+def carousel(topology, pattern, direction, moving_side="kv"):
     """Rank p = seat + seats * car. k/v is gathered over the seats of a car, and what travels goes from car to car, the
     other way round than in a ring: in step t rank p holds what car + t brought."""
     seats, cars = topology.size("seat"), topology.size("car")
@@ -27,7 +27,7 @@ def carousel(topology, pattern, direction, travels="kv"):
         gathers=lambda rank: together(Gather, "kv", rank),
         reduces=lambda rank: together(ReduceScatter, "dkv", rank) if direction == "backward" else (),
     )
-    return Rotation(way, cars, direction, travels, pattern)
+    return Rotation(way, cars, direction, moving_side, pattern)
 
 
 def backwards(tokens, ranks, rank):
@@ -55,9 +55,9 @@ def axes(ranks, own):
     return (("seat", own["seats"]), ("car", ranks // own["seats"]))
 
 
-def received(axes, direction, travels, units):
+def received(axes, direction, moving_side, units):
     (_, seats), (_, cars) = axes
-    queries, keys = (0, seats * cars - 1) if travels == "kv" else (cars - 1, seats - 1)
+    queries, keys = (0, seats * cars - 1) if moving_side == "kv" else (cars - 1, seats - 1)
     return blocks_received(seats * cars, queries, keys, direction, units)
 
 

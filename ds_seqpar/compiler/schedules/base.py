@@ -1,4 +1,5 @@
-"""What a schedule says of itself. Every `Schedule` that a file or folder here holds is registered; yours may be too."""
+"""What a schedule says of itself. Every `Schedule` that a file or folder here makes is registered; `register` takes
+yours."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from ..layout import COMMON, LAYOUTS, Axes, Layout, Topology
 from ..plan import Pattern, StepsOf
 
 Value = int | tuple[int, ...]
-Own = Mapping[str, Any]  # name -> Value: a schedule's own settings without "auto"
+Own = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, none of them "auto"
 Heads = tuple[int, int]  # query heads, key/value heads
 Builder = Callable[[Topology, Pattern, str, str], StepsOf]
-TRAVELLERS = ("kv", "q")
+MOVING_SIDES = ("kv", "q")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,25 +62,25 @@ def is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """All that the rest of the house knows of a schedule for A inner ranks.
+    """All that other modules know of a schedule for A inner ranks.
 
-    name, summary: its name and what it is, in a line.
-    build(topology, pattern, direction, travels): the steps of any rank. Raises ConfigError where it cannot. Where they
-        are `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses what travels by the pattern.
+    name, summary: its name, and a line that says what it is.
+    build(topology, pattern, direction, moving_side): the steps of any rank. Raises ConfigError where it has none. Where
+        it returns a `plan.Counted`, as `Rotation` and `Direct` are, "auto" chooses the moving side by the pattern.
     axes(ranks, own): names and sizes of the axes of its ranks, the one that is numbered fastest first.
-    received(axes, direction, travels, units): elements that each rank receives, given those of one block of each kind
-        as `Plan.received` takes them; no plan is built. Exact where every product is needed that `takes` allows: under
-        full attention, and under causal attention on zigzag blocks; elsewhere plans may leave moves out and receive
-        less. The same with overlap.
-    settings: its own. shapes(ranks): all values that they can have together, one mapping a shape.
-    resolve(ranks, given, heads): those of one shape, with what is given. The others are chosen, for these heads where
-        known. Raises ConfigError for what does not fit.
-    by_shape(ranks, own): of these fields those that are others with one shape; see `at`.
-    own_layouts: what is known as a layout as long as the schedule is registered.
-    layouts, default_layout: the names of those that it takes, and what "auto" is.
-    travellers: the sides that it can let travel; "auto" takes what sends fewer bytes.
-    takes(q block, kv block): whether it can compute that product at all.
-    collective_axes: those along which it gathers and reduces: they need process groups. ring_axes: those that
+    received(axes, direction, moving_side, units): elements that each rank receives; units: those of one block of each
+        kind, as `Plan.received` takes them. No plan is built. It is exact where every product is needed that
+        `can_compute` allows: under full attention, and under causal attention on zigzag blocks. Elsewhere plans may
+        leave moves out and receive less. It is the same with overlap.
+    settings: the schedule's own. shapes(ranks): all values that they can have together, one mapping for each shape.
+    resolve(ranks, given, heads): the settings of one shape, those that are given among them. It chooses the others, for
+        these heads where they are known. Raises ConfigError for what does not fit.
+    by_shape(ranks, own): the fields of this class that have other values with this shape; see `at`.
+    own_layouts: layouts that are known as long as the schedule is registered.
+    layouts, default_layout: the names of the layouts that it works on, and which one "auto" is.
+    moving_sides: the sides that it can let move; "auto" takes the one that sends fewer bytes.
+    can_compute(q block, kv block): whether it can compute that product at all.
+    collective_axes: the axes along which it gathers and reduces, which need process groups. ring_axes: the axes that
         neighbouring transfers go along. Placements put one or the other into a node.
     """
 
@@ -95,22 +96,23 @@ class Schedule:
     own_layouts: tuple[Layout, ...] = ()
     layouts: tuple[str, ...] = tuple(layout.name for layout in COMMON)
     default_layout: str = "balanced"
-    travellers: tuple[str, ...] = TRAVELLERS
-    takes: Callable[[int, int], bool] = lambda q, kv: True
+    moving_sides: tuple[str, ...] = MOVING_SIDES
+    can_compute: Callable[[int, int], bool] = lambda q, kv: True
     collective_axes: tuple[str, ...] = ()
     ring_axes: tuple[str, ...] = ()
 
     def at(self, ranks: int, own: Own) -> Schedule:
-        """The same as it is with this shape."""
+        """The schedule as it is with this shape."""
         return dataclasses.replace(self, **self.by_shape(ranks, own))
 
     def shaped(self, ranks: int, given: Own, heads: Heads | None, layout: str) -> Own:
-        """What `resolve` says; or, of a layout that goes with other shapes only, the first of those."""
+        """The settings that `resolve` gives; for a layout that goes with other shapes only, those of the first of
+        these."""
         own = self.resolve(ranks, given, heads)
         if layout in ("auto", *self.at(ranks, own).layouts):
             return own
-        fits = (one for one in self.shapes(ranks) if layout in self.at(ranks, one).layouts)
-        return next((one for one in fits if given.items() <= one.items()), own)
+        fitting = (shape for shape in self.shapes(ranks) if layout in self.at(ranks, shape).layouts)
+        return next((shape for shape in fitting if given.items() <= shape.items()), own)
 
     @property
     def parts(self) -> int:
@@ -119,7 +121,7 @@ class Schedule:
 
     @property
     def placements(self) -> dict[str, tuple[str, ...]]:
-        """Preset -> the axes that it puts first. One whose axes the schedule has not is not among them."""
+        """Preset -> the axes that it puts first. Presets whose axes the schedule has not are left out."""
         first = {"ulysses_intra": ("ulysses",), "ring_intra": self.ring_axes, "collectives_intra": self.collective_axes}
         return {"auto": ("ulysses",), **{preset: axes for preset, axes in first.items() if axes}}
 
@@ -128,8 +130,8 @@ PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 
 
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
-    """Where each rank receives as many: `queries` query blocks, and results of its own queries from as many ranks;
-    `keys` key/value blocks and, in backward, as many gradients."""
+    """Elements that each rank receives, where all receive as many: `queries` query blocks, and results of its own
+    queries from as many ranks; `keys` key/value blocks and, in backward, as many gradients."""
     of_query = units["q"] + units["out" if direction == "forward" else "dq"]
     of_key = units["kv"] + (units["dkv"] if direction == "backward" else 0)
     return [queries * of_query + keys * of_key] * ranks

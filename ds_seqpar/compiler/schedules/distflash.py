@@ -11,15 +11,15 @@ from ..plan import Pattern, StepsOf
 from .base import Schedule
 
 
-def distflash(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> StepsOf:
+def distflash(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> StepsOf:
     """In step t worker p takes the k/v of p - t. One that has no work left, p < t, helps: it computes the queries of
     the late worker p - t + A against its own k/v. It sends the result back.
 
     floor(A/2) + 1 steps. Helpers work at every t except 2t = A, where both would do the same product. (The paper's
     Algorithm 2 as printed also leaves them out at the last step of odd A.) A mask that leaves out more than the causal
-    one prunes it. Raises ConfigError where a query sees a later block, or for travels="q" (both sides travel here).
+    one prunes it. Raises ConfigError where a query sees a later block, or for moving_side="q" (both sides move here).
     """
-    if travels != "kv":
+    if moving_side != "kv":
         raise ConfigError('distflash moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
     for i, j in pattern.pairs():
         if j > i:
@@ -40,14 +40,14 @@ class _DistFlash:
 
     def step(self, rank: int, t: int) -> Step:
         # in step t + 1 this rank works with a block of t + 1 before it, and its own is with the rank t + 1 after it
-        work = [self.product((rank + shift * (t + 1)) % self.size, t + 1) for shift in (0, 1)]
+        coming = [self.product((rank + shift * (t + 1)) % self.size, t + 1) for shift in (0, 1)]
         # a result of step t comes from the rank t before or after, or goes there
         done = [self.product((rank + shift * t) % self.size, t) for shift in ((0, 1) if t else (0,))]
-        found = [move for compute in {c.rank: c for c in done if c}.values() for move in self.results(compute, t)]
+        results = [move for compute in {c.rank: c for c in done if c}.values() for move in self.results(compute, t)]
         return Step(
-            moves=_of(rank, [self.operand(compute) for compute in work if compute] if t < self.size // 2 else []),
+            moves=_of(rank, [self.operand(compute) for compute in coming if compute] if t < self.size // 2 else []),
             computes=(done[0],) if done[0] else (),
-            results=_of(rank, found),
+            results=_of(rank, results),
         )
 
     def product(self, p: int, t: int) -> Compute | None:
@@ -58,13 +58,13 @@ class _DistFlash:
         return Compute(rank=p, q=(q,), kv=(kv,)) if self.pattern(q, kv) else None
 
     def operand(self, compute: Compute) -> Move:
-        """What the worker does not own of a product, straight from its owner."""
+        """The operand of a product that the worker does not own, straight from its owner."""
         foreign = compute.kv if compute.q == (compute.rank,) else compute.q
         kind = "kv" if foreign is compute.kv else "q"
         return Move(src=foreign[0], dst=compute.rank, kind=kind, key=foreign)
 
     def results(self, compute: Compute, t: int) -> list[Move]:
-        """A visitor's part of the result goes straight back to its owner."""
+        """The part of a result whose block another rank owns goes straight back to that rank."""
         (q,), (kv,), rank = compute.q, compute.kv, compute.rank
         if t == 0:
             return []
@@ -74,24 +74,24 @@ class _DistFlash:
 
 
 def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
-    """Those of a rank, in one order on all."""
-    mine = {move for move in moves if rank in move.ranks}
-    return tuple(sorted(mine, key=lambda move: (move.kind, move.key, move.dst)))
+    """The moves that a rank takes part in, in one order on all ranks."""
+    own = {move for move in moves if rank in move.ranks}
+    return tuple(sorted(own, key=lambda move: (move.kind, move.key, move.dst)))
 
 
-def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """Not the same on all ranks: early ones are sent late ones' queries, late ones what was computed for them."""
+def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
+    """Elements that each rank receives: early ranks are sent late ranks' queries, and late ranks the results."""
     ((_, size),) = axes
     return [_received_by(rank, size, direction, units) for rank in range(size)]
 
 
 def _received_by(rank: int, size: int, direction: str, units: Mapping[str, float]) -> float:
     half = size // 2
-    keys, visitors, back = min(rank, half), max(0, size - half - 1 - rank), max(0, rank - half)
-    operands = keys * units["kv"] + visitors * units["q"]
+    keys, queries, results = min(rank, half), max(0, size - half - 1 - rank), max(0, rank - half)
+    operands = keys * units["kv"] + queries * units["q"]
     if direction == "forward":
-        return operands + back * units["out"]
-    return operands + back * units["dq"] + min(half, size - 1 - rank) * units["dkv"]
+        return operands + results * units["out"]
+    return operands + results * units["dq"] + min(half, size - 1 - rank) * units["dkv"]
 
 
 SCHEDULE = Schedule(
@@ -102,7 +102,7 @@ SCHEDULE = Schedule(
     received=received,
     layouts=("contiguous",),
     default_layout="contiguous",
-    travellers=("kv",),
-    takes=lambda q, kv: kv <= q,
+    moving_sides=("kv",),
+    can_compute=lambda q, kv: kv <= q,
     ring_axes=("ring",),
 )

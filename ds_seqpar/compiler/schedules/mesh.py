@@ -18,7 +18,7 @@ from .base import Heads, Own, Schedule, blocks_received, count, three_counts
 from .ring import Rotation, Round
 
 
-def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
+def mesh(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
     """Rank p = x + a (y + b z): q is gathered along x, k/v along y, and one of them rotates along z. (out, lse) or the
     gradients are reduce-scattered along the axis that their operand was gathered on. q(x0, y0, z0) and kv(x1, y1, z1)
     meet once, on rank (x1, y0, z0) where k/v travels.
@@ -52,16 +52,16 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         keys=lambda rank: keys[rank],
         gathers=lambda rank: _collectives(Gather, *zip(("q", "kv"), keys[rank], strict=True)),
         reduces=lambda rank: _collectives(ReduceScatter, *_results(direction, *keys[rank])),
-    ).facing(travels)
+    ).facing(moving_side)
     if a * b == 1:
-        return Rotation(way, turns, direction, travels, pattern)
-    groups = _groups(way, turns, travels)
+        return Rotation(way, turns, direction, moving_side, pattern)
+    groups = _groups(way, turns, moving_side)
     reads = [_read(q, kv, pattern) for q, kv in groups]
     # a gather brings all that its group has
     if pattern.even and reads == [(_mask(q), kv) for q, kv in groups]:
-        return Rotation(way, turns, direction, travels, pattern)
+        return Rotation(way, turns, direction, moving_side, pattern)
     return Direct(
-        way.size, direction, lambda rank: _pairs(way, rank, turns, travels, pattern), lambda rank: reads[rank]
+        way.size, direction, lambda rank: _pairs(way, rank, turns, moving_side, pattern), lambda rank: reads[rank]
     )
 
 
@@ -75,14 +75,14 @@ def _collectives(cls: Callable[..., Collective], *groups: tuple[str, Key]) -> tu
     )
 
 
-def _groups(way: Round, turns: int, travels: str) -> list[tuple[Key, int]]:
-    """All q blocks that come to each rank, and all kv blocks as a bitmask."""
+def _groups(way: Round, turns: int, moving_side: str) -> list[tuple[Key, int]]:
+    """For each rank, all q blocks that come to it, and all kv blocks as a bitmask."""
     keys = [way.keys(rank) for rank in range(way.size)]
     held = [_mask(kv) for _, kv in keys]
 
     def of(rank: int) -> tuple[Key, int]:
         visitors = [way.here(rank, t) for t in range(turns)]
-        if travels == "kv":
+        if moving_side == "kv":
             return keys[rank][0], functools.reduce(operator.or_, [held[visitor] for visitor in visitors])
         return tuple(block for visitor in visitors for block in keys[visitor][0]), held[rank]
 
@@ -90,7 +90,7 @@ def _groups(way: Round, turns: int, travels: str) -> list[tuple[Key, int]]:
 
 
 def _read(q: Key, kv: int, pattern: Pattern) -> tuple[int, int]:
-    """Bitmasks of those q and kv blocks that meet any of the other side's."""
+    """Bitmasks of those q blocks, and of those kv blocks, that meet any block of the other side."""
     rows = pattern.rows
     return _mask([i for i in q if rows[i] & kv]), functools.reduce(operator.or_, [rows[i] & kv for i in q])
 
@@ -99,13 +99,13 @@ def _mask(blocks: Iterable[int]) -> int:
     return functools.reduce(operator.or_, [1 << block for block in blocks], 0)
 
 
-def _pairs(way: Round, rank: int, turns: int, travels: str, pattern: Pattern) -> Sequence[Pairs]:
+def _pairs(way: Round, rank: int, turns: int, moving_side: str, pattern: Pattern) -> Sequence[Pairs]:
     """The rank's products block by block: its own in step 0, while others arrive, then those of each turn."""
     own = [(rank, rank)] if pattern(rank, rank) else []
     steps: list[Pairs] = [own]
     for t in range(turns):
         moving, staying = way.keys(way.here(rank, t)), way.keys(rank)
-        q, kv = (staying[0], moving[1]) if travels == "kv" else (moving[0], staying[1])
+        q, kv = (staying[0], moving[1]) if moving_side == "kv" else (moving[0], staying[1])
         steps.append([(i, j) for i in q for j in kv if pattern(i, j) and (i, j) != (rank, rank)])
     return steps
 
@@ -122,10 +122,10 @@ def mesh_axes(a: int, b: int, turns: int) -> Axes:
     return (("x", a), ("y", b), ("z", turns))
 
 
-def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """What is gathered, and along z what travels, group by group."""
+def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
+    """Elements that each rank receives: what it gathers, and along z the groups that move."""
     (_, a), (_, b), (_, turns) = axes
-    queries, keys = (a, b * turns) if travels == "kv" else (a * turns, b)
+    queries, keys = (a, b * turns) if moving_side == "kv" else (a * turns, b)
     return blocks_received(a * b * turns, queries - 1, keys - 1, direction, units)
 
 
@@ -134,9 +134,9 @@ def shapes(ranks: int) -> list[Own]:
 
 
 def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
-    """Where no shape is given, as attention2d, but k/v in a ring, not gathered: the same elements, less memory."""
-    a, rest = sides(ranks, heads)
-    shape = a, b, turns = given.get("mesh") or (a, 1, rest)
+    """The shape that is given, or that of attention2d but with k/v in a ring: the same elements, less memory."""
+    cols, rows = sides(ranks, heads)
+    shape = a, b, turns = given.get("mesh") or (cols, 1, rows)
     if a * b * turns != ranks:
         raise ConfigError(
             f"{SECTION}.mesh [a, b, R] must multiply to the {ranks} inner ranks; "
@@ -167,7 +167,8 @@ def grids(ranks: int) -> list[Own]:
 
 
 def grid(ranks: int, given: Own, heads: Heads | None) -> Own:
-    """One side gives the other; neither: the fewest elements received for these heads."""
+    """A side that is not given follows from the other. Where neither is given, the sides are those that receive the
+    fewest elements for these heads."""
     rows, cols = given.get("rows"), given.get("cols")
     if not (rows or cols):
         cols, rows = sides(ranks, heads)
@@ -207,7 +208,7 @@ def teams(ranks: int) -> list[Own]:
 
 
 def team_of(ranks: int, given: Own, heads: Heads | None) -> Own:
-    """A team that is not given: the largest that fits."""
+    """The team that is given, or the largest that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
     team = given.get("team") or fitting[-1]
     if team not in fitting:
@@ -241,8 +242,8 @@ class Direct(Counted):
     """The steps of any rank. products(rank)[t]: the (q block, kv block) pairs that it computes in step t; those of step
     0 of its own blocks only. reads(rank): bitmasks of the q and the kv blocks in these pairs.
 
-    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. No block is sent that its
-    receiver does not read, and results go straight home. As many bytes as the collectives at most.
+    A mesh becomes this where a mask leaves holes in its groups, or blocks differ in length. A block is sent only to
+    ranks that read it, and results go straight home. It sends at most as many bytes as the collectives.
     """
 
     def __init__(
@@ -255,7 +256,8 @@ class Direct(Counted):
         self.size, self.direction, self.products, self.reads = size, direction, products, reads
 
     @functools.cached_property
-    def every(self) -> list[Sequence[Pairs]]:
+    def all_products(self) -> list[Sequence[Pairs]]:
+        """`products` of every rank."""
         return [self.products(rank) for rank in range(self.size)]
 
     @functools.cached_property
@@ -264,48 +266,48 @@ class Direct(Counted):
         operands: dict[tuple[int, int], list[Move]] = defaultdict(list)
         results: dict[tuple[int, int], list[Move]] = defaultdict(list)
         kinds = (("out", 0),) if self.direction == "forward" else (("dq", 0), ("dkv", 1))
-        for rank, steps in enumerate(self.every):
+        for rank, steps in enumerate(self.all_products):
             # a foreign block arrives in the step before the first that reads it
-            for (kind, key), t in _reached(rank, enumerate(steps), (("q", 0), ("kv", 1))).items():
+            for (kind, key), t in _first_steps(rank, enumerate(steps), (("q", 0), ("kv", 1))).items():
                 for end in (*key, rank):
                     operands[end, t - 1].append(Move(src=key[0], dst=rank, kind=kind, key=key))
             # its result goes home after the last step that adds to it
-            for (kind, key), t in _reached(rank, reversed([*enumerate(steps)]), kinds).items():
+            for (kind, key), t in _first_steps(rank, reversed([*enumerate(steps)]), kinds).items():
                 for end in (rank, *key):
                     results[end, t].append(Move(src=rank, dst=key[0], kind=kind, key=key))
         return operands, results
 
     def __call__(self, rank: int) -> Steps:
-        mine, (operands, results) = self.every[rank], self.moves
+        products, (operands, results) = self.all_products[rank], self.moves
         return tuple(
             Step(
                 moves=tuple(operands[rank, t]),
-                computes=tuple(Compute(rank=rank, q=(i,), kv=(j,)) for i, j in (mine[t] if t < len(mine) else ())),
+                computes=tuple(Compute(rank=rank, q=(i,), kv=(j,)) for pairs in products[t : t + 1] for i, j in pairs),
                 results=tuple(results[rank, t]),
             )
-            for t in range(max(map(len, self.every)))
+            for t in range(max(map(len, self.all_products)))
         )
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Of a rank: what it reads of others, and a result from each other that reads what it owns."""
-        found: list[float] = [0] * self.size
+        """For each rank: the blocks of others that it reads, and a result from each other rank that reads its own."""
+        received: list[float] = [0] * self.size
         results = (units["out"], 0) if self.direction == "forward" else (units["dq"], units["dkv"])
         for rank in range(self.size):
             for kind, blocks, result in zip(OPERANDS, self.reads(rank), results, strict=True):
                 foreign = blocks & ~(1 << rank)
-                found[rank] += units[kind] * foreign.bit_count()
+                received[rank] += units[kind] * foreign.bit_count()
                 for owner in bits(foreign) if result else ():
-                    found[owner] += result
-        return found
+                    received[owner] += result
+        return received
 
 
-def _reached(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
-    """For each foreign block of a rank's products the first of these steps that has it. kinds: what a block is called,
-    and its place in a pair."""
-    found: dict[Unit, int] = {}
+def _first_steps(rank: int, steps: Iterable[tuple[int, Pairs]], kinds: Iterable[tuple[str, int]]) -> dict[Unit, int]:
+    """Foreign block of a rank's products -> the first of these steps that has it. kinds: (kind of unit, its index in a
+    pair)."""
+    first: dict[Unit, int] = {}
     for t, pairs in steps:
         for pair in pairs:
             for kind, side in kinds:
                 if pair[side] != rank:
-                    found.setdefault((kind, (pair[side],)), t)
-    return found
+                    first.setdefault((kind, (pair[side],)), t)
+    return first

@@ -1,4 +1,4 @@
-"""Rings: units that go round while others stay, and results that follow them home.
+"""Rings: units of one side go round while those of the other stay, and results follow them home.
 
 Ring Attention (Liu et al., 2023), and BurstAttention's rings: the q-travelling one and the double one.
 """
@@ -18,14 +18,15 @@ from ..layout import Axes, Topology, divisors
 from ..plan import Counted, Pattern
 from .base import Heads, Own, Schedule, blocks_received, count
 
-# (what travels, direction) -> the accumulator that travels with it, one hop behind
+# (moving side, direction) -> the accumulator that travels with it, one hop behind
 FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """One way round all ranks. `there(unit, t)`: the rank where it is in step t; `here(rank, t)`: the unit that is at
-    that rank then (the inverse); unit u starts on rank u. `keys(rank)`: the (q, kv) keys that a rank starts with."""
+    """One way round all ranks. `there(unit, t)`: the rank where a unit is in step t; `here(rank, t)`: the unit that is
+    on a rank then (the inverse). Unit u starts on rank u. `keys(rank)`: the (q, kv) keys that a rank starts with.
+    `gathers`, `reduces`: the collectives of a rank before and after the way."""
 
     size: int
     there: Callable[[int, int], int]
@@ -34,10 +35,10 @@ class Round:
     gathers: Callable[[int], tuple[Gather, ...]] = lambda rank: ()
     reduces: Callable[[int], tuple[ReduceScatter, ...]] = lambda rank: ()
 
-    def facing(self, travels: str) -> Round:
-        """The way for what travels, of k/v's: queries go it backwards. Under windows and causal documents those who
-        read k/v are on the next ranks, and what queries read is on the ranks before."""
-        return self if travels == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
+    def facing(self, moving_side: str) -> Round:
+        """From the way of k/v, that of the moving side: queries go it backwards. Under windows and causal documents the
+        ranks that read k/v come after its owner, and the ranks whose k/v a query reads come before."""
+        return self if moving_side == "kv" else dataclasses.replace(self, there=self.here, here=self.there)
 
 
 class Rotation(Counted):
@@ -48,24 +49,24 @@ class Rotation(Counted):
     after everything is home.
     """
 
-    def __init__(self, way: Round, steps: int, direction: str, travels: str, pattern: Pattern) -> None:
-        self.way, self.travels, self.direction = way, travels, direction
-        self.side = 1 if travels == "kv" else 0
-        self.follower = FOLLOWER[travels, direction]
+    def __init__(self, way: Round, steps: int, direction: str, moving_side: str, pattern: Pattern) -> None:
+        self.way, self.moving_side, self.direction = way, moving_side, direction
+        self.side = 1 if moving_side == "kv" else 0
+        self.follower = FOLLOWER[moving_side, direction]
         keys = [way.keys(rank) for rank in range(way.size)]
         self.moving, self.staying = [k[self.side] for k in keys], [k[1 - self.side] for k in keys]
         seen = [functools.reduce(operator.or_, [pattern.rows[i] for i in q], 0) for q, _ in keys]
         held = [sum([1 << j for j in kv]) for _, kv in keys]
-        # k/v blocks that a unit's keys are, or that its queries see, and the same of what stays on a rank: they meet
-        # where the two have a block in common
+        # of a moving unit the k/v blocks that it has, or that its queries see, and the same of what stays on a rank:
+        # the two meet where they have a block in common
         self.brings, self.wants = (held, seen) if self.side else (seen, held)
-        # of each unit the last step in which it meets something, and the first after that at home
+        # of each unit the last step in which it meets something, and the first in which it does after step 0, at home
         self.last = [next(self.visits(unit, range(steps - 1, 0, -1)), 0) for unit in range(way.size)]
         self.first = [next(self.visits(unit, range(1, last + 1)), steps) for unit, last in enumerate(self.last)]
         self.steps = max(self.last) + 1
 
     def visits(self, unit: int, steps: Iterable[int]) -> Iterator[int]:
-        """Those of some steps in which it meets something where it is."""
+        """Those of some steps in which a unit meets what stays on the rank where it is."""
         brings, wants, there = self.brings[unit], self.wants, self.way.there
         return (t for t in steps if brings & wants[there(unit, t)])
 
@@ -94,46 +95,48 @@ class Rotation(Counted):
 
     def hop(self, unit: int, t: int) -> Move:
         at = self.way.there
-        return Move(src=at(unit, t), dst=at(unit, t + 1), kind=self.travels, key=self.moving[unit])
+        return Move(src=at(unit, t), dst=at(unit, t + 1), kind=self.moving_side, key=self.moving[unit])
 
     def result(self, unit: int, t: int) -> Move:
         home = unit if t == self.last[unit] else self.way.there(unit, t + 1)
         return Move(src=self.way.there(unit, t), dst=home, kind=self.follower or "", key=self.moving[unit])
 
     def collected(self, rank: int, units: Mapping[str, float]) -> float:
-        """What a rank receives by collectives."""
+        """Elements that a rank receives by collectives."""
         gathers, reduces = self.way.gathers(rank), self.way.reduces(rank)
         return plan.received((Step(gathers=gathers, reduces=reduces),), rank, units) if gathers or reduces else 0
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """Of a unit: itself at every hop; its results at each after the first visit, and once at home."""
-        size, there, operand = self.way.size, self.way.there, units[self.travels]
+        """Each hop of a unit brings a rank the unit; each after the first visit brings its results too, and so does
+        the way home."""
+        size, there, operand = self.way.size, self.way.there, units[self.moving_side]
         follower = units[self.follower] if self.follower else 0
-        found = [self.collected(rank, units) for rank in range(size)]
+        received = [self.collected(rank, units) for rank in range(size)]
         for unit, (first, last) in enumerate(zip(self.first, self.last, strict=True)):
             blocks = len(self.moving[unit])
             alone, both = operand * blocks, (operand + follower) * blocks
             for t in range(1, last + 1):
-                found[there(unit, t)] += alone if t <= first else both
+                received[there(unit, t)] += alone if t <= first else both
             if last:
-                found[unit] += follower * blocks
-        return found
+                received[unit] += follower * blocks
+        return received
 
 
 def _of(rank: int, moves: list[Move]) -> tuple[Move, ...]:
+    """The moves that a rank takes part in, in one order on all ranks."""
     return tuple(sorted((move for move in moves if rank in move.ranks), key=lambda move: move.key))
 
 
 # ---- the rings
 
 
-def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
+def ring(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
     """Every key/value block goes round all ranks whose queries need it. In step t of one ring rank p holds that of
     p - t. In a double ring a block visits the W ranks of a window, then crosses to the next window and visits its W,
     and so on. So A/W - 1 of its A - 1 hops leave a node; and the last hop of its gradient does, straight home.
 
-    travels="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta go round instead of k, v and their
-    gradients: 3 large tensors for 4. They go the other way, in step t of one ring rank p holds those of p + t.
+    moving_side="q" in backward is BurstAttention's (section 3.1): q, do, lse and delta go round instead of k, v and
+    their gradients: 3 large tensors for 4. They go the other way, in step t of one ring rank p holds those of p + t.
     """
     window, windows = topology.size("ring", "window"), topology.size("windows")
 
@@ -149,13 +152,13 @@ def ring(topology: Topology, pattern: Pattern, direction: str, travels: str = "k
         here=lambda rank, t: at(rank, t, -1),
         keys=lambda rank: ((rank,), (rank,)),
     )
-    return Rotation(way.facing(travels), window * windows, direction, travels, pattern)
+    return Rotation(way.facing(moving_side), window * windows, direction, moving_side, pattern)
 
 
-def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
-    """A - 1 foreign blocks of what travels."""
+def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
+    """Elements that each rank receives: A - 1 foreign blocks of the moving side."""
     ranks = math.prod(size for _, size in axes)
-    queries, keys = (0, ranks - 1) if travels == "kv" else (ranks - 1, 0)
+    queries, keys = (0, ranks - 1) if moving_side == "kv" else (ranks - 1, 0)
     return blocks_received(ranks, queries, keys, direction, units)
 
 
@@ -177,7 +180,7 @@ def windows_of(ranks: int) -> list[Own]:
 
 
 def window_of(ranks: int, given: Own, heads: Heads | None) -> Own:
-    """A window that is not given: the divisor of `ranks` nearest to its square root."""
+    """The window that is given, or the divisor of `ranks` nearest to its square root."""
     fitting = divisors(ranks)
     window = given.get("window") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))
     if window not in fitting:

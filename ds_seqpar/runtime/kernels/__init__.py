@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ...compiler import cuts
-from ...compiler.cuts import Takes
+from ...compiler.cuts import KernelSupport
 from ...errors import ConfigError, KernelError, choose
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps, is_deterministic
@@ -78,8 +78,8 @@ __all__ = [
     "KERNELS",
     "BlockSpec",
     "Kernel",
+    "KernelSupport",
     "Scores",
-    "Takes",
     "candidates",
     "here",
     "is_deterministic",

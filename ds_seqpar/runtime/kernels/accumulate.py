@@ -239,8 +239,8 @@ def _give(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 class Accumulating(Kernel, Protocol):
-    """A kernel that takes all tiles of a product and adds to running results where they lie: `Takes.tiles`. Its methods
-    stand in place of `forward` and `backward` below, which have the meaning of the arguments."""
+    """A kernel that takes all tiles of a product and adds to running results where they lie: `KernelSupport.tiles`. Its
+    methods stand in place of `forward` and `backward` below, which have the meaning of the arguments."""
 
     def forward_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
@@ -253,7 +253,7 @@ class Accumulating(Kernel, Protocol):
 
 
 def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
-    return kernel.takes.tiles
+    return kernel.support.tiles
 
 
 def _more(call: Tile) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile], scale: float, into: Running
 ) -> None:
     """Adds what the calls make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
-    they like but for a last dimension without gaps. calls: those of `compiler.cuts.calls` for what this kernel takes.
+    they like but for a last dimension without gaps. calls: those of `compiler.cuts.launches` for this kernel.
     """
     if _accumulates(kernel):
         kernel.forward_tiles(q, k, v, calls, scale, into)

@@ -22,14 +22,14 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ...compiler.cuts import Takes
+from ...compiler.cuts import KernelSupport
 from ...compiler.tiles import Segments
 from .reference import BlockSpec, Reference, is_deterministic
 
 
 class CpuFlash:
     name = "cpu_flash"
-    takes = Takes(band=512, rows=192)  # of wider bands squares cost less; fewer than 192 rows are slow
+    support = KernelSupport(band=512, rows=192)  # of wider bands squares cost less; fewer than 192 rows are slow
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
 
@@ -126,7 +126,7 @@ class CudaKernel:
     it makes a graph for every shape of a block, which documents of any lengths would have it do in every step."""
 
     name: str
-    takes = Takes(square=True, windows=2, segments=True)
+    support = KernelSupport(square=True, windows=2, segments=True)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF
     largest = 256  # size of a head
@@ -215,7 +215,7 @@ class CudaEfficient(CudaKernel):
     as query heads, and a window with a causal edge."""
 
     name = "cuda_efficient"
-    takes = Takes(square=True, windows=1)
+    support = KernelSupport(square=True, windows=1)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF | {torch.float32: 4}
     largest = 1024
@@ -258,7 +258,7 @@ class Cudnn(CudaKernel):
     """
 
     name = "cudnn"
-    takes = Takes(square=True)
+    support = KernelSupport(square=True)
     largest = 128
     one_shape = True
     trailing = True

@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...compiler.cuts import PLAIN, Takes
+from ...compiler.cuts import PLAIN_KERNEL, KernelSupport
 from ...compiler.masks import Mask
 
 
@@ -60,7 +60,7 @@ class Kernel(Protocol):
     """Attention of one block, full or causal, and its gradient.
 
     name: as in the configuration. tolerance: greatest max|a-b|/max|b| against fp64 that its conformance tests allow, a
-    dtype. ran_on: where the conformance suite has passed. takes: what else it can be called for:
+    dtype. ran_on: where the conformance suite has passed. support: what else it can be called for:
 
     - bands: both methods have one more argument, `width: int = 0`. Where it is not 0, row i sees those of the columns i
       .. i + width - 1 that there are;
@@ -69,7 +69,7 @@ class Kernel(Protocol):
     """
 
     name: str
-    takes: Takes
+    support: KernelSupport
     tolerance: dict[torch.dtype, float]
     ran_on: str
 
@@ -108,7 +108,7 @@ def caps(kernel: Kernel) -> TypeGuard[Capping]:
 
 class Reference:
     name = "reference"
-    takes = PLAIN
+    support = PLAIN_KERNEL
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
     most = sys.maxsize  # scores that are there at once

@@ -19,7 +19,7 @@ from ..base import Heads, Own, Schedule, count
 from .tiling import Stop, Tiling, pair_of, tiling
 
 
-def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str = "kv") -> Counted:
+def triangle(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> Counted:
     """Rank (i, j), j < i < T, computes q of sequence block i with k/v of block j, each of T - 1 chunks. Of the diagonal
     it computes what costs no bytes. In block i these are all early queries that see its own early k/v chunk, in block j
     all that its own late query chunk sees. Every rank then has T (T - 1) products of chunks, those half seen counted
@@ -29,10 +29,10 @@ def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str 
     ways to their owners. A hop of k/v starts in every second step, and one of q in the step before a k/v hop's, as many
     apart as make both last as long. Each may arrive until the next one starts, so a rank passes one on without waiting
     for the other. Plans number chunks by their owner: rank r has 2 r, which is late in block j, and
-    2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk, or for travels="q" (both sides
-    travel here).
+    2 r + 1, early in block i. Raises ConfigError where a query sees a later chunk, or for moving_side="q" (both
+    sides move here).
     """
-    if travels != "kv":
+    if moving_side != "kv":
         raise ConfigError('triangle moves k/v and queries by itself; got travelling q, use "kv" or "auto"')
     tiles = tiling(topology.size("strip", "pair"), topology.size("strip"))
     seen = 0
@@ -46,7 +46,7 @@ def triangle(topology: Topology, pattern: Pattern, direction: str, travels: str 
     return _Triangle(tiles, pattern, direction)
 
 
-def takes(q: int, kv: int) -> bool:
+def can_compute(q: int, kv: int) -> bool:
     """Whether the k/v chunk stands at the query chunk's place or before it, which without strips hangs on their numbers
     alone."""
     blocks = pair_of(max(q, kv) // 2)[0] + 1
@@ -189,7 +189,7 @@ class _Triangle(Counted):
         return found
 
 
-def received(axes: Axes, direction: str, travels: str, units: Mapping[str, float]) -> list[float]:
+def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
     """T - 2 chunks of q and R (T - 1) - 1 of k/v. Of their results as many, but for those that start with a rank, and
     one more from the group that it is outside of. And of the staircase what `Tiling.stairs` says."""
     tiles = _of(dict(axes))
@@ -277,7 +277,7 @@ def by_shape(ranks: int, own: Own) -> Mapping[str, Any]:
     return {
         "layouts": (layout,),
         "default_layout": layout,
-        "takes": lambda q, kv: _taken(_of(dict(axes(ranks, own))), q, kv),
+        "can_compute": lambda q, kv: _taken(_of(dict(axes(ranks, own))), q, kv),
     }
 
 
@@ -294,7 +294,7 @@ SCHEDULE = Schedule(
     own_layouts=tuple(_layout(*one) for one in STRIPS.items()),
     layouts=("pairs",),
     default_layout="pairs",
-    travellers=("kv",),
-    takes=takes,
+    moving_sides=("kv",),
+    can_compute=can_compute,
     ring_axes=("strip", "pair"),
 )
