@@ -13,7 +13,7 @@ from .compiler.compile import Recipe
 from .compiler.cuts import KERNELS
 from .compiler.exchange import SaveChoice, saved_for_backward
 from .compiler.heads import has_equal_shares, largest_share, max_stages
-from .compiler.layout import Axes, Topology, divisors, place
+from .compiler.layout import Axes, Topology, axis_order, divisors
 from .compiler.schedules.base import MOVING_SIDES, PLACEMENTS, Schedule, Value, is_count
 from .errors import SECTION, ConfigError, InputError, choose, in_words, nearest
 
@@ -44,7 +44,7 @@ class SequenceParallelConfig:
         own settings are given and read as those here. `python -m ds_seqpar show --help` lists all.
     forward, backward: what goes round, "kv" or "q" with its results. "auto" is what sends fewer bytes.
     overlap: transfers of single blocks in place of collectives, and products as their operands arrive.
-    placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.layout.place.
+    placement: the order of axes over ranks, the fastest first, as names or a preset; see compiler.layout.axis_order.
         "ulysses_intra" ("auto") keeps Ulysses' all-to-all inside a node; "collectives_intra" a schedule's gathers and
         "ring_intra" its ring (WallFacer's two placements).
     travel_dtype: of partial outputs and gradients between ranks: "fp32" (or wider, for fp64), "bf16". (fp16 has not
@@ -278,7 +278,7 @@ class SequenceParallelConfig:
     def topology(self, world_size: int) -> Topology:
         """Of a resolved config: all ranks of the job as named axes."""
         chosen, axes = schedules.schedule(self.schedule), self.inner_axes
-        order, data = place(axes, self.placement, chosen.placements), world_size // self.size
+        order, data = axis_order(axes, self.placement, chosen.placements), world_size // self.size
         return Topology.of(axes, ulysses=self.ulysses, data=data, order=order, collective_axes=chosen.collective_axes)
 
     @property

@@ -4,6 +4,13 @@ import torch
 from torch import Tensor
 
 from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.shards import EvenShards, members_positions
+
+
+def positions(layout, seq, size, ulysses, index):
+    """The positions of the tokens of SP rank `index` = u + U * inner, under a named layout."""
+    inner, member = divmod(index, ulysses)
+    return members_positions(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
 
 
 def attention(

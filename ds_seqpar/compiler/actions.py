@@ -1,4 +1,4 @@
-"""What ranks do, as data: products of blocks, and what moves in between.
+"""What ranks do, as data: products of blocks, and the moves of operands and results between ranks.
 
 Blocks are numbered by the inner rank that owns them. Where each owns one, block p is rank p's. Where each owns `parts`,
 rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
@@ -6,10 +6,10 @@ blocks that were gathered into one operand. Operands are "q" and "kv" (in a back
 query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in
 backward.
 
-One step of a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
+In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
 that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
-`within` steps, 1 unless a pass says otherwise: operands travel beside the products of their own step and results beside
-those of the next.
+`within` steps, 1 unless a pass says otherwise. So operands travel beside the products of their own step, and results
+beside those of the next.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `parts[i]`; the whole is the sorted union."""
+    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `parts[i]`; `whole` are the blocks of all parts."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -91,12 +91,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gather(Collective):
-    """Every member ends with the operand `whole`."""
+    """Every member ends with the operand of all blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReduceScatter(Collective):
-    """Members' accumulators of `whole` are merged; member i keeps that of `parts[i]`."""
+    """The members' accumulators of all blocks are merged; member i ends with that of `parts[i]`."""
 
 
 Action = Compute | Move | Collective
@@ -118,7 +118,7 @@ class Step:
         yield from itertools.chain.from_iterable(parts)
 
     def words(self, rank: int) -> str:
-        """`>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
+        """The step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
         words = [f"{gather.kind}{name_of(gather.whole)}@" for gather in self.gathers]
         words += map(str, self.computes)
         for move in (*self.moves, *self.results):
@@ -132,18 +132,20 @@ Steps = tuple[Step, ...]
 
 
 def owned(rank: int, parts: int) -> Key:
-    """The blocks of a rank that owns so many."""
+    """The blocks of a rank, where each rank owns `parts`."""
     return tuple(range(rank * parts, (rank + 1) * parts))
 
 
 def owner(block: int, parts: int) -> int:
+    """The rank that owns a block."""
     return block // parts
 
 
 def name_of(key: Key) -> str:
+    """Blocks as text: (3), (0,1)."""
     return "(" + ",".join(map(str, key)) + ")"
 
 
 def unit_name(unit: Unit) -> str:
-    """Kind and blocks: kv(3), out(0,1)."""
+    """A unit as text: kv(3), out(0,1)."""
     return f"{unit[0]}{name_of(unit[1])}"

@@ -21,7 +21,7 @@ from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
 
-ROUNDING = 256  # a half's products are what it should have but for a part in so many, and what a token brings
+TOLERANCE = 256  # a half's products may differ from its share by one part in so many, and by what a token brings
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
@@ -40,11 +40,11 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
         raise InputError(f"tokens are dealt to a whole number of ranks from 1 on; got {ranks!r}")
     starts = Mask.documents_of(lengths)
     pieces = [_piece(base, 0, length, length, length) for base, length in zip(starts, lengths, strict=True)]
-    return tuple(_runs(parts) for parts in _dealt(pieces, ranks))
+    return tuple(_runs(parts) for parts in _pieces_of_ranks(pieces, ranks))
 
 
 class _Piece(NamedTuple):
-    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; of one part, q = r = s."""
+    """Tokens p .. q - 1 and r .. s - 1 of the document that starts at `base`; with one part only, q = r = s."""
 
     base: int
     p: int
@@ -60,18 +60,18 @@ class _Piece(NamedTuple):
         return (front * (2 * self.p + front + 1) + back * (2 * self.s - back + 1)) // 2
 
     def ends(self, tokens: int) -> tuple[int, int]:
-        """How many of so many tokens are taken in front and at the back. One part gives all in front; two parts give as
-        many of each as have the mean of keys."""
-        _, p, q, r, s, _, mine, products = self
+        """How many of `tokens` tokens are taken in front and at the back. One part gives all in front. Of two parts,
+        those that are taken have the mean number of keys of all."""
+        _, p, q, r, s, _, total, products = self
         if q == s:
             return tokens, 0
-        # where of_ends is tokens / mine of the products
-        front = tokens * ((2 * s + 1 - tokens) * mine - 2 * products) // (2 * (s - p - tokens) * mine)
+        # where of_ends is tokens / total of the products
+        front = tokens * ((2 * s + 1 - tokens) * total - 2 * products) // (2 * (s - p - tokens) * total)
         front = min(max(front, tokens - (s - r), 0), q - p, tokens)
         return front, tokens - front
 
     def cut(self, front: int, back: int) -> tuple[_Piece, _Piece]:
-        """The two ends together, which go to the lower ranks, and what is between them."""
+        """(the two ends together, which go to the lower ranks; what is between them)."""
         base, p, q, r, s, beside, _, _ = self
         low, high = p + front, s - back
         q, r = (high, high) if q == s else (q, r)
@@ -86,6 +86,7 @@ class _Piece(NamedTuple):
 
 
 def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece:
+    """The piece with these fields and what follows from them."""
     if p == q:  # the second part alone
         p, q, r = r, s, s
     elif r == s:  # the first
@@ -96,18 +97,18 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
     return _Piece(base, p, q, r, s, beside, q - p + s - r, products // 2)
 
 
-def _dealt(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
+def _pieces_of_ranks(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
     """The pieces that each rank gets."""
     if ranks == 1 or not pieces:
         return [pieces] + [[]] * (ranks - 1)
     if len(pieces) == 1 and pieces[0].q == pieces[0].s:
         return _zigzag(pieces[0], ranks)
     left, right = _halved(pieces, ranks // 2, ranks)
-    return _dealt(left, ranks // 2) + _dealt(right, ranks - ranks // 2)
+    return _pieces_of_ranks(left, ranks // 2) + _pieces_of_ranks(right, ranks - ranks // 2)
 
 
 def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
-    """The outermost tokens to the first rank, half of them in front, and so on inwards."""
+    """The pieces of each rank: the outermost tokens go to the first, half of them in front, and so on inwards."""
     taken = [piece.tokens * rank // ranks for rank in range(ranks + 1)]
     edges = [(piece.p + (outer + 1) // 2, piece.s - outer // 2) for outer in taken]
     return [
@@ -117,8 +118,8 @@ def _zigzag(piece: _Piece, ranks: int) -> list[list[_Piece]]:
 
 
 def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece], list[_Piece]]:
-    """What the lower `share` of `ranks` ranks hold and what the others do. What has a part on ranks before or after all
-    these stays beside it where it can: then it is the next rank, and k/v are there after one hop."""
+    """(pieces of the lower `share` of `ranks` ranks, pieces of the others). A piece whose document goes on on lower or
+    higher ranks than all these goes to the half beside them where it can: then k/v are there after one hop."""
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
     products = sum([piece.products for piece in pieces]) * share // ranks
     if not tokens:
@@ -127,19 +128,19 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
     sides = {piece.beside for piece in pieces}
     for stay in ({-1, 1}, {-1}, {1}):
         if stay <= sides:
-            before = [piece for piece in pieces if piece.beside == -1 and -1 in stay]
-            after = [piece for piece in pieces if piece.beside == 1 and 1 in stay]
+            lower = [piece for piece in pieces if piece.beside == -1 and -1 in stay]
+            higher = [piece for piece in pieces if piece.beside == 1 and 1 in stay]
             row = _Row(
                 [piece for piece in pieces if piece.beside not in stay],
-                tokens - sum([piece.tokens for piece in before]),
+                tokens - sum([piece.tokens for piece in lower]),
             )
-            wanted = products - sum([piece.products for piece in before])
+            wanted = products - sum([piece.products for piece in lower])
             if row.reaches(wanted):
                 left, right = row.window(wanted)
-                return before + left, right + after
+                return lower + left, right + higher
     row = _Row(pieces, tokens)
     left, right = row.window(products) if row.products(row.last) >= products else row.ends(products)
-    if abs(sum([piece.products for piece in left]) - products) * ROUNDING > products:
+    if abs(sum([piece.products for piece in left]) - products) * TOLERANCE > products:
         # of two parts, one much longer than the other, no two ends have as many keys as both parts
         apart = [part for piece in pieces for part in piece.parts()]
         if len(apart) > len(pieces):
@@ -148,41 +149,41 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
 
 
 class _Row:
-    """Pieces side by side, and the windows of so many tokens on them. A window has of a piece that it ends in, on
-    either side, what `_Piece.ends` gives."""
+    """Pieces side by side, and the windows of `width` tokens on them. Of a piece in which a window begins or ends, the
+    window has the tokens that `_Piece.ends` gives."""
 
-    def __init__(self, pieces: list[_Piece], tokens: int) -> None:
-        self.pieces, self.wide = pieces, tokens
+    def __init__(self, pieces: list[_Piece], width: int) -> None:
+        self.pieces, self.width = pieces, width
         self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
         self.before = [0, *accumulate([piece.products for piece in pieces])]
-        self.last = self.starts[-1] - tokens  # the last position of a window
+        self.last = self.starts[-1] - width  # the last position of a window
 
     def reaches(self, products: int) -> bool:
         """Whether some window surely has so many causal products."""
-        return 0 < self.wide < self.starts[-1] and self.products(0) <= products <= self.products(self.last)
+        return 0 < self.width < self.starts[-1] and self.products(0) <= products <= self.products(self.last)
 
-    def place(self, at: int) -> tuple[int, int, int, int]:
+    def edges(self, at: int) -> tuple[int, int, int, int]:
         """(first, its tokens, end, its tokens): the pieces that a window from `at` on begins in and ends in."""
         first = bisect_right(self.starts, at) - 1
         tokens = self.starts[first + 1] - at
-        if tokens >= self.wide:
-            return first, self.wide, first + 1, 0
-        end = bisect_right(self.starts, at + self.wide) - 1
-        return first, tokens, end, at + self.wide - self.starts[end]
+        if tokens >= self.width:
+            return first, self.width, first + 1, 0
+        end = bisect_right(self.starts, at + self.width) - 1
+        return first, tokens, end, at + self.width - self.starts[end]
 
     def products(self, at: int) -> int:
         """The causal products of the window that begins at `at`."""
-        first, tokens, end, more = self.place(at)
-        found = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
-        return found + self.pieces[end].of_ends(*self.pieces[end].ends(more)) if more else found
+        first, tokens, end, end_tokens = self.edges(at)
+        total = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
+        return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
     def window(self, products: int) -> tuple[list[_Piece], list[_Piece]]:
-        """The pieces in the window that has so many, up to those that one token brings, and the pieces outside."""
+        """(pieces inside, pieces outside) of the window that has so many products, but for those of one token."""
         at = bisect_left(range(self.last + 1), products, key=self.products)
         at -= at > 0 and products - self.products(at - 1) < self.products(at) - products
-        first, tokens, end, more = self.place(at)
-        inside, outside = self.pieces[first + 1 : end], self.pieces[:first] + self.pieces[end + bool(more) :]
-        for index, taken in ((first, tokens), (end, more)):
+        first, tokens, end, end_tokens = self.edges(at)
+        inside, outside = self.pieces[first + 1 : end], self.pieces[:first] + self.pieces[end + bool(end_tokens) :]
+        for index, taken in ((first, tokens), (end, end_tokens)):
             if not taken:
                 continue
             piece = self.pieces[index]
@@ -195,9 +196,9 @@ class _Row:
         return inside, outside
 
     def ends(self, products: int) -> tuple[list[_Piece], list[_Piece]]:
-        """The same of the last window, which has too few: of its first piece it takes less in front and more
-        at the back."""
-        first, tokens, _, _ = self.place(self.last)
+        """(pieces inside, pieces outside) of the last window, where even that has too few products: of its first piece
+        it takes fewer tokens in front and more at the back."""
+        first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]
         if tokens == piece.tokens:
             return self.pieces[first:], self.pieces[:first]
@@ -210,6 +211,7 @@ class _Row:
 
 
 def _runs(pieces: list[_Piece]) -> Runs:
+    """The tokens of pieces as runs; what adjoins becomes one."""
     runs: list[tuple[int, int]] = []  # (start, end)
     for start, end in sorted([(part.base + part.p, part.base + part.q) for piece in pieces for part in piece.parts()]):
         if runs and runs[-1][1] == start:
@@ -221,7 +223,8 @@ def _runs(pieces: list[_Piece]) -> Runs:
 
 @functools.lru_cache(maxsize=64)
 def shards_of(layout: str, lengths: tuple[int, ...], ranks: int) -> UnevenShards:
-    """Documents of these lengths, end to end, on so many inner ranks. The balanced layout looks at the documents."""
+    """The shards of documents of these lengths, end to end, on so many inner ranks. Of all layouts only "balanced"
+    looks at where documents begin."""
     if layout == "balanced":
         return UnevenShards(balanced(lengths, ranks))
     held = [LAYOUTS[layout].runs(sum(lengths), ranks, rank) for rank in range(ranks)]

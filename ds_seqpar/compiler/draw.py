@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
           "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
-# of the kinds that are drawn; a picture's legend has those that it shows
+# kind of event -> its text in the legend; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
          "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
 
@@ -46,7 +46,7 @@ def draw_timelines(
     begins at 0. second: how many seconds are one `unit` of it. Raises as `draw` does."""
     height = 1.2 + 0.62 * len(ranks)
     figure = new_figure(13 * len(timelines), height)
-    from matplotlib.patches import Patch  # after it: that says so where matplotlib is not installed
+    from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
 
     width = max(timeline.seconds for timeline in timelines.values()) / second
     for number, (title, timeline) in enumerate(timelines.items(), 1):
@@ -76,7 +76,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, file: str | Path) -> None:
-    """Writes it. Raises ConfigError for a file that cannot be written."""
+    """Writes a picture. Raises ConfigError for a file that cannot be written."""
     try:
         figure.savefig(file, dpi=110, bbox_inches="tight")
     except (OSError, ValueError, RuntimeError) as error:  # no folder, an ending that is not known or needs LaTeX
@@ -84,16 +84,16 @@ def save(figure: Figure, file: str | Path) -> None:
 
 
 def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float, width: float) -> None:
-    """width: of the axis of time, on which 1 is so many seconds. All bars are one collection: a bar by itself takes
-    milliseconds."""
+    """Draws the events of some ranks, a row each. second: seconds of one unit of time; width: of the axis of time, in
+    units. All bars are one collection, since a bar by itself takes milliseconds."""
     from matplotlib.collections import PolyCollection
 
     bars: list[tuple[Event, float, float]] = []  # each with the middle of its lane, and its height
     for row, rank in enumerate(ranks):
-        found = lanes(timeline.of(rank, "move"))
-        count = 1 + max((lane for lane, _ in found), default=0)
+        arriving = lanes(timeline.of(rank, "move"))
+        count = 1 + max((lane for lane, _ in arriving), default=0)
         height = 0.3 / count  # what overlaps shares the lane
-        bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in found]
+        bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in arriving]
         # what encloses others lies below them
         doing = timeline.of(rank, *(kind for kind in NAMES if kind != "move"))
         bars += [(event, row - 0.2, 0.5) for event in sorted(doing, key=lambda event: event.start - event.end)]
@@ -111,7 +111,7 @@ def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: f
 
 
 def _label(axes: Axes, event: Event, left: float, right: float, lane: float, height: float, width: float) -> None:
-    """What an event is about, where its bar has room for it."""
+    """Writes what an event is about, where its bar has room for it."""
     label = event.label.split(":")[0] if event.kind in ("move", "product", "exchange") else ""
     if label and height > 0.2 and (right - left) / max(width, 1e-9) * 150 > len(label):
         axes.text((left + right) / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)

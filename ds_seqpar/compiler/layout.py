@@ -1,4 +1,4 @@
-"""Who is where, in integers: ranks as named axes, and the named layouts that say which tokens each rank holds."""
+"""Named axes of ranks, and named layouts that say which tokens each rank holds. Integers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A world of ranks with one coordinate an axis, the fastest axis first (its neighbours are neighbouring ranks).
+    """All ranks of a job, each with a coordinate on every axis. The fastest axis comes first: along it, neighbours are
+    neighbouring ranks.
 
     axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis.
     inner: the inner axes in the order in which the inner rank counts them, the first fastest, wherever they are placed;
@@ -31,7 +32,7 @@ class Topology:
     def of(
         cls, inner: Axes, *, ulysses: int, data: int, order: tuple[str, ...], collective_axes: tuple[str, ...] = ()
     ) -> Topology:
-        """inner: a schedule's axes, as its inner ranks count them. order: of all axes, see `place`."""
+        """inner: a schedule's axes, as its inner ranks count them. order: of all axes, see `axis_order`."""
         sizes = {"ulysses": ulysses, **dict(inner), "data": data}
         return cls(
             axes=tuple((name, sizes[name]) for name in order), inner=tuple(dict(inner)), collective_axes=collective_axes
@@ -54,10 +55,11 @@ class Topology:
         return dict(self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        found = {}
+        """Axis -> the rank's coordinate on it."""
+        coordinates = {}
         for name, size in self.axes:
-            rank, found[name] = divmod(rank, size)
-        return found
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
 
     def rank(self, coordinates: dict[str, int]) -> int:
         rank = 0
@@ -80,12 +82,12 @@ class Topology:
         return tuple(self.rank({**at, **dict(zip(reversed(names), point, strict=True))}) for point in points)
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
-        """Every such group of the world, in one order that is the same on every rank."""
+        """The `group`s of all ranks, in one order that is the same on every rank."""
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
 
-def place(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The order of "ulysses", the inner axes and "data" over ranks, the fastest first: its ranks are neighbours.
+def axis_order(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The order of "ulysses", the inner axes and "data" over ranks, the fastest axis first.
 
     placement: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes
     that it puts first.
@@ -153,6 +155,7 @@ def _share(tokens: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _some(*runs: Run) -> Runs:
+    """The runs that have tokens."""
     return tuple(run for run in runs if run.length)
 
 
@@ -160,10 +163,10 @@ def _some(*runs: Run) -> Runs:
 class Layout:
     """How a sequence is dealt to ranks.
 
-    name: what settings call it. runs(tokens, ranks, rank): what a rank holds of a sequence of any length; ranks' shares
-    differ by one token at most. chunks: parts that a rank's tokens are cut into, equal where the length is a multiple
-    of ranks * chunks. parts: blocks that a rank holds, each a run of its own, also where it is empty; with 1 all that
-    it holds is one block.
+    name: as in settings. runs(tokens, ranks, rank): the runs of a sequence of any length that a rank holds; ranks'
+    shares differ by one token at most. chunks: parts that a rank's tokens are cut into, equal where the length is a
+    multiple of ranks * chunks. parts: blocks that a rank holds; with several each is a run of its own, even an empty
+    one, with 1 all runs are one block.
     """
 
     name: str
@@ -172,7 +175,7 @@ class Layout:
     parts: int = 1
 
 
-# those that every number of ranks has. "balanced" is zigzag where a sequence is one document; documents it deals as
+# layouts for any number of ranks. "balanced" is zigzag where a sequence is one document; it deals several documents as
 # compiler.balance does
 COMMON = (
     Layout(name="balanced", runs=zigzag, chunks=2),
@@ -184,7 +187,7 @@ LAYOUTS = {layout.name: layout for layout in COMMON}  # and those that schedules
 
 
 def register(*layouts: Layout) -> None:
-    """Raises ConfigError where a name is taken."""
+    """Makes layouts known by their names. Raises ConfigError where a name is taken."""
     if taken := [layout.name for layout in layouts if layout.name in ("auto", *LAYOUTS)]:
         raise ConfigError(f"a layout needs a name of its own; got {', '.join(taken)}, rename it")
     LAYOUTS.update((layout.name, layout) for layout in layouts)
@@ -196,7 +199,7 @@ def remove(*layouts: Layout) -> None:
 
 
 def multiple(layout: str, size: int, ulysses: int) -> int:
-    """A sequence length must be a multiple of this: P, for two chunks a rank lcm(2A, P)."""
+    """The number of which a sequence length must be a multiple: `size`, or more where a rank has several chunks."""
     return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
 
 

@@ -32,11 +32,12 @@ def listing(bound: BoundProgram) -> str:
         slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
                       str(bound.slot_bytes(number))])  # fmt: skip
     head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
-    most = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"
-    return "\n".join([head, *columns(code), "", *columns(slots), "", most])
+    peak = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"
+    return "\n".join([head, *columns(code), "", *columns(slots), "", peak])
 
 
 def _words(one: Instruction) -> str:
+    """An instruction as text."""
     shown = {field: _shown(one, field) for field in one._fields}
     if isinstance(one, op.Post):
         sends = [f"{_slot(t.slot)} {unit_name(t.unit)} to rank {t.peer}" for t in one.sends]
@@ -76,7 +77,7 @@ TEXTS: dict[type, str] = {
     op.Product: "product q{q} {q_slot} * kv{kv} {kv_slot} -> {results}",
     op.Merge: "merge {unit} {arrived} and {own} -> {into}",
     op.Export: "export {unit} {own} -> {into}",
-    op.ScatterStart: "scatter #{ticket}: {collective} {own}, own part -> {kept}, others {sent} -> {received}",
+    op.ScatterStart: "scatter #{ticket}: {collective} {own}, own part -> {own_part}, others {sent} -> {received}",
     op.Fold: "fold {parts} of {unit} {received} -> {own}",
     op.Finish: "finish {results}",
     op.PackHeads: "pack heads of {exchange} into {into}",
@@ -85,7 +86,7 @@ TEXTS: dict[type, str] = {
     op.Leave: "leave stage {stage}",
     op.UnpackHeads: "unpack heads of {exchange} from {received}",
 }
-# fields that are neither numbers nor slots
+# field of an instruction -> its value as text, for fields that are neither numbers nor slots
 SHOWN: dict[str, Callable[[Any], str]] = {
     "unit": unit_name,
     "collective": lambda collective: unit_name(collective.unit),

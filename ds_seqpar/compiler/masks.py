@@ -1,4 +1,4 @@
-"""Which keys a query sees, as integers: a causal edge, a left window, documents, and products of the three."""
+"""Which keys a query sees, as integers: up to a causal edge, within a left window, in its document, or all of these."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
 
 
 def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
-    """For each q block the kv blocks that it sees: bit j is set where any of its queries sees any key of
+    """For each q block the kv blocks that it sees, as a bitmask: bit j is set where any of its queries sees any key of
     kv_blocks[j]."""
     keys = _Keys(kv_blocks)
     if mask.scale_free:
-        before = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
-        return tuple(before[bisect_left(keys.starts, _end(runs, mask))] for runs in q_blocks)
+        first = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
+        return tuple(first[bisect_left(keys.starts, _end(runs, mask))] for runs in q_blocks)
     return tuple(keys.seen_by(runs, mask) for runs in q_blocks)
 
 
@@ -127,14 +127,15 @@ class _Keys:
     """The runs of all kv blocks by where they start. bits[i]: 1 << block of the i-th."""
 
     def __init__(self, blocks: Sequence[Runs]) -> None:
-        held = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
-        self.held = sorted(held, key=lambda pair: pair[0].start)
-        self.bits = [bit for _, bit in self.held]
-        self.starts, self.lasts = [run.start for run, _ in self.held], [run.last for run, _ in self.held]
+        runs = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
+        self.runs = sorted(runs, key=lambda pair: pair[0].start)
+        self.bits = [bit for _, bit in self.runs]
+        self.starts, self.lasts = [run.start for run, _ in self.runs], [run.last for run, _ in self.runs]
         # of runs without gaps that do not lie within one another, those that meet an interval follow each other
-        self.plain = all(run.step == 1 for run, _ in held) and all(a <= b for a, b in itertools.pairwise(self.lasts))
+        self.plain = all(run.step == 1 for run, _ in runs) and all(a <= b for a, b in itertools.pairwise(self.lasts))
 
     def seen_by(self, queries: Runs, mask: Mask) -> int:
+        """The blocks that some of the queries see, as a bitmask."""
         seen = 0
         for run in queries:
             if not run.length:
@@ -144,25 +145,27 @@ class _Keys:
             if self.plain and run.step == 1:
                 seen |= functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], 0)
                 continue
-            for keys, bit in self.held[:end]:
+            for keys, bit in self.runs[:end]:
                 if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
                     seen |= bit
         return seen
 
 
 def _end(runs: Runs, mask: Mask) -> int:
+    """The position from which on no query of the runs sees a key, under a mask of order alone."""
     return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
 
 
 def _reach(q: Run, mask: Mask) -> tuple[int, int]:
-    """The interval from the first to the last position that a run sees. The queries of a run without gaps see all of
-    it: what neighbours see has themselves in it, and so joins on."""
+    """(lo, hi): a run of queries sees positions from lo to hi - 1. Queries of a run without gaps see all of these: a
+    query sees its own position, so what two neighbours see has no gap between."""
     last = q.start + q.step * (q.length - 1)
     return mask.bounds(q.start)[0], last + 1 if mask.causal else mask.bounds(last)[1]
 
 
 def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
-    """Whether a run sees another that has its first token before hi and its last at lo or after it (`_reach`)."""
+    """Whether a run of queries sees any key of another run, whose first key is before hi and whose last is not before
+    lo: (lo, hi) is what `_reach` gives."""
     if kv.step > 1 and kv.start < lo:
         first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
         if first > kv.last or first >= hi:
@@ -184,8 +187,8 @@ def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
 
 
 def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
-    """The same of runs in one document. Under a window the nearest key before a query decides, and how near it is comes
-    round again after so many queries as the key's step has."""
+    """Whether queries see any key of a run in the same document. Under a window the nearest key before a query decides.
+    Its distance repeats after key_step / gcd(step, key_step) queries."""
     (p, step, rows), (key, key_step, keys) = q, kv
     last, last_key = p + step * (rows - 1), key + key_step * (keys - 1)
     window = mask.window or END

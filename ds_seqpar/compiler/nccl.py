@@ -22,8 +22,8 @@ from .program import Program, Transfer
 BETWEEN = "a collective of all ranks, such as ZeRO's gathers"
 
 
-class Line(NamedTuple):
-    """Messages of one direction between two ranks, which meet in order."""
+class Channel(NamedTuple):
+    """Messages from one rank to another through one communicator: the n-th send meets the n-th receive."""
 
     communicator: tuple
     source: int
@@ -31,11 +31,11 @@ class Line(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What NCCL runs as one. sends, receives: (line, what the message is) in the order of posting."""
+    """What NCCL runs as one. sends, receives: (channel, content of the message) in the order of posting."""
 
     words: str
-    sends: tuple[tuple[Line, Any], ...]
-    receives: tuple[tuple[Line, Any], ...]
+    sends: tuple[tuple[Channel, Any], ...]
+    receives: tuple[tuple[Channel, Any], ...]
 
 
 def check(calls: Sequence[Sequence[Program]], members: int = 1) -> None:
@@ -64,8 +64,8 @@ def _operations(program: Program, rank: int, members: int) -> Iterable[Operation
             where = "inner", member
             yield Operation(
                 f"{words}: messages with ranks {sorted({peers[t.peer] for t in (*one.sends, *one.receives)})}",
-                tuple((Line(where, rank, peers[t.peer]), _content(program, t)) for t in one.sends),
-                tuple((Line(where, peers[t.peer], rank), _content(program, t)) for t in one.receives),
+                tuple((Channel(where, rank, peers[t.peer]), _content(program, t)) for t in one.sends),
+                tuple((Channel(where, peers[t.peer], rank), _content(program, t)) for t in one.receives),
             )
         elif isinstance(one, op.GatherStart | op.ScatterStart):
             ranks, stage = [peers[peer] for peer in one.ranks], program.slots[one.received].stage
@@ -84,46 +84,47 @@ def _together(words: str, communicator: tuple, rank: int, ranks: Iterable[int], 
     others = [peer for peer in ranks if peer != rank]
     return Operation(
         words,
-        tuple((Line(communicator, rank, peer), what) for peer in others),
-        tuple((Line(communicator, peer, rank), what) for peer in others),
+        tuple((Channel(communicator, rank, peer), what) for peer in others),
+        tuple((Channel(communicator, peer, rank), what) for peer in others),
     )
 
 
 def _partners(queues: list[list[Operation]]) -> list[list[set[tuple[int, int]]]]:
-    """Of each operation those of other ranks, as (rank, place in its queue), that must run while it does."""
-    ends: dict[Line, tuple[list, list]] = defaultdict(lambda: ([], []))
+    """For each operation, the operations of other ranks that must run while it does, as (rank, index in its queue)."""
+    ends: dict[Channel, tuple[list, list]] = defaultdict(lambda: ([], []))
     for rank, queue in enumerate(queues):
-        for place, one in enumerate(queue):
+        for index, one in enumerate(queue):
             for side, messages in enumerate((one.sends, one.receives)):
-                for line, what in messages:
-                    ends[line][side].append((rank, place, what))
-    found: list[list[set[tuple[int, int]]]] = [[set() for _ in queue] for queue in queues]
-    for line, (sent, received) in ends.items():
+                for channel, content in messages:
+                    ends[channel][side].append((rank, index, content))
+    partners: list[list[set[tuple[int, int]]]] = [[set() for _ in queue] for queue in queues]
+    for channel, (sent, received) in ends.items():
         if len(sent) != len(received):
             raise PlanError(
-                f"NCCL would wait for ever: rank {line.source} sends {len(sent)} messages to rank {line.target}, which "
-                f"receives {len(received)}"
+                f"NCCL would wait for ever: rank {channel.source} sends {len(sent)} messages to rank {channel.target}, "
+                f"which receives {len(received)}"
             )
         for number, ((a, i, given), (b, j, asked)) in enumerate(zip(sent, received, strict=True)):
             if given != asked:
                 raise PlanError(
-                    f"NCCL knows no tags: message {number} from rank {line.source} to rank {line.target} is {given} in "
-                    f"{queues[a][i].words}, and {asked} is asked for in {queues[b][j].words}"
+                    f"NCCL knows no tags: message {number} from rank {channel.source} to rank {channel.target} is "
+                    f"{given} in {queues[a][i].words}, and {asked} is asked for in {queues[b][j].words}"
                 )
-            found[a][i].add((b, j))
-            found[b][j].add((a, i))
-    return found
+            partners[a][i].add((b, j))
+            partners[b][j].add((a, i))
+    return partners
 
 
 def _run(queues: list[list[Operation]], partners: list[list[set[tuple[int, int]]]]) -> None:
-    """Each rank's next operation runs; it ends when all that it needs have begun."""
+    """Runs all queues: an operation ends when the operations that must run while it does have begun. Raises PlanError
+    where some never do."""
     at = [0] * len(queues)
-    waiting: dict[int, set[int]] = defaultdict(set)  # rank -> those that its going on may help
+    waiting: dict[int, set[int]] = defaultdict(set)  # rank -> the ranks that wait for it
     open_ranks = list(range(len(queues)))
     while open_ranks:
         rank = open_ranks.pop()
         while at[rank] < len(queues[rank]):
-            missing = {peer for peer, place in partners[rank][at[rank]] if at[peer] < place}
+            missing = {peer for peer, index in partners[rank][at[rank]] if at[peer] < index}
             for peer in missing:
                 waiting[peer].add(rank)
             if missing:
@@ -140,7 +141,7 @@ def _circle(rank: int, queues: list[list[Operation]], partners: list[list[set[tu
     seen: list[int] = []
     while rank not in seen:
         seen.append(rank)
-        rank = min(peer for peer, place in partners[rank][at[rank]] if at[peer] < place)
+        rank = min(peer for peer, index in partners[rank][at[rank]] if at[peer] < index)
     circle = [*seen[seen.index(rank) :], rank]
     return ", ".join(
         f"rank {one} waits in {queues[one][at[one]].words} for rank {other}"

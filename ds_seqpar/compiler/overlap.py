@@ -72,8 +72,8 @@ class _ListScheduler:
 
     def leaving(self, rank: int, q: int, kv: int) -> list[RankBlock]:
         """The results of a product whose blocks another rank owns."""
-        found = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
-        return [unit for unit in found if owner(unit[2], self.parts) != rank]
+        results = [(rank, kind, kv if kind == "dkv" else q) for kind in ACCUMULATORS[self.plan.direction]]
+        return [unit for unit in results if owner(unit[2], self.parts) != rank]
 
     def run(self) -> Plan:
         tick = 0
@@ -88,9 +88,9 @@ class _ListScheduler:
     def post_operands(self, tick: int) -> None:
         """Posts operands until no link is free in this tick: first those that let their receiver compute the most for
         each second of link."""
-        while found := [candidate for candidate in map(self.priority, self.pending) if candidate]:
+        while candidates := [candidate for candidate in map(self.priority, self.pending) if candidate]:
             posted = False
-            for _, _, (rank, kind, block) in sorted(found):
+            for _, _, (rank, kind, block) in sorted(candidates):
                 src = self.source[rank, kind, block]
                 if self.arrival[src, kind, block] <= tick and self.link_free(src, rank) < tick + 1:
                     self.pending.remove((rank, kind, block))
@@ -111,8 +111,8 @@ class _ListScheduler:
         if (self.source[unit], kind, block) not in self.arrival:
             return None
         side, other = (0, "kv") if kind == "q" else (1, "q")
-        mine = [pair for pair in self.remaining[rank] if pair[side] == block]
-        gain = sum(1.0 if (rank, other, pair[1 - side]) in self.arrival else 0.1 for pair in mine)
+        pairs = [pair for pair in self.remaining[rank] if pair[side] == block]
+        gain = sum(1.0 if (rank, other, pair[1 - side]) in self.arrival else 0.1 for pair in pairs)
         return -gain / self.costs.transfer[kind], self.distance(rank, block), unit
 
     def distance(self, rank: int, block: int) -> int:
@@ -189,11 +189,11 @@ class _ListScheduler:
 
 def _products(plan: Plan, needed: Pattern) -> list[set[tuple[int, int]]]:
     """The products (q block, kv block) of each rank that are needed."""
-    found: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
+    products: list[set[tuple[int, int]]] = [set() for _ in range(plan.size)]
     for steps in plan.ranks:
         for compute in (compute for step in steps for compute in step.computes):
-            found[compute.rank] |= {(i, j) for i in compute.q for j in compute.kv if needed(i, j)}
-    return found
+            products[compute.rank] |= {(i, j) for i in compute.q for j in compute.kv if needed(i, j)}
+    return products
 
 
 def _next_ranks(
@@ -213,8 +213,8 @@ def _next_ranks(
     brought = [0.0] * plan.size
     for rank, kind, _ in [*source, *((dst, kind, block) for (_, kind, block), dst in target.items())]:
         brought[rank] += sizes[kind]
-    more = any(a > b * (1 + 1e-9) for a, b in zip(brought, plan.received(sizes), strict=True))
-    if not (more and results <= set(planned)):
+    exceeds = any(a > b * (1 + 1e-9) for a, b in zip(brought, plan.received(sizes), strict=True))
+    if not (exceeds and results <= set(planned)):
         return target
     for unit in results:
         rank, kind, block = unit
@@ -226,14 +226,14 @@ def _next_ranks(
 
 
 def _wanted(products: list[set[tuple[int, int]]], parts: int) -> set[RankBlock]:
-    """The operands that products read, and that other ranks own."""
+    """The operands of each rank's products that other ranks own."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
     return {unit for unit in units if unit[0] != owner(unit[2], parts)}
 
 
 def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
-    """The rank that sends each operand, as in the plan; a gather's blocks go round a ring of its members. Has also the
-    operands of ranks that only pass them on."""
+    """The rank that sends each operand, as in the plan; a gather's blocks go round a ring of its members. Ranks that
+    only pass an operand on have an entry too."""
     source: dict[RankBlock, int] = {}
     for rank, steps in enumerate(plan.ranks):
         for step in steps:

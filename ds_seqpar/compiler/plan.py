@@ -1,4 +1,4 @@
-"""A whole schedule: what every inner rank does in every step. For tests, pictures and passes that need all ranks."""
+"""A plan: what every inner rank does in every step. For tests, pictures and passes that need all ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ StepsOf = Callable[[int], Steps]  # of a rank
 
 
 class Counted(abc.ABC):
-    """The steps of any rank, and without making them what all ranks receive in theirs."""
+    """The steps of any rank; it also counts what all ranks receive in theirs, without making them."""
 
     @abc.abstractmethod
     def __call__(self, rank: int) -> Steps: ...
 
     @abc.abstractmethod
     def received(self, units: Mapping[str, float]) -> list[float]:
-        """What `Plan.received` of the whole plan returns."""
+        """What `Plan.received` returns for the plan of all ranks."""
 
 
 class Pattern:
     """Which blocks meet. rows[i]: a bitmask of the key/value blocks that any query of block i sees. even: whether all
-    blocks have the same number of tokens, as collectives need."""
+    blocks of q, and all of k/v, have the same number of tokens, as collectives need."""
 
     def __init__(self, rows: tuple[int, ...], even: bool = True) -> None:
         self.rows, self.even = rows, even
@@ -46,15 +46,13 @@ class Pattern:
         """Whether any query of the one block sees any key of the other."""
         return bool(self.rows[q] >> kv & 1)
 
-    def any(self, q: tuple[int, ...], kv: tuple[int, ...]) -> bool:
-        return any(self.rows[i] >> j & 1 for i in q for j in kv)
-
     def pairs(self) -> Iterator[tuple[int, int]]:
+        """(q block, kv block) of all blocks that meet."""
         return ((i, j) for i, row in enumerate(self.rows) for j in bits(row))
 
     @property
     def plain(self) -> bool:
-        """Whether all blocks meet, or blocks of one length as under a causal mask on contiguous ones."""
+        """Whether all blocks meet, or blocks of equal lengths meet as contiguous ones do under a causal mask."""
         size, rows = self.size, self.rows
         if size and rows[0] == (1 << size) - 1:
             return all(row == rows[0] for row in rows)
@@ -63,8 +61,8 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A schedule for `size` inner ranks in one direction ("forward" or "backward"). ranks[p]: the steps of rank p, as
-    many on each. parts: blocks that each rank owns."""
+    """What a schedule (`name`) makes of one pattern, in one direction ("forward" or "backward"). ranks[p]: the steps of
+    rank p, as many on each. parts: blocks that each rank owns."""
 
     name: str
     direction: str

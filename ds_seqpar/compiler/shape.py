@@ -1,4 +1,4 @@
-"""What travels for a block, in bytes: the fields of every kind of operand and result. Torch-free."""
+"""The tensors of every kind of operand and result, and their bytes. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a unit: (batch, tokens, heads, width), or (batch, tokens, heads) for width 0."""
+    """One tensor of a unit, of shape (batch, tokens, heads, width), or (batch, tokens, heads) for width 0."""
 
     name: str
     heads: int
@@ -33,8 +33,8 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The heads that one rank works on. dtype: of q, k and v, by its name in torch; travel: of partial outputs and
-    gradients on their way."""
+    """The batch and the heads that one rank works on. dtype: of q, k and v, by its name in torch; travel: the dtype of
+    partial outputs and gradients between ranks."""
 
     batch: int
     q_heads: int
@@ -57,7 +57,7 @@ class Shape:
         return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
 
     def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
-        """The tensors of a unit of this kind. dtype: of a result that does not travel; default `travel`."""
+        """The tensors of a unit of this kind. dtype: that of a result, `travel` by default."""
         q, row = (self.q_heads, self.head_dim), (self.q_heads, 0)
         pair = (self.kv_heads, self.head_dim)
         dtype = dtype or self.travel
@@ -76,10 +76,11 @@ class Shape:
         }[direction, kind]
 
     def bytes_per_token(self, direction: str) -> dict[str, int]:
-        """Bytes on the wire for one token of every kind, of the whole batch."""
+        """Kind of unit -> bytes of one token between ranks, of the whole batch."""
         return _bytes_per_token(self, direction)
 
     def elements_per_token(self, direction: str) -> dict[str, int]:
+        """Kind of unit -> elements of one token, of the whole batch."""
         kinds = ("q", "kv", *ACCUMULATORS[direction])
         return {kind: self.batch * sum(f.elements for f in self.fields(direction, kind)) for kind in kinds}
 
@@ -91,7 +92,7 @@ def _bytes_per_token(shape: Shape, direction: str) -> dict[str, int]:
 
 
 class FieldLocation(NamedTuple):
-    """A tensor in a buffer: its bytes from `start` to `end`."""
+    """Where a tensor stands in a buffer: its bytes from `start` to `end`."""
 
     start: int
     end: int
@@ -112,12 +113,12 @@ def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[Fi
 
 
 def token_bytes(fields: Iterable[Field]) -> int:
-    """Bytes of one token of one sequence."""
+    """Bytes of these tensors for one token of one sequence."""
     return sum(f.elements * f.itemsize for f in fields)
 
 
 def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
-    """What one unit of `rows` tokens takes, in whole words, so that another can stand after it."""
+    """Bytes that a unit of `rows` tokens takes, a multiple of 8 so that another unit can stand after it."""
     return -(-rows * token_bytes(fields) // 8) * 8
 
 

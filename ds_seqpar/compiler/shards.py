@@ -1,4 +1,4 @@
-"""Which tokens every inner rank's blocks hold: named layouts, or runs that are given."""
+"""Which tokens the blocks of every inner rank hold: by a named layout, or by runs that are given."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EvenShards:
         return True
 
     def runs(self, side: str, key: Key) -> Runs:
-        """side: "q" or "kv". The tokens of some blocks, by position: the order that they are kept in together."""
+        """The tokens of some blocks, in the order in which they stand together: by position. side: "q" or "kv"."""
         return join(self._block(block) for block in key)
 
     def _block(self, block: int) -> Runs:
@@ -45,8 +45,8 @@ class EvenShards:
 
 
 class UnevenShards:
-    """Blocks of any runs: q[p] and kv[p] are those of inner rank p. With `parts` blocks a rank they are those of block
-    p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
+    """Blocks of any runs: q[p] and kv[p] are the runs of inner rank p. With `parts` blocks a rank they are the runs of
+    block p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
 
     Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
     InputError. Hashable by value; the hash is kept.
@@ -98,15 +98,9 @@ Shards = EvenShards | UnevenShards
 def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
     """The global positions of the tokens of each Ulysses member of an inner rank. They are the rank's tokens in order,
     in parts that differ by one token at most. So after the all-to-all the inner rank holds its runs again."""
-    held = [p for run in shards.runs(side, owned(inner, shards.parts)) for p in run.positions]
-    cuts = [len(held) * member // members for member in range(members + 1)]
-    return [held[a:b] for a, b in itertools.pairwise(cuts)]
-
-
-def positions(layout: str, seq: int, size: int, ulysses: int, index: int) -> list[int]:
-    """The same of SP rank `index` = u + U * inner, of a named layout."""
-    inner, member = divmod(index, ulysses)
-    return members_positions(EvenShards(layout, seq, size // ulysses), "q", inner, ulysses)[member]
+    positions = [p for run in shards.runs(side, owned(inner, shards.parts)) for p in run.positions]
+    cuts = [len(positions) * member // members for member in range(members + 1)]
+    return [positions[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def tokens_of(shards: Shards, side: str, inner: int) -> int:
@@ -127,6 +121,7 @@ def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[
 
 
 def length(runs: Runs) -> int:
+    """How many tokens runs have."""
     return sum(run.length for run in runs)
 
 
@@ -140,7 +135,7 @@ def check_parts(shards: Shards, layout: str) -> None:
 
 
 def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
-    """blocks: what each rank holds."""
+    """Raises InputError unless all ranks together hold every position once. blocks: the runs of each rank."""
     for run in (run for block in blocks for run in block):
         if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
             raise InputError(
@@ -165,19 +160,19 @@ def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
 
 def _cover_by_step(runs: Sequence[Run], step: int) -> bool:
     """Whether runs of one step, ascending, hold every position from 0 on once: each remainder of the step by itself."""
-    total, ends = length(tuple(runs)), dict[int, int]()  # remainder -> where it goes on
+    total, ends = length(tuple(runs)), dict[int, int]()  # remainder -> the position at which its next run must start
     for run in runs:
         if ends.setdefault(run.start % step, run.start % step) != run.start:
             return False
         ends[run.start % step] += step * run.length
-    return all(ends.get(rest, rest) >= total for rest in range(min(step, total)))
+    return all(ends.get(remainder, remainder) >= total for remainder in range(min(step, total)))
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_of(shards: Shards, side: str, whole: Key, part: Key) -> tuple[slice, ...]:
-    """Where the tokens of `part`, in their order, stand among those of `whole`: both are in position order."""
+def rows_of(shards: Shards, side: str, blocks: Key, part: Key) -> tuple[slice, ...]:
+    """Where the tokens of `part`, some of these blocks, stand among the tokens of all: both are in position order."""
     wanted, rows, row = set(shards.runs(side, part)), [], 0
-    for run in shards.runs(side, whole):
+    for run in shards.runs(side, blocks):
         if run in wanted:
             rows.append(slice(row, row + run.length))
         row += run.length

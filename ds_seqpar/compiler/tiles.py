@@ -1,4 +1,4 @@
-"""The visible part of (query tokens x key tokens) as tiles. No dense mask is built.
+"""The visible part of (query tokens x key tokens) as tiles, without a dense mask.
 
 Keys that stand in position order are a chain. A query row sees an interval [a, b) of a chain's columns. Along the rows
 of one query run both ends are piecewise linear: they stand still, or move on by one column a row. (Where the steps of
@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple
 from .layout import Runs
 from .masks import END, Mask, Triple, between
 
-PIECE = 1 << 18  # elements of results that are merged at a time, or a 16th of them where they are more
+PIECE = 1 << 18  # elements of results that are merged at a time; of a large result a 16th of it, where that is more
 
 
 class Segments(NamedTuple):
-    """Blocks of one call, one after the other: block b has rows[b] query rows and columns[b] key columns; either may be
-    none. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right. So a distance
+    """Blocks of one launch, one after the other: block b has rows[b] query rows and columns[b] key columns; either may
+    be 0. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right. So a distance
     is counted from the diagonal that ends in the lower right corner. -1 is no limit."""
 
     rows: tuple[int, ...]
@@ -35,6 +35,7 @@ class Segments(NamedTuple):
         return sum(self._products(m, n) for m, n in zip(self.rows, self.columns, strict=True))
 
     def _products(self, m: int, n: int) -> int:
+        """Visible pairs of a block of m rows and n columns."""
         end = m * n if self.right < 0 else _clamped(m, n, n - m + self.right + 1)
         return end - (0 if self.left < 0 else _clamped(m, n, n - m - self.left))
 
@@ -58,7 +59,7 @@ class Tile(NamedTuple):
     band: where i <= j < i + width; it has rows + width - 1 columns, or fewer
     segments: where its `segments` say so, see `cuts`
 
-    groups: how many there are of it, each q_step rows and k_step columns after the one before.
+    groups: how many such tiles there are, each q_step rows and k_step columns after the one before.
     """
 
     q0: int
@@ -79,8 +80,8 @@ class Tile(NamedTuple):
         if self.segments:
             return self.groups * self.segments.products
         if self.kind == "band":
-            lacking = rows + self.width - 1 - columns
-            return self.groups * (rows * self.width - lacking * (lacking + 1) // 2)
+            missing = rows + self.width - 1 - columns  # columns of the band
+            return self.groups * (rows * self.width - missing * (missing + 1) // 2)
         if self.kind == "full":
             return self.groups * rows * columns
         square = min(rows, columns)
@@ -99,21 +100,21 @@ class Line(NamedTuple):
 
     def at(self, row: int) -> tuple[int, int]:
         """The columns [a, b) that a row sees."""
-        more = row - self.q0
-        return self.a + more * self.a_moves, self.b + more * self.b_moves
+        down = row - self.q0
+        return self.a + down * self.a_moves, self.b + down * self.b_moves
 
 
 def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
-    """What covers exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, any other pair in
-    none. Rows and columns are numbered in the order of the runs.
+    """The tiles that cover exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, another
+    pair in none. Rows and columns are numbered in the order of the runs.
 
     square: give only square causal tiles (for kernels that align a causal mask to the lower right corner).
     """
     if mask.full:
-        whole = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
-        return (whole,) if whole.products else ()
+        tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
+        return (tile,) if tile.products else ()
     queries = [(run.start, run.step, run.length) for run in q if run.length]
-    found: list[Tile] = []
+    cover: list[Tile] = []
     for column, chain in _chains(kv):
         pieces: list[Line] = []
         row = 0
@@ -125,8 +126,8 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
                     _append(pieces, row + rows, part, column + columns, keys, mask)
             row += run[2]
         if pieces:
-            _cover(pieces, square, found)
-    return tuple(found)
+            _cover(pieces, square, cover)
+    return tuple(cover)
 
 
 def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
@@ -209,7 +210,7 @@ def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int
     stretch. A stretch that moves on begins with the row that counts one more than the row before it."""
     start, step, length = q
     start += shift
-    found, count = [(0, 0, 0)], 0
+    edge, count = [(0, 0, 0)], 0
     for key, key_step, keys_here in keys:
         first = (key - start) // step + 1
         if first >= length:
@@ -217,66 +218,67 @@ def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int
         if key_step == step:
             end = first + keys_here
             if end > 0:
-                _put(found, max(first, 0), count + 1 + max(-first, 0), 1)
+                _put(edge, max(first, 0), count + 1 + max(-first, 0), 1)
             count += keys_here
             if end < length:
-                _put(found, max(end, 0), count, 0)
+                _put(edge, max(end, 0), count, 0)
         else:
             for position in range(key, key + key_step * keys_here, key_step):
                 row = (position - start) // step + 1
                 if row >= length:
                     break
                 count += 1
-                _put(found, max(row, 0), count, 0)
-    return found
+                _put(edge, max(row, 0), count, 0)
+    return edge
 
 
-def _put(found: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
-    if found[-1][0] == row:
-        found.pop()
-    found.append((row, count, moves))
+def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
+    """Appends a stretch, in place of the last one where that begins with the same row."""
+    if edge[-1][0] == row:
+        edge.pop()
+    edge.append((row, count, moves))
 
 
 def _both(left: list, right: list, length: int) -> Iterator[Line]:
-    """Two edges as pieces in which both are linear."""
+    """Cuts the rows into pieces in which both edges are linear."""
     i = j = row = 0
     while row < length:
-        after_left = left[i + 1][0] if i + 1 < len(left) else length
-        after_right = right[j + 1][0] if j + 1 < len(right) else length
-        end = min(after_left, after_right)
+        left_end = left[i + 1][0] if i + 1 < len(left) else length
+        right_end = right[j + 1][0] if j + 1 < len(right) else length
+        end = min(left_end, right_end)
         (a_row, a, a_moves), (b_row, b, b_moves) = left[i], right[j]
         yield Line(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
-        i += end == after_left
-        j += end == after_right
+        i += end == left_end
+        j += end == right_end
         row = end
 
 
 def _join(pieces: list[Line], piece: Line) -> None:
-    """Appends a piece, or lengthens the last one where it goes on as that does. A row alone goes on in any way."""
+    """Appends a piece, or lengthens the last one where the piece continues its edges. To a single row any edges do."""
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]
         if q1 - q0 == 1:
             a_moves, b_moves = piece.a_moves, piece.b_moves
-        goes_on = (q1, a + a_moves * (q1 - q0), b + b_moves * (q1 - q0)) == (piece.q0, piece.a, piece.b)
-        if goes_on and (piece.q1 - q1 == 1 or (a_moves, b_moves) == (piece.a_moves, piece.b_moves)):
+        continues = (q1, a + a_moves * (q1 - q0), b + b_moves * (q1 - q0)) == (piece.q0, piece.a, piece.b)
+        if continues and (piece.q1 - q1 == 1 or (a_moves, b_moves) == (piece.a_moves, piece.b_moves)):
             pieces[-1] = Line(q0, piece.q1, a, a_moves, b, b_moves)
             return
     pieces.append(piece)
 
 
-def _cover(pieces: list[Line], square: bool, found: list[Tile]) -> None:
+def _cover(pieces: list[Line], square: bool, cover: list[Tile]) -> None:
     """Appends the tiles of the pieces of one chain."""
-    rectangle, joined = -1, -1  # of the last full rectangle; of a piece that has joined the one before it
+    rectangle, joined = -1, -1  # index of the last full tile; index of a piece that a tile of the one before has
 
     def full(q0: int, q1: int, k0: int, k1: int) -> None:
         nonlocal rectangle
         if k0 == k1:
             return
-        if rectangle >= 0 and found[rectangle][1:4] == (q0, k0, k1):
-            found[rectangle] = found[rectangle]._replace(q1=q1)
+        if rectangle >= 0 and cover[rectangle][1:4] == (q0, k0, k1):
+            cover[rectangle] = cover[rectangle]._replace(q1=q1)
         else:
-            rectangle = len(found)
-            found.append(Tile(q0, q1, k0, k1, "full"))
+            rectangle = len(cover)
+            cover.append(Tile(q0, q1, k0, k1, "full"))
 
     for index, (q0, q1, a, a_moves, b, b_moves) in enumerate(pieces):
         rows = q1 - q0
@@ -284,19 +286,19 @@ def _cover(pieces: list[Line], square: bool, found: list[Tile]) -> None:
             if index != joined:
                 full(q0, q1, a, b)
         elif a_moves and b_moves:
-            found.append(Tile(q0, q1, a, b + rows - 1, "band", b - a))
+            cover.append(Tile(q0, q1, a, b + rows - 1, "band", b - a))
         elif a_moves:
-            found.append(Tile(q0, q1, a, a + rows, "upper"))
+            cover.append(Tile(q0, q1, a, a + rows, "upper"))
             full(q0, q1, a + rows, b)
         else:
             end = q1
-            if not square and index + 1 < len(pieces) and _stands(pieces[index + 1], q1, a, b + rows - 1):
+            if not square and index + 1 < len(pieces) and _sees_all_along(pieces[index + 1], q1, a, b + rows - 1):
                 end, joined = pieces[index + 1].q1, index + 1
             full(q0, end, a, b - 1)
-            found.append(Tile(q0, end, b - 1, b - 1 + rows, "causal"))
+            cover.append(Tile(q0, end, b - 1, b - 1 + rows, "causal"))
 
 
-def _stands(piece: Line, row: int, a: int, b: int) -> bool:
+def _sees_all_along(piece: Line, row: int, a: int, b: int) -> bool:
     """Whether a piece that begins with that row sees [a, b) in each of its rows."""
     flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
     return flat and (piece.q0, piece.a, piece.b) == (row, a, b)

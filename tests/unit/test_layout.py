@@ -6,9 +6,10 @@ import re
 import pytest
 
 from ds_seqpar.compiler.layout import LAYOUTS, join, multiple
-from ds_seqpar.compiler.shards import UnevenShards, positions
+from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.config import LAYOUTS as COMMON
 from ds_seqpar.errors import InputError
+from tests.oracle import positions
 
 RANKS = range(1, 17)
 

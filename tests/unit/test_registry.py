@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +16,7 @@ from ds_seqpar.compiler import schedules
 from ds_seqpar.compiler.actions import Collective
 from ds_seqpar.compiler.layout import LAYOUTS
 from ds_seqpar.compiler.plan import Plan
-from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules import SCHEDULES, ring
 from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS, count
 from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
@@ -135,6 +136,12 @@ def test_schedules_are_found_by_themselves():
     assert len(SCHEDULES) == 7
     assert all(schedules.schedule(name) is its and its.name == name for name, its in SCHEDULES.items())
     assert schedules.schedule("auto") is SCHEDULES[schedules.DEFAULT]
+
+
+def test_a_file_may_import_the_schedule_of_another():
+    module = ModuleType("importing")
+    module.RING = SCHEDULES["ring"]
+    assert schedules.schedules_in([ring, module]) == [SCHEDULES["double_ring"], SCHEDULES["ring"]]
 
 
 # ---- what cannot be registered

@@ -18,13 +18,13 @@ from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.triangle import STRIPS
 from ds_seqpar.compiler.schedules.triangle.tiling import tiling
 from ds_seqpar.compiler.shape import shape_of
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards, positions
+from ds_seqpar.compiler.shards import EvenShards, UnevenShards
 from ds_seqpar.compiler.validate import validate
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.testing import attention
 from tests.grids import cover, each_then_rest, grouped
-from tests.oracle import dense, errors, spreads, tensors
+from tests.oracle import dense, errors, positions, spreads, tensors
 from tests.unit.plans import DIRECTIONS, build, built, joint, shaped, topology
 from tests.unit.test_schedule_bytes import UNITS
 

@@ -1,11 +1,14 @@
-"""Schedules: one a file, or a family of them, or a folder, found by themselves; `register` takes others. Each says all
-there is to know of it in a `Schedule`, its own layouts too; nobody else spells its name.
+"""The schedules. Every file and folder here makes one `Schedule` or a family of them, and is found by itself;
+`register` takes others. A `Schedule` says all there is to know of it, its own layouts too; no other module spells its
+name.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
+from types import ModuleType
 
 from ...errors import SECTION, ConfigError, choose
 from .. import layout
@@ -16,8 +19,8 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def register(schedule: Schedule) -> None:
-    """From now on the schedule can be chosen by its name, on this rank: do it on every one, before any configuration is
-    made. Raises ConfigError where its name or that of a setting is taken."""
+    """Lets this rank choose the schedule by its name. Call it on every rank, before any configuration is made. Raises
+    ConfigError where its name or that of a setting is taken."""
     names = [schedule.name, *(setting.name for setting in schedule.settings)]
     if taken := [schedule.name] * (schedule.name in ("auto", *SCHEDULES)) + [n for n in names[1:] if n in settings()]:
         raise ConfigError(f"a schedule and its settings need names of their own; got {', '.join(taken)}, rename it")
@@ -33,7 +36,7 @@ def register(schedule: Schedule) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes a schedule off again. Raises ConfigError where there is none of this name."""
+    """Takes back what `register` did. Raises ConfigError where there is none of this name."""
     choose("a schedule that is removed", name, SCHEDULES)
     layout.remove(*SCHEDULES.pop(name).own_layouts)
 
@@ -45,18 +48,18 @@ def schedule(name: str) -> Schedule:
 
 
 def settings() -> dict[str, tuple[Setting, Schedule]]:
-    """Name -> setting and the schedule that it belongs to, of all that schedules have of their own."""
+    """Name -> (setting, its schedule) for all settings that schedules have of their own."""
     return {setting.name: (setting, schedule) for schedule in SCHEDULES.values() for setting in schedule.settings}
 
 
-def _register_own() -> None:
-    modules = [importlib.import_module(f".{module.name}", __name__) for module in pkgutil.iter_modules(__path__)]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Schedule)]
-    for one in sorted(found, key=lambda one: one.name):
-        register(one)
+def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
+    """The schedules of these modules by name; one that a module imports from another is the same."""
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, Schedule)}
+    return sorted(found, key=lambda one: one.name)
 
 
-_register_own()
+for one in schedules_in(importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)):
+    register(one)
 
 
 __all__ = ["SCHEDULES", "Schedule", "Setting", "register", "remove", "schedule", "settings"]

@@ -130,8 +130,8 @@ PLACEMENTS = ("auto", "collectives_intra", "ring_intra", "ulysses_intra")
 
 
 def blocks_received(ranks: int, queries: int, keys: int, direction: str, units: Mapping[str, float]) -> list[float]:
-    """Elements that each rank receives, where all receive as many: `queries` query blocks, and results of its own
-    queries from as many ranks; `keys` key/value blocks and, in backward, as many gradients."""
+    """Elements that each rank receives, where all receive as many. Each receives `queries` query blocks, and results of
+    its own queries from as many ranks; `keys` key/value blocks and, in backward, as many gradients."""
     of_query = units["q"] + units["out" if direction == "forward" else "dq"]
     of_key = units["kv"] + (units["dkv"] if direction == "backward" else 0)
     return [queries * of_query + keys * of_key] * ranks

@@ -29,19 +29,19 @@ def mesh(topology: Topology, pattern: Pattern, direction: str, moving_side: str 
     """
     a, b, turns = (topology.size(axis) for axis in "xyz")
 
-    def place(rank: int) -> tuple[int, int, int]:
+    def coordinates(rank: int) -> tuple[int, int, int]:
         return rank % a, rank // a % b, rank // (a * b)
 
     def row(rank: int) -> Key:
-        _, y, z = place(rank)
+        _, y, z = coordinates(rank)
         return tuple(x + a * (y + b * z) for x in range(a))
 
     def column(rank: int) -> Key:
-        x, _, z = place(rank)
+        x, _, z = coordinates(rank)
         return tuple(x + a * (y + b * z) for y in range(b))
 
     def shifted(rank: int, t: int) -> int:
-        x, y, z = place(rank)
+        x, y, z = coordinates(rank)
         return x + a * (y + b * ((z + t) % turns))
 
     keys = [(row(rank), column(rank)) for rank in range(a * b * turns)]

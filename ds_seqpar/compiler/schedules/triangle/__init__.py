@@ -50,10 +50,10 @@ def can_compute(q: int, kv: int) -> bool:
     """Whether the k/v chunk stands at the query chunk's place or before it, which without strips hangs on their numbers
     alone."""
     blocks = pair_of(max(q, kv) // 2)[0] + 1
-    return _taken(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
+    return _is_causal(tiling(blocks * (blocks - 1) // 2, 1), q, kv)
 
 
-def _taken(tiles: Tiling, q: int, kv: int) -> bool:
+def _is_causal(tiles: Tiling, q: int, kv: int) -> bool:
     return tiles.place[kv] <= tiles.place[q]
 
 
@@ -72,20 +72,20 @@ class _Triangle(Counted):
         i, _, j = self.tiles.tile(rank)
         row, column = self.tiles.members("q", self.groups(rank, "q")[0]), self.tiles.members("kv", j)
         late = column.index(2 * rank)
-        found = [(q, kv) for q in row for kv in column]
-        found += [(q, row[j]) for q in row[j:i]]
-        found += [(column[late], kv) for kv in column[: late + 1]]
-        found += self.tiles.staircase(rank)
-        return [pair for pair in found if self.pattern(*pair)]
+        pairs = [(q, kv) for q in row for kv in column]
+        pairs += [(q, row[j]) for q in row[j:i]]
+        pairs += [(column[late], kv) for kv in column[: late + 1]]
+        pairs += self.tiles.staircase(rank)
+        return [pair for pair in pairs if self.pattern(*pair)]
 
     def _reads(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
-        """The q and the k/v chunks in its products."""
+        """The q and the k/v chunks in a rank's products."""
         pairs = self.products(rank)
         return frozenset(q for q, _ in pairs), frozenset(kv for _, kv in pairs)
 
     def groups(self, rank: int, side: str) -> list[int]:
-        """The strips, or blocks, of which it has or gets a chunk: its row's first, or its block, then falling. So any
-        two ranks have those that they share in one order."""
+        """The strips (side q) or blocks (side kv) of which a rank has or gets a chunk: its row's or its block first,
+        the others falling. So any two ranks have the groups that they share in one order."""
         i, strip, j = self.tiles.tile(rank)
         if side == "kv":
             return [i, j]
@@ -94,8 +94,8 @@ class _Triangle(Counted):
         return [i * self.tiles.strips + strip, *sorted({late, *lent}, reverse=True)]
 
     def visits(self, side: str, number: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Of every chunk that goes round a group: the members that read it, but for its owner, each with its distance
-        in hops. Then the same of chunks that the staircase takes."""
+        """Every chunk that goes round a group, with the members that read it, but for its owner, and their distances in
+        hops. Then the same for chunks that ranks take for the staircase."""
         way = self.tiles.way(side, number)
         for start, (chunk, _) in enumerate(way):
             stops = [(way[(start + hop) % len(way)].rank, hop) for hop in range(1, len(way))]
@@ -104,12 +104,13 @@ class _Triangle(Counted):
             yield chunk, [(r, hop) for hop, r in enumerate(ranks, 1) if chunk in self.reads(r)[side == "kv"]]
 
     def _rounds(self, side: str, number: int) -> list[tuple[str, Move, int]]:
-        """All moves of a group, each as what and in which step."""
-        moves = [("moves", *one) for one in self.moves(side, number)]
-        return moves + [("results", *one) for one in self.results(side, number)]
+        """All moves of a group: (field of `Step`, move, step)."""
+        moves = [("moves", *move) for move in self.moves(side, number)]
+        return moves + [("results", *move) for move in self.results(side, number)]
 
     def moves(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
-        """Operands round a group, each with its step: the chunk's owner sends to the first member, who passes it on."""
+        """The moves of operands round a group, with their steps: a chunk's owner sends it to the first member that
+        reads it, which passes it on."""
         for chunk, visits in self.visits(side, number):
             holders = [chunk // 2, *(rank for rank, _ in visits)]
             for src, (rank, hop) in zip(holders, visits, strict=False):
@@ -117,7 +118,8 @@ class _Triangle(Counted):
                 yield Move(src=src, dst=rank, kind=side, key=(chunk,), within=end - start), start
 
     def results(self, side: str, number: int) -> Iterator[tuple[Move, int]]:
-        """Results on the same way, each member's added to those before it, and at the end to the owner's."""
+        """The moves of results on the same way, with their steps: each member adds its own, and the last sends the sum
+        to the chunk's owner."""
         kind = self.kind(side)
         for chunk, visits in self.visits(side, number) if kind else ():
             ends = [*(rank for rank, _ in visits[1:]), chunk // 2]
@@ -126,7 +128,7 @@ class _Triangle(Counted):
                 yield Move(src=rank, dst=dst, kind=kind, key=(chunk,), within=within), self.leaves(side, hop)
 
     def kind(self, side: str) -> str:
-        """Of what is accumulated for this side's chunks and leaves the rank; "" for none."""
+        """The kind of result that this side's chunks have and that leaves the rank; "" for none."""
         kinds = ACCUMULATORS[self.direction]
         return kinds[0] if side == "q" else "dkv" if "dkv" in kinds else ""
 
@@ -141,22 +143,22 @@ class _Triangle(Counted):
         return tuple(Step(**{name: tuple(actions) for name, actions in step.items()}) for step in steps)
 
     def timed(self, rank: int) -> list[list[tuple[int, int]]]:
-        """A rank's products by step: in each what must leave with its results, and up to an equal share of what is
-        left. Of those that can be computed, first what has to leave first."""
+        """A rank's products by step. A step has those whose results must leave in it, and up to an equal share of all
+        that are left. Of products that can be computed, those come first whose results leave first."""
         far = {side: self.away(rank, side) for side in ("q", "kv")}
         waiting = []
         for q, kv in self.products(rank):
             hops = [(side, far[side].get(chunk, 0)) for side, chunk in (("q", q), ("kv", kv))]
             waiting.append((min(self.leaves(*one) for one in hops), max(self.comes(*one) for one in hops), (q, kv)))
         waiting.sort()
-        found = []
+        steps = []
         for t in range(self.steps):
             share = -(-len(waiting) // (self.steps - t))
             ready = [one for one in waiting if one[1] <= t]
             taken = [one for n, one in enumerate(ready) if n < share or one[0] <= t]
             waiting = [one for one in waiting if one not in taken]
-            found.append([pair for _, _, pair in taken])
-        return found
+            steps.append([pair for _, _, pair in taken])
+        return steps
 
     def away(self, rank: int, side: str) -> dict[int, int]:
         """How many hops each chunk that comes to a rank is away from it; 0 for its own."""
@@ -168,13 +170,13 @@ class _Triangle(Counted):
         return found
 
     def starts(self, side: str, hop: int) -> int:
-        """The step in which a chunk's hop of this number, from 1, starts."""
+        """The step in which hop number `hop` of a chunk, counted from 1, starts."""
         if side == "kv":
             return 2 * hop - 1 if hop else 0
         return 2 * ((hop - 1) * self.hops["kv"] // self.hops["q"]) if hop else 0
 
     def comes(self, side: str, hops: int) -> int:
-        """The first step that has a chunk from so many hops away."""
+        """The first step that can compute with a chunk from so many hops away."""
         return self.starts(side, hops + 1) if hops else 0
 
     def leaves(self, side: str, hops: int) -> int:
@@ -190,8 +192,8 @@ class _Triangle(Counted):
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
-    """T - 2 chunks of q and R (T - 1) - 1 of k/v. Of their results as many, but for those that start with a rank, and
-    one more from the group that it is outside of. And of the staircase what `Tiling.stairs` says."""
+    """Elements that each rank receives: T - 2 chunks of q and R (T - 1) - 1 of k/v. It receives as many results, less
+    those that start with it, and one more from the group that it is outside of. And what `Tiling.stairs` says."""
     tiles = _of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
     hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}
@@ -211,7 +213,7 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
 
 
 def _foreign(way: Sequence[Stop], at: int) -> int:
-    """Chunks from outside that start right before a member: of theirs its result is the first."""
+    """How many chunks from outside start right before a member, which is the first to have a result for them."""
     return next(n for n in range(len(way)) if way[at - 1 - n].rank is not None)
 
 
@@ -220,7 +222,7 @@ def _of(axes: Mapping[str, int]) -> Tiling:
     return tiling(strips * axes["pair"], strips)
 
 
-STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # how many to a block -> the layout that they need
+STRIPS = {1: "pairs", 2: "pairs2", 4: "pairs4", 8: "pairs8"}  # strips of a block -> the layout that they need
 
 
 def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
@@ -261,7 +263,7 @@ def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
 
 
 def _elements(ranks: int, strips: int, heads: Heads) -> float:
-    """What the busiest rank receives forward and backward, chunks of a head being one element."""
+    """Elements that the busiest rank receives forward and backward, where a chunk of one head counts as one."""
     q, kv = heads[0], 2 * heads[1]
     units = {"forward": {"q": q, "kv": kv, "out": q}, "backward": {"q": 2 * q, "kv": kv, "dq": q, "dkv": kv}}
     return sum(max(received(axes(ranks, {"strips": strips}), way, "kv", units[way])) for way in units)
@@ -277,7 +279,7 @@ def by_shape(ranks: int, own: Own) -> Mapping[str, Any]:
     return {
         "layouts": (layout,),
         "default_layout": layout,
-        "can_compute": lambda q, kv: _taken(_of(dict(axes(ranks, own))), q, kv),
+        "can_compute": lambda q, kv: _is_causal(_of(dict(axes(ranks, own))), q, kv),
     }
 
 

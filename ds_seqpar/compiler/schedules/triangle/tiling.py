@@ -1,4 +1,4 @@
-"""The causal half of attention as tiles, one for each rank: who owns which chunks, who works with whom. Integers."""
+"""The causal half of attention as tiles, one for each rank: who owns which chunks, and who works with whom."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def pair_of(rank: int) -> tuple[int, int]:
 
 
 class Stop(NamedTuple):
-    """A place on the way round a group. rank: who is there, None where the chunk's owner is outside of the group."""
+    """A stop on the way round a group: a chunk starts here. rank: the member here, None where the chunk's owner is
+    outside of the group."""
 
     chunk: int
     rank: int | None
@@ -58,15 +59,16 @@ class Tiling:
         return block, strip, column
 
     def row(self, strip: int) -> list[int]:
-        """The ranks that need all of its q."""
+        """The ranks that need all q of a strip."""
         block, number = divmod(strip, self.strips)
         return [self.strips * (block * (block - 1) // 2 + j) + number for j in range(block)]
 
     def column(self, block: int) -> list[int]:
-        """The ranks that need all of its k/v."""
+        """The ranks that need all k/v of a block."""
         return sorted(rank for i in range(block + 1, self.blocks) for rank in self._of(i, block))
 
     def _of(self, block: int, column: int) -> range:
+        """The ranks of a block's rows in one column."""
         first = self.strips * (block * (block - 1) // 2 + column)
         return range(first, first + self.strips)
 
@@ -119,11 +121,11 @@ class Tiling:
         for block in range(1, self.long):
             free: list[int] = []
             for strip in reversed(range(block * self.strips, (block + 1) * self.strips)):
-                rest = strip % self.strips * self.long - self.fetched(strip)
-                for chunk in range(block if rest else 0):
+                others = strip % self.strips * self.long - self.fetched(strip)  # that the row does not take
+                for chunk in range(block if others else 0):
                     free = free or sorted(self.column(block), key=lambda rank: (work[rank], rank))
                     rank = self.lent[strip, chunk] = free.pop(0)
-                    work[rank] += 2 * rest
+                    work[rank] += 2 * others
         return work
 
     def fetches(self, rank: int) -> range:
@@ -132,7 +134,8 @@ class Tiling:
         return range(column, self.fetched(block * self.strips + strip), block)
 
     def _own(self, block: int) -> None:
-        """Of a column's ranks the one with the least to do owns the latest chunk, which sees the most."""
+        """Sets the chunks that a column's ranks own: the rank with the least to do owns the latest, which sees the
+        most."""
         places = [n for n in range(self.length("kv")) if n % self.long >= block]
         ranks = sorted(self.column(block), key=lambda rank: (-self.left[rank], -rank))
         for rank, place in zip(ranks, places, strict=True):
@@ -154,7 +157,7 @@ class Tiling:
                 yield chunk, [self.row(strip)[n % number] for strip in rows]
 
     def staircase(self, rank: int) -> Iterator[tuple[int, int]]:
-        """A rank's products of it, as (q chunk, k/v chunk)."""
+        """A rank's products of the staircase, as (q chunk, k/v chunk)."""
         i, p, j = self.tile(rank)
         kv = self.members("kv", i)
         for q in self.members("q", i * self.strips + p)[:i]:
@@ -162,7 +165,7 @@ class Tiling:
         kv = self.members("kv", j)
         for strip, n in self.lent_to(rank):
             q, before = self.members("q", strip)[n], strip % self.strips * self.long
-            yield from ((q, one) for one in kv[self.fetched(strip) : before])
+            yield from ((q, chunk) for chunk in kv[self.fetched(strip) : before])
 
     def lent_to(self, rank: int) -> list[tuple[int, int]]:
         """(strip, chunk in it) of the queries that a rank of a column takes."""
