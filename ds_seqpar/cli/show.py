@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> None:
     if args.program is not None and args.program not in range(recipe.size):
         raise ConfigError(f"--program must be one of the {recipe.size} inner ranks from 0 on; got {args.program}")
     shards, mask = EvenShards(config.layout, seq, recipe.size), FULL if args.full else CAUSAL
-    head_split = HeadSplit(
-        members, stages, config.kept(stages, False, False) if members > 1 else SAVE_ALL, config.overlap
-    )
+    saved = config.kept(stages, False, False) if members > 1 else SAVE_ALL
+    head_split = HeadSplit(members, stages, saved, config.overlap)
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for index, direction in enumerate(directions):
         pattern = pattern_of(mask, shards)
@@ -111,9 +110,8 @@ def run(args: argparse.Namespace) -> None:
         print(LEGEND if index == 0 else "")
         if args.program is not None:
             place = Members(members, busiest_member(*first.counts, members))
-            call = Compiler(recipe, args.program).bound_call(
-                direction, mask, shards, own, place, PLAIN_KERNEL, stages, head_split.saved
-            )
+            given = direction, mask, shards, own, place, PLAIN_KERNEL, stages, saved
+            call = Compiler(recipe, args.program).bound_call(*given)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png, head_split)

@@ -66,17 +66,18 @@ UNSPLIT = HeadSplit()
 
 
 def saved_for_backward(
-    degree: int, stages: int, checkpointed: bool, keeps: bool, overlap: bool = False, chosen: bool | str = "auto"
-) -> SaveChoice:
+    degree: int, stages: int, checkpointed: bool, keep_attention: bool, overlap: bool = False,
+    chosen: bool | str = "auto",
+) -> SaveChoice:  # fmt: skip
     """What forward saves for backward; without other members nothing, since nothing is exchanged.
 
-    checkpointed: whether a checkpoint is around attention; keeps: whether that checkpoint keeps attention's results.
+    checkpointed: whether a checkpoint is around attention; keep_attention: whether that keeps attention's results.
     chosen: whether the exchanged q, k and v are saved. "auto": they are not where stages are there to save memory. They
     are where stages hide exchanges, or a checkpoint keeps attention."""
     if degree == 1:
         return SAVE_NOTHING
     if chosen == "auto":
-        chosen = stages == 1 or overlap or (checkpointed and keeps)
+        chosen = stages == 1 or overlap or (checkpointed and keep_attention)
     return SaveChoice(operands=bool(chosen), out=bool(chosen) and not checkpointed)
 
 

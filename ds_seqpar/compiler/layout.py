@@ -204,5 +204,5 @@ def multiple(layout: str, size: int, ulysses: int) -> int:
 
 
 def join(groups: Iterable[Runs]) -> Runs:
-    """The runs of several blocks in the one order that gathered blocks are kept in: by position."""
+    """The runs of several blocks in the order in which gathered blocks stand: by position."""
     return tuple(sorted(run for runs in groups for run in runs))

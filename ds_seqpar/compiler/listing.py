@@ -24,13 +24,10 @@ def listing(bound: BoundProgram) -> str:
         code.append([str(instruction.step), _words(instruction), " ".join(map(_slot, freed))])
     slots = [["slot", "holds", "bytes"]]
     for number, (kind, role, keys, _, exchange) in enumerate(program.slots):
-        units = (
-            ", ".join(dict.fromkeys(unit_name((kind, key)) for key in keys))
-            if not exchange
-            else f"{role} {exchange.words}"
-        )
-        slots.append([_slot(number), f"{units}{' in the dtype of sums' * (role == 'wide')}",
-                      str(bound.slot_bytes(number))])  # fmt: skip
+        units = dict.fromkeys(unit_name((kind, key)) for key in keys)
+        held = f"{role} {exchange.words}" if exchange else ", ".join(units)
+        held += " in the dtype of sums" * (role == "wide")
+        slots.append([_slot(number), held, str(bound.slot_bytes(number))])
     head = f"{program.name} {program.direction}, the program of inner rank {program.rank} of {program.size}"
     peak = f"peak memory: {memory.peak(bound)} bytes, results included, inputs not"
     return "\n".join([head, *columns(code), "", *columns(slots), "", peak])

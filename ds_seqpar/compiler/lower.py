@@ -281,7 +281,7 @@ def _with_receives(code: list[Instruction], receives: list[op.Post], at: list[in
 
 def _earliest(code: list[Instruction], buffers: list[Slot], receives: list[op.Post], at: list[int]) -> list[int]:
     """The first steps at which the receives may be posted, each in its turn. No pool then has more living buffers than
-    it has at most in this code, where they are posted at `at`. Messages of one tag keep their order."""
+    it has at most in this code, where they are posted at `at`. Messages of one tag stay in order."""
     first: dict[int, int] = {}  # buffer -> the first instruction that names it
     for index, one in enumerate(code):
         for buffer in slots_of(one):

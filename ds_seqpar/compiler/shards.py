@@ -49,7 +49,7 @@ class UnevenShards:
     block p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
 
     Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
-    InputError. Hashable by value; the hash is kept.
+    InputError. Hashable by value; the hash is made once.
     """
 
     def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, parts: int = 1) -> None:

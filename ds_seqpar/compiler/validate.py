@@ -106,7 +106,7 @@ class _Validator:
         self.all_home()
 
     def walk(self, steps: tuple[Step, ...]) -> None:
-        self.frees = self.frees or [last_uses(mine, rank) for rank, mine in enumerate(self.plan.ranks)]
+        self.frees = self.frees or [last_uses(own, rank) for rank, own in enumerate(self.plan.ranks)]
         for act in (self.gather, self.send_operands, self.compute):
             for rank, step in enumerate(steps):
                 act(rank, step)
@@ -137,17 +137,17 @@ class _Validator:
                 for action in getattr(step, field):
                     orders[rank][action.ranks].append(action)
             for rank, order in enumerate(orders):
-                for ranks, mine in order.items():
+                for ranks, own in order.items():
                     for peer in ranks:
-                        self.same(rank, peer, mine, orders[peer].get(ranks, []))
+                        self.same(rank, peer, own, orders[peer].get(ranks, []))
 
-    def same(self, rank: int, peer: int, mine: list[Action], theirs: list[Action]) -> None:
-        if mine == theirs:
+    def same(self, rank: int, peer: int, own: list[Action], theirs: list[Action]) -> None:
+        if own == theirs:
             return
-        for action in mine:
+        for action in own:
             if action not in theirs:
                 self.fail(rank, f"{action} has no counterpart on rank {peer}")
-        self.fail(rank, f"{_words(mine)} does not stand in the order of rank {peer}: {_words(theirs)}")
+        self.fail(rank, f"{_words(own)} does not stand in the order of rank {peer}: {_words(theirs)}")
 
     def gather(self, rank: int, step: Step) -> None:
         for gather in step.gathers:

@@ -116,10 +116,10 @@ class MachinePrices:
         if isinstance(one, PackHeads) and not exchange.inward and len(exchange.fields) == 1:
             return 0.0
         if isinstance(one, PackHeads):
-            return (
-                2 * sum(self.exchanged(exchange, inner, member, other) for other in others) / self.machine.memory_rate
-            )
-        return 2 * sum(self.exchanged(exchange, inner, other, member) for other in others) / self.machine.memory_rate
+            size = sum(self.exchanged(exchange, inner, member, other) for other in others)
+        else:
+            size = sum(self.exchanged(exchange, inner, other, member) for other in others)
+        return 2 * size / self.machine.memory_rate
 
     def copied(self, times: int, member: int, unit: Unit, wide: bool = False) -> float:
         size = self.bytes(member, unit)
@@ -200,11 +200,10 @@ class MachinePrices:
             return self.collective_times(start).seconds
         nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
         members = tuple(self.place(rank)[0] for rank in ranks)
-        what = (
-            start.exchange
-            if isinstance(start, ExchangeStart)
-            else (start.collective.kind, len(start.collective.parts[0]))
-        )
+        if isinstance(start, ExchangeStart):
+            what: tuple = start.exchange
+        else:
+            what = start.collective.kind, len(start.collective.parts[0])
         key = type(start), what, nodes, members
         if key not in self.paces:
             self.paces[key] = self.collective_times(start).seconds

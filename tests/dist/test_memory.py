@@ -89,13 +89,8 @@ def _measured(setting, mask, kv_heads, kept=None):
 
         seen = live.least(lambda: live.measure(attend, q, k, v, do))
         support = select(sp.config.kernel, BlockSpec("cpu", torch.bfloat16, HEADS, kv_heads, DIM)).support
-        place = {
-            "rank": sp.runtime.rank,
-            "member": sp.runtime.members.member,
-            "early": sp.comm.early,
-            "support": support,
-        }
-        its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None}
+        place = {"rank": sp.runtime.rank, "member": sp.runtime.members.member, "early": sp.comm.early}
+        its = {"heads": (HEADS, kv_heads, DIM), "kept": True if kept else None, "support": support}
         said = call_figures(sp.config, world=sp.size, tokens=TOKENS, mask=mask, **its, **place)
     return (seen.forward, seen.kept, seen.backward), (said.forward, said.saved, said.backward), seen.left
 

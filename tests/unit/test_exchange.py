@@ -5,17 +5,10 @@ from collections import Counter
 
 import pytest
 
+from ds_seqpar.compiler import exchange as exchanging
 from ds_seqpar.compiler.compile import Compiler, pattern_of
 from ds_seqpar.compiler.cuts import PLAIN_KERNEL
-from ds_seqpar.compiler.exchange import (
-    SAVE_ALL,
-    HeadSplit,
-    Members,
-    SaveChoice,
-    call_program,
-    exchange_bytes_per_token,
-    saved_for_backward,
-)
+from ds_seqpar.compiler.exchange import SAVE_ALL, SAVE_NOTHING, HeadSplit, Members, SaveChoice, saved_for_backward
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.program import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
 from ds_seqpar.compiler.shape import shape_of
@@ -24,17 +17,16 @@ from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
 from ds_seqpar.config import SequenceParallelConfig
 from tests.unit.plans import DIRECTIONS
 
-NOTHING_KEPT = SaveChoice(operands=False, out=False)
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]
 
 
-def _call(settings, direction, stages, overlap, kept=SAVE_ALL, lse=False):
+def _call(settings, direction, stages, overlap, saved=SAVE_ALL, lse=False):
     config = SequenceParallelConfig(**settings, overlap=overlap).resolve(settings["size"], (16, 16))
     recipe = config.recipe(config.topology(config.size))
     shards = EvenShards(config.layout, 16 * config.size, recipe.size)
     own = shape_of("fp32", "float32", 1, (16, 16, 8))
     place = Members(config.ulysses, 0), PLAIN_KERNEL
-    return Compiler(recipe, 0).bound_call(direction, CAUSAL, shards, own, *place, stages, kept, lse).program
+    return Compiler(recipe, 0).bound_call(direction, CAUSAL, shards, own, *place, stages, saved, lse).program
 
 
 def _where(code, kind, wanted=lambda one: True):
@@ -43,9 +35,9 @@ def _where(code, kind, wanted=lambda one: True):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("kept", [SAVE_ALL, NOTHING_KEPT], ids=["kept", "not kept"])
-def test_overlap_exchanges_the_same_and_waits_for_each_once(settings, direction, kept):
-    found = [_call(settings, direction, 4, overlap, kept).code for overlap in (False, True)]
+@pytest.mark.parametrize("saved", [SAVE_ALL, SAVE_NOTHING], ids=["saved", "not saved"])
+def test_overlap_exchanges_the_same_and_waits_for_each_once(settings, direction, saved):
+    found = [_call(settings, direction, 4, overlap, saved).code for overlap in (False, True)]
     for kind in (ExchangeStart, PackHeads, UnpackHeads):
         first, second = (Counter(one.exchange for one in code if isinstance(one, kind)) for code in found)
         assert first == second
@@ -88,7 +80,7 @@ def test_a_pipeline_takes_the_longer_of_both_and_a_stage_of_the_shorter(directio
     recipe, shards = config.recipe(config.topology(4)), EvenShards("contiguous", 64, 1)
     shape = shape_of("fp32", "float32", 1, (8 // stages, 8 // stages, 8))
     plan = recipe.plan(direction, pattern_of(CAUSAL, shards), shape)
-    bytes_each = functools.partial(exchange_bytes_per_token, shape, 4)
+    bytes_each = functools.partial(exchanging.exchange_bytes_per_token, shape, 4)
     all_bytes = sum(map(bytes_each, _trades(plan, direction)))
     costs = Costs(transfer={}, product=1.0, exchange=lambda exchange: bytes_each(exchange) / all_bytes)
     seconds = [
@@ -104,17 +96,14 @@ def _trades(plan, direction):
 
 
 def test_overlap_keeps_what_stages_alone_send_again():
-    assert saved_for_backward(4, 2, False, False) == NOTHING_KEPT
+    assert saved_for_backward(4, 2, False, False) == SAVE_NOTHING
     assert saved_for_backward(4, 2, False, False, True) == saved_for_backward(4, 1, False, False) == SAVE_ALL
-    assert (
-        saved_for_backward(4, 2, True, True, True)
-        == saved_for_backward(4, 1, True, True)
-        == SaveChoice(operands=True, out=False)
-    )
-    assert saved_for_backward(1, 2, False, False, True) == NOTHING_KEPT
+    operands = SaveChoice(operands=True, out=False)
+    assert saved_for_backward(4, 2, True, True, True) == saved_for_backward(4, 1, True, True) == operands
+    assert saved_for_backward(1, 2, False, False, True) == SAVE_NOTHING
 
 
 def test_no_exchange_around_one_member():
     program = _call({"size": 2, "ulysses": 1}, "forward", 2, True)
     assert not _where(program.code, ExchangeStart | PackHeads | UnpackHeads)
-    assert call_program([program], 1, True, overlap=True).direction == "forward"
+    assert exchanging.call_program([program], 1, True, overlap=True).direction == "forward"

@@ -11,7 +11,7 @@ import pytest
 from ds_seqpar.compiler import nccl
 from ds_seqpar.compiler.compile import Compiler
 from ds_seqpar.compiler.cuts import PLAIN_KERNEL
-from ds_seqpar.compiler.exchange import SAVE_ALL, Members, SaveChoice
+from ds_seqpar.compiler.exchange import SAVE_ALL, SAVE_NOTHING, Members
 from ds_seqpar.compiler.layout import multiple
 from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import GatherStart, Post, ScatterStart, Wait
@@ -34,7 +34,7 @@ MASKS = {
     "window": lambda seq: Mask(window=seq // 3),
     "packed": lambda seq: Mask(documents=(0, seq // 4, seq // 2)),
 }
-KEPT = {"kept": SAVE_ALL, "again": SaveChoice(operands=False, out=False)}
+SAVED = {"kept": SAVE_ALL, "again": SAVE_NOTHING}
 GRID = {
     "schedule": tuple(sorted(SCHEDULES)),
     "inner": (1, 2, 3, 4, 6, 8, 10, 12, 16),
@@ -43,7 +43,7 @@ GRID = {
     "heads": ((4, 4), (5, 5), (8, 2)),  # those that members do not divide may choose what travels member by member
     "mask": tuple(MASKS),
     "overlap": (False, True),
-    "kept": tuple(KEPT),
+    "kept": tuple(SAVED),
     "travel": ("kv", "q", "auto"),
 }
 
@@ -72,18 +72,10 @@ def _calls(case, own, early=0):
     shards, mask = EvenShards(config.layout, seq, recipe.size), MASKS[case["mask"]](seq)
     shape = shape_of("fp32", "float32", 1, (*case["heads"], 8))
     compilers = [Compiler(recipe, inner, early) for inner in range(recipe.size)]
+    options = PLAIN_KERNEL, case["stages"], SAVED[case["kept"]]
     return [
         [
-            compiler.bound_call(
-                direction,
-                mask,
-                shards,
-                shape,
-                Members(members, member),
-                PLAIN_KERNEL,
-                case["stages"],
-                KEPT[case["kept"]],
-            ).program
+            compiler.bound_call(direction, mask, shards, shape, Members(members, member), *options).program
             for compiler in compilers
             for member in range(members)
         ]
@@ -331,12 +323,8 @@ def test_a_changed_program_is_refused_or_stays_exact(count):
         recipe, mask = config.recipe(config.topology(4)), CAUSAL
         shards, shape = EvenShards(layout, 16, 4), shape_of("fp32", "float64", 1, (4, 2, 8))
         direction = dice.choice(["forward", "backward"])
-        programs = [
-            Compiler(recipe, rank, early)
-            .bound_call(direction, mask, shards, shape, Members(1, 0), PLAIN_KERNEL)
-            .program
-            for rank in range(4)
-        ]
+        given = direction, mask, shards, shape, Members(1, 0), PLAIN_KERNEL
+        programs = [Compiler(recipe, rank, early).bound_call(*given).program for rank in range(4)]
         rank = dice.randrange(4)
         if any(isinstance(one, STARTS) for one in programs[rank].code) and dice.random() < 0.9:
             programs[rank] = dice.choice([_moved, _swapped])(dice, programs[rank])

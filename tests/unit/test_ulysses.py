@@ -69,10 +69,8 @@ def _inward(tensors, kv_heads):
     its = head_shares(tuple(x.shape[2] for x in tensors[0]), kv_heads, members)
     received = _exchange([_packed(mine, its) for mine in tensors], _sizes(its, counts, batch * dim))
     return [
-        buffers.split_in(
-            x.view(sum(counts), batch, its.per_member[u], dim), _own_heads(tensors[0], kv_heads, members, u)
-        )
-        for u, x in enumerate(received)
+        buffers.split_in(x.view(sum(counts), batch, heads, dim), _own_heads(tensors[0], kv_heads, members, u))
+        for u, (x, heads) in enumerate(zip(received, its.per_member, strict=True))
     ]
 
 
@@ -160,9 +158,8 @@ def test_outward_is_the_inverse_of_inward(members, q_heads, kv_heads, batch, une
     tensors = _random(batch, _tokens(members, uneven), q_heads, kv_heads, kv_heads, strided=strided)
     back = _outward(_inward(tensors, kv_heads), [q_heads, kv_heads, kv_heads], kv_heads, _counts(tensors))
     # what several members hold of one head comes back as their sum
-    holders = (
-        [kv.start for _, kv in heads_of_members(q_heads, kv_heads, members)] if kv_heads < members else range(kv_heads)
-    )
+    shares = heads_of_members(q_heads, kv_heads, members)
+    holders = [kv.start for _, kv in shares] if kv_heads < members else range(kv_heads)
     times = torch.tensor([[float(list(holders).count(head))] for head in range(kv_heads)], dtype=torch.float64)
     for mine, found in zip(tensors, back, strict=True):
         assert torch.equal(found[0], mine[0])

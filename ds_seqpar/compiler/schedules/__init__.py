@@ -54,8 +54,8 @@ def settings() -> dict[str, tuple[Setting, Schedule]]:
 
 def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
     """The schedules of these modules by name; one that a module imports from another is the same."""
-    found = {value for module in modules for value in vars(module).values() if isinstance(value, Schedule)}
-    return sorted(found, key=lambda one: one.name)
+    schedules = {value for module in modules for value in vars(module).values() if isinstance(value, Schedule)}
+    return sorted(schedules, key=lambda one: one.name)
 
 
 for one in schedules_in(importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)):

@@ -162,12 +162,12 @@ class _Triangle(Counted):
 
     def away(self, rank: int, side: str) -> dict[int, int]:
         """How many hops each chunk that comes to a rank is away from it; 0 for its own."""
-        found: dict[int, int] = {}
+        hops: dict[int, int] = {}
         for number in self.groups(rank, side):
             for chunk, visits in self.visits(side, number):
                 for hop in (hop for visitor, hop in visits if visitor == rank):
-                    found[chunk] = hop
-        return found
+                    hops[chunk] = hop
+        return hops
 
     def starts(self, side: str, hop: int) -> int:
         """The step in which hop number `hop` of a chunk, counted from 1, starts."""
@@ -184,11 +184,11 @@ class _Triangle(Counted):
         return self.turn + self.starts(side, hops) if hops and self.kind(side) else self.steps - 1
 
     def received(self, units: Mapping[str, float]) -> list[float]:
-        found: list[float] = [0] * self.tiles.ranks
+        elements: list[float] = [0] * self.tiles.ranks
         for side, number in self.tiles.groups():
             for _, move, _ in self.rounds(side, number):
-                found[move.dst] += units[move.kind]
-        return found
+                elements[move.dst] += units[move.kind]
+        return elements
 
 
 def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, float]) -> list[float]:
@@ -197,19 +197,19 @@ def received(axes: Axes, direction: str, moving_side: str, units: Mapping[str, f
     tiles = _of(dict(axes))
     kinds = {"q": "out"} if direction == "forward" else {"q": "dq", "kv": "dkv"}
     hops = {side: tiles.length(side) - 1 for side in ("q", "kv")}
-    found: list[float] = [sum(hops[side] * units[side] for side in hops)] * tiles.ranks
+    elements: list[float] = [sum(hops[side] * units[side] for side in hops)] * tiles.ranks
     for side, number in tiles.groups():
         result = units[kinds[side]] if side in kinds else 0
         way = tiles.way(side, number)
         for n, (chunk, rank) in enumerate(way):
-            found[chunk // 2 if rank is None else rank] += result * (
+            elements[chunk // 2 if rank is None else rank] += result * (
                 1 if rank is None else hops[side] - _foreign(way, n)
             )
         for chunk, ranks in tiles.stairs(side, number):
             for rank, home in zip(ranks, [*ranks[1:], chunk // 2], strict=True):
-                found[rank] += units[side]
-                found[home] += result
-    return found
+                elements[rank] += units[side]
+                elements[home] += result
+    return elements
 
 
 def _foreign(way: Sequence[Stop], at: int) -> int:
