@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> None:
         print(LEGEND if index == 0 else "")
         if args.program is not None:
             place = Members(members, busiest_member(*first.counts, members))
-            given = direction, mask, shards, own, place, PLAIN_KERNEL, stages, saved
-            call = Compiler(recipe, args.program).bound_call(*given)
+            compiler = Compiler(recipe, args.program)
+            call = compiler.bound_call(direction, mask, shards, own, place, PLAIN_KERNEL, stages, saved)
             print(listing(call), end="\n\n")
         if args.png is not None and index == 0:
             draw(plan, costs, args.png, head_split)

@@ -224,10 +224,9 @@ def test_stages_and_the_most_heads_are_known_without_dealing_them():
     for kv_heads, group in itertools.product(range(1, 11), range(1, 6)):
         q_heads = kv_heads * group
         for members in range(1, q_heads + 1):
-            shares = [
-                (q.stop - q.start, k.stop - k.start) for q, k in heads.heads_of_members(q_heads, kv_heads, members)
-            ]
-            assert heads.largest_share(q_heads, kv_heads, members) == max(shares)
+            shares = heads.heads_of_members(q_heads, kv_heads, members)
+            largest = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
+            assert heads.largest_share(q_heads, kv_heads, members) == largest
             legal = [n for n in range(1, kv_heads + 1) if n == 1 or kv_heads // n * group >= members]
             assert heads.max_stages(q_heads, kv_heads, members) == legal[-1]
             free = [n for n in legal if n == 1 or (kv_heads % n == 0 and kv_heads // n % members == 0)]
