@@ -99,8 +99,8 @@ class Call(abc.ABC):
 
 
 class ForwardCall(Call):
-    """own: q, k and v. Ends with out, the inner lse of each stage and what is kept for backward (see `Kept`; nothing
-    where there are no other members). With `lse` and other members also with the lse of own tokens."""
+    """own: q, k and v. Ends with out, the inner lse of each stage and what is saved for backward (see `SaveChoice`;
+    nothing where there are no other members). With `lse` and other members also with the lse of own tokens."""
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
