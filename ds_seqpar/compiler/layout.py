@@ -128,7 +128,7 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-Dealing = Callable[[int, int, int], Runs]  # tokens, ranks, rank
+RunsOf = Callable[[int, int, int], Runs]  # of (tokens, ranks, rank)
 
 
 def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
@@ -170,7 +170,7 @@ class Layout:
     """
 
     name: str
-    runs: Dealing
+    runs: RunsOf
     chunks: int = 1
     parts: int = 1
 

@@ -33,7 +33,7 @@ def overlapped(plan: Plan, needed: Pattern, sizes: Mapping[str, float]) -> Plan:
     if communication(plan, costs) == 0:
         return plan
     costs = costs.balanced(plan)
-    wanted = _wanted(_products(plan, needed), plan.parts)
+    wanted = _foreign_operands(_products(plan, needed), plan.parts)
     routes = [_sources(plan, wanted)]
     if any(step.gathers for steps in plan.ranks for step in steps):
         routes.append({unit: owner(unit[2], plan.parts) for unit in wanted})
@@ -225,7 +225,7 @@ def _next_ranks(
     return target
 
 
-def _wanted(products: list[set[tuple[int, int]]], parts: int) -> set[RankBlock]:
+def _foreign_operands(products: list[set[tuple[int, int]]], parts: int) -> set[RankBlock]:
     """The operands of each rank's products that other ranks own."""
     units = {(r, kind, b) for r, pairs in enumerate(products) for q, kv in pairs for kind, b in (("q", q), ("kv", kv))}
     return {unit for unit in units if unit[0] != owner(unit[2], parts)}

@@ -84,7 +84,7 @@ class Costs:
             seconds: tuple[float, ...] = (self.exchange(start.exchange),) * len(start.ranks)
         else:
             block = self.transfer[start.collective.kind]
-            seconds = tuple(block * blocks_received(start, member) for member in start.ranks)
+            seconds = tuple(block * collective_blocks(start, member) for member in start.ranks)
         ends = itertools.product(("in", "out"), zip(start.ranks, seconds, strict=True))
         return CollectiveTimes(tuple(((way, member), took) for way, (member, took) in ends), seconds)
 
@@ -267,7 +267,7 @@ def _label(unit: Unit, src: int, dst: int) -> str:
     return f"{unit_name(unit)}:{src}>{dst}"
 
 
-def blocks_received(start: op.GatherStart | op.ScatterStart, rank: int) -> int:
+def collective_blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int:
     """How many blocks a member of a collective receives."""
     collective: Collective = start.collective
     if isinstance(start, op.GatherStart):

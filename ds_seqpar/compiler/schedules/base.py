@@ -13,7 +13,7 @@ from ..plan import Pattern, StepsOf
 
 Value = int | tuple[int, ...]
 Own = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, none of them "auto"
-Heads = tuple[int, int]  # query heads, key/value heads
+HeadCounts = tuple[int, int]  # query heads, key/value heads
 Builder = Callable[[Topology, Pattern, str, str], StepsOf]
 MOVING_SIDES = ("kv", "q")
 
@@ -91,7 +91,7 @@ class Schedule:
     received: Callable[[Axes, str, str, Mapping[str, float]], list[float]]
     settings: tuple[Setting, ...] = ()
     shapes: Callable[[int], Iterable[Own]] = lambda ranks: ({},)
-    resolve: Callable[[int, Own, Heads | None], Own] = lambda ranks, given, heads: {}
+    resolve: Callable[[int, Own, HeadCounts | None], Own] = lambda ranks, given, heads: {}
     by_shape: Callable[[int, Own], Mapping[str, Any]] = lambda ranks, own: {}
     own_layouts: tuple[Layout, ...] = ()
     layouts: tuple[str, ...] = tuple(layout.name for layout in COMMON)
@@ -105,7 +105,7 @@ class Schedule:
         """The schedule as it is with this shape."""
         return dataclasses.replace(self, **self.by_shape(ranks, own))
 
-    def shaped(self, ranks: int, given: Own, heads: Heads | None, layout: str) -> Own:
+    def shaped(self, ranks: int, given: Own, heads: HeadCounts | None, layout: str) -> Own:
         """The settings that `resolve` gives; for a layout that goes with other shapes only, those of the first of
         these."""
         own = self.resolve(ranks, given, heads)

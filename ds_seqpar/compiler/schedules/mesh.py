@@ -14,7 +14,7 @@ from ...errors import SECTION, ConfigError
 from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit
 from ..layout import Axes, Topology, divisors
 from ..plan import Counted, Pattern, bits
-from .base import Heads, Own, Schedule, blocks_received, count, three_counts
+from .base import HeadCounts, Own, Schedule, blocks_received, count, three_counts
 from .ring import Rotation, Round
 
 
@@ -110,7 +110,7 @@ def _pairs(way: Round, rank: int, turns: int, moving_side: str, pattern: Pattern
     return steps
 
 
-def sides(ranks: int, heads: Heads | None) -> tuple[int, int]:
+def sides(ranks: int, heads: HeadCounts | None) -> tuple[int, int]:
     """(a, b R) that receive the fewest elements for these heads, forward and backward together. They are (a - 1) 5 Hq
     and (b R - 1) 6 Hkv for every token and D."""
     q_heads, kv_heads = heads or (1, 1)
@@ -133,7 +133,7 @@ def shapes(ranks: int) -> list[Own]:
     return [{"mesh": (a, b, ranks // (a * b))} for a in divisors(ranks) for b in divisors(ranks // a)]
 
 
-def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
+def resolve(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     """The shape that is given, or that of attention2d but with k/v in a ring: the same elements, less memory."""
     cols, rows = sides(ranks, heads)
     shape = a, b, turns = given.get("mesh") or (cols, 1, rows)
@@ -166,7 +166,7 @@ def grids(ranks: int) -> list[Own]:
     return [{"rows": ranks // cols, "cols": cols} for cols in divisors(ranks)]
 
 
-def grid(ranks: int, given: Own, heads: Heads | None) -> Own:
+def grid(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     """A side that is not given follows from the other. Where neither is given, the sides are those that receive the
     fewest elements for these heads."""
     rows, cols = given.get("rows"), given.get("cols")
@@ -207,7 +207,7 @@ def teams(ranks: int) -> list[Own]:
     return [{"team": team} for team in divisors(ranks) if ranks % (team * team) == 0]
 
 
-def team_of(ranks: int, given: Own, heads: Heads | None) -> Own:
+def team_of(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     """The team that is given, or the largest that fits."""
     fitting = [shape["team"] for shape in teams(ranks)]
     team = given.get("team") or fitting[-1]

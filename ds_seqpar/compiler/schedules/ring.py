@@ -16,7 +16,7 @@ from .. import plan
 from ..actions import Compute, Gather, Key, Move, ReduceScatter, Step, Steps
 from ..layout import Axes, Topology, divisors
 from ..plan import Counted, Pattern
-from .base import Heads, Own, Schedule, blocks_received, count
+from .base import HeadCounts, Own, Schedule, blocks_received, count
 
 # (moving side, direction) -> the accumulator that travels with it, one hop behind
 FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}
@@ -179,7 +179,7 @@ def windows_of(ranks: int) -> list[Own]:
     return [{"window": window} for window in divisors(ranks)]
 
 
-def window_of(ranks: int, given: Own, heads: Heads | None) -> Own:
+def window_of(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     """The window that is given, or the divisor of `ranks` nearest to its square root."""
     fitting = divisors(ranks)
     window = given.get("window") or min(reversed(fitting), key=lambda w: abs(w * w - ranks))

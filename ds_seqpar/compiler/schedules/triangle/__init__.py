@@ -15,7 +15,7 @@ from ....errors import SECTION, ConfigError
 from ...actions import ACCUMULATORS, Compute, Move, Step, Steps
 from ...layout import Axes, Layout, Run, Runs, Topology
 from ...plan import Counted, Pattern, bits
-from ..base import Heads, Own, Schedule, count
+from ..base import HeadCounts, Own, Schedule, count
 from .tiling import Stop, Tiling, pair_of, tiling
 
 
@@ -233,8 +233,7 @@ def pairs(tokens: int, ranks: int, rank: int, strips: int = 1) -> Runs:
 
 
 def _layout(strips: int, name: str) -> Layout:
-    dealing = functools.partial(pairs, strips=strips)
-    return Layout(name=name, runs=dealing, chunks=2, parts=2)
+    return Layout(name=name, runs=functools.partial(pairs, strips=strips), chunks=2, parts=2)
 
 
 def shapes(ranks: int) -> list[Own]:
@@ -246,7 +245,7 @@ def _fits(ranks: int, strips: int) -> bool:
     return not ranks % strips and not more and (blocks > 2 or strips == 1)
 
 
-def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
+def resolve(ranks: int, given: Own, heads: HeadCounts | None) -> Own:
     """Where no number of strips is given, the one with which the busiest rank receives the fewest elements for these
     heads, forward and backward together."""
     legal = [own["strips"] for own in shapes(ranks)]
@@ -262,7 +261,7 @@ def resolve(ranks: int, given: Own, heads: Heads | None) -> Own:
     return {"strips": strips}
 
 
-def _elements(ranks: int, strips: int, heads: Heads) -> float:
+def _elements(ranks: int, strips: int, heads: HeadCounts) -> float:
     """Elements that the busiest rank receives forward and backward, where a chunk of one head counts as one."""
     q, kv = heads[0], 2 * heads[1]
     units = {"forward": {"q": q, "kv": kv, "out": q}, "backward": {"q": 2 * q, "kv": kv, "dq": q, "dkv": kv}}
