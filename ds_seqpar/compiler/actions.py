@@ -68,25 +68,25 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `parts[i]`; `whole` are the blocks of all parts."""
+    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `parts[i]`; `blocks` are those of all parts."""
 
     ranks: tuple[int, ...]
     kind: str
     parts: tuple[Key, ...]
 
     @property
-    def whole(self) -> Key:
+    def blocks(self) -> Key:
         return tuple(sorted(block for part in self.parts for block in part))
 
     @property
     def unit(self) -> Unit:
-        return self.kind, self.whole
+        return self.kind, self.blocks
 
     def part(self, rank: int) -> Key:
         return self.parts[self.ranks.index(rank)]
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}({self.kind}{name_of(self.whole)})"
+        return f"{type(self).__name__}({self.kind}{name_of(self.blocks)})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +119,12 @@ class Step:
 
     def words(self, rank: int) -> str:
         """The step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
-        words = [f"{gather.kind}{name_of(gather.whole)}@" for gather in self.gathers]
+        words = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
         words += map(str, self.computes)
         for move in (*self.moves, *self.results):
             arrow = f">{move.dst}" if move.src == rank else f"<{move.src}"
             words.append(f"{move.kind}{name_of(move.key)}{arrow}")
-        words += [f"{reduce.kind}{name_of(reduce.whole)}%" for reduce in self.reduces]
+        words += [f"{reduce.kind}{name_of(reduce.blocks)}%" for reduce in self.reduces]
         return " ".join(words) or "-"
 
 

@@ -66,8 +66,8 @@ class _Lowering:
         started = [self.start_gather(index, gather) for gather in step.gathers]
         for start in started:  # all are under way before the first is waited for
             gather = start.collective
-            whole = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.whole)
-            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, whole)]
+            into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
+            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
         for within, moves in _by_within(step.moves):
             sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
             receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
@@ -155,7 +155,7 @@ class _Lowering:
     def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
         ticket, part = next(self.tickets), gather.part(self.rank)
         sent = self.message(index, (gather.kind, part))
-        received = self.buffer(gather.kind, "operand", gather.whole)
+        received = self.buffer(gather.kind, "operand", gather.blocks)
         start = op.GatherStart(index, ticket, gather, sent, received)
         self.code.append(start)
         return start
@@ -164,8 +164,8 @@ class _Lowering:
         """Starts a reduce-scatter; returns the instructions that end it."""
         ticket, part = next(self.tickets), reduce.part(self.rank)
         unit = reduce.kind, part
-        own, own_part = self.results.pop((reduce.kind, reduce.whole)), self.running(unit)
-        others = tuple(block for block in reduce.whole if block not in part)
+        own, own_part = self.results.pop((reduce.kind, reduce.blocks)), self.running(unit)
+        others = tuple(block for block in reduce.blocks if block not in part)
         sent = self.buffer(reduce.kind, "travel", others)
         received = self.buffer(reduce.kind, "travel", part * (len(reduce.ranks) - 1))
         self.code.append(op.ScatterStart(index, ticket, reduce, own, own_part, sent, received))

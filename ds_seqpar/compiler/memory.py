@@ -252,7 +252,7 @@ class _Tracker:
 
     def scatter_start(self, one: op.ScatterStart) -> None:
         reduce = one.collective
-        self.settle(self.results.pop((reduce.kind, reduce.whole)), one.own, placed=True)
+        self.settle(self.results.pop((reduce.kind, reduce.blocks)), one.own, placed=True)
         self.make(one.own, one.sent)
         part = reduce.part(self.program.rank)
         fields = self.shape.fields(self.program.direction, reduce.kind, self.shape.wide)
@@ -342,14 +342,14 @@ TRACK = methods_of(_Tracker)
 
 def fewest_stages(recipe: Recipe, members: int, travel: str, own: Shape, mask: Mask, shards: Shards) -> int:
     """The fewest stages of heads with which attention takes no more memory than its q, k, v and out. own: a rank's own
-    tensors. It looks at the program of the first inner rank, which all know. members: of Ulysses; travel: the setting
-    of `shape_of`."""
+    tensors. All ranks look at the program of the first inner rank, so that they agree. members: of Ulysses; travel:
+    the setting of `shape_of`."""
     compiler, free = Compiler(recipe, 0), free_stage_counts(own.q_heads, own.kv_heads, members)
     for count in free:
         heads = (*largest_share(own.q_heads // count, own.kv_heads // count, members), own.head_dim)
         shape = shape_of(travel, own.dtype, own.batch, heads)
         taken = max(peak(compiler.bound_inner(way, mask, shards, shape)) for way in ("forward", "backward"))
-        whole = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
-        if taken <= whole * tokens_of(shards, "q", 0):
+        per_token = 2 * sum(heads[:2]) * count * own.head_dim * own.batch * own.itemsize
+        if taken <= per_token * tokens_of(shards, "q", 0):
             return count
     return free[-1]

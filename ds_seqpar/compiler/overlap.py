@@ -238,7 +238,7 @@ def _sources(plan: Plan, wanted: set[RankBlock]) -> dict[RankBlock, int]:
     for rank, steps in enumerate(plan.ranks):
         for step in steps:
             for gather in step.gathers:
-                for block in set(gather.whole) - set(gather.part(rank)):
+                for block in set(gather.blocks) - set(gather.part(rank)):
                     source[rank, gather.kind, block] = gather.ranks[gather.ranks.index(rank) - 1]
             for move in (move for move in step.moves if move.dst == rank):
                 for block in move.key:

@@ -109,7 +109,7 @@ def received(steps: Steps, rank: int, units: Mapping[str, float]) -> float:
             if move.dst == rank:
                 total[move.kind] += len(move.key)
         for gather in step.gathers:
-            total[gather.kind] += len(gather.whole) - len(gather.part(rank))
+            total[gather.kind] += len(gather.blocks) - len(gather.part(rank))
         for reduce in step.reduces:
             total[reduce.kind] += len(reduce.part(rank)) * (len(reduce.ranks) - 1)
     return sum(units[kind] * blocks for kind, blocks in total.items())

@@ -271,5 +271,5 @@ def collective_blocks(start: op.GatherStart | op.ScatterStart, rank: int) -> int
     """How many blocks a member of a collective receives."""
     collective: Collective = start.collective
     if isinstance(start, op.GatherStart):
-        return len(collective.whole) - len(collective.part(rank))
+        return len(collective.blocks) - len(collective.part(rank))
     return len(collective.part(rank)) * (len(collective.ranks) - 1)

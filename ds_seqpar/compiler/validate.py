@@ -28,7 +28,7 @@ def last_uses(steps: tuple[Step, ...], rank: int) -> list[set[Unit]]:
         for compute in step.computes:
             touched[index] |= {("q", compute.q), ("kv", compute.kv)}
         for gather in step.gathers:
-            touched[index] |= {(gather.kind, gather.part(rank)), (gather.kind, gather.whole)}
+            touched[index] |= {(gather.kind, gather.part(rank)), (gather.kind, gather.blocks)}
     seen: set[Unit] = set()
     frees: list[set[Unit]] = []
     for units in reversed(touched):
@@ -207,13 +207,13 @@ class _Validator:
 
     def reduce(self, steps: tuple[Step, ...]) -> None:
         for reduce in (reduce for rank, step in enumerate(steps) for reduce in step.reduces if rank == reduce.ranks[0]):
-            whole = 0
+            products = 0
             for rank in reduce.ranks:
                 self.check_there(self.held[rank], reduce.unit, rank, f"{reduce} needs")
-                whole |= self.held[rank].pop(reduce.unit)
+                products |= self.held[rank].pop(reduce.unit)
             for rank in reduce.ranks:
                 part = reduce.kind, reduce.part(rank)
-                self.add(rank, part, whole & self.side(*part))
+                self.add(rank, part, products & self.side(*part))
 
     def all_home(self) -> None:
         """Fails unless every needed product is done and is in the results on its owners, and nowhere else."""

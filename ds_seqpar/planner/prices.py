@@ -99,7 +99,7 @@ class MachinePrices:
         if isinstance(one, Pack):
             return self.copied(2, member, one.unit)
         if isinstance(one, Assemble):
-            return self.copied(2, member, (one.collective.kind, one.collective.whole))
+            return self.copied(2, member, (one.collective.kind, one.collective.blocks))
         if isinstance(one, Export) and one.own != one.into:
             return self.copied(2, member, one.unit)
         if isinstance(one, Merge) and one.own != OWN:

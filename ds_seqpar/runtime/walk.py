@@ -151,11 +151,11 @@ class Walk:
     def assemble(self, one: op.Assemble) -> None:
         gather = one.collective
         self.work.forget(one.into)
-        whole = self.buffers.tensors(one.into, (gather.kind, gather.whole))
+        whole = self.buffers.tensors(one.into, (gather.kind, gather.blocks))
         keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
         for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
             for target, tensor in zip(whole, part, strict=True):
-                for place, piece in _rows(target, tensor, self.rows(gather.kind, gather.whole, key)):
+                for place, piece in _rows(target, tensor, self.rows(gather.kind, gather.blocks, key)):
                     place.copy_(piece)
 
     def product(self, one: op.Product) -> None:
@@ -188,14 +188,14 @@ class Walk:
     def scatter_start(self, one: op.ScatterStart) -> None:
         """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
         reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
-        whole, mine = self.results.pop((kind, reduce.whole)).placed(), reduce.part(rank)
+        whole, mine = self.results.pop((kind, reduce.blocks)).placed(), reduce.part(rank)
         order = [reduce.part(peer) for peer in self.comm.order(reduce.ranks)]
         others = [part for part in order if part != mine]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
             for target, tensor in zip(part, whole, strict=True):
-                for place, piece in _rows(tensor, target, self.rows(kind, reduce.whole, key)):
+                for place, piece in _rows(tensor, target, self.rows(kind, reduce.blocks, key)):
                     piece.copy_(place)
-        own = self.rows(kind, reduce.whole, mine)  # does not travel, so it is not rounded to what travels
+        own = self.rows(kind, reduce.blocks, mine)  # does not travel, so it is not rounded to what travels
         self.running((kind, mine), one.own_part).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
         going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
         coming = [0 if part == mine else self.bound.unit_bytes(one.received, kind, mine) for part in order]

@@ -126,8 +126,8 @@ def messages_of(number, step, rank, asked, units):
         yield kind, posted, str(move), move.kind, (move.key,), peer, size
     for its in (*step.gathers, *step.reduces):
         mine, others = len(its.part(rank)), len(its.ranks) - 1
-        blocks = len(its.whole) - mine if isinstance(its, Gather) else mine * others
-        yield "move", number, str(its), its.kind, (its.whole,), -1, 8 * units[its.kind] * blocks
+        blocks = len(its.blocks) - mine if isinstance(its, Gather) else mine * others
+        yield "move", number, str(its), its.kind, (its.blocks,), -1, 8 * units[its.kind] * blocks
 
 
 def test_instructions_are_those_of_the_program_one_after_another(results, case):

@@ -110,7 +110,7 @@ def _assert_gathers_are_read(steps, pairs):
         for gather in rank_groups.gathers:
             for rank in gather.ranks:
                 computes = [c for step in steps for c in step.computes if c.rank == rank]
-                for block in gather.whole:
+                for block in gather.blocks:
                     if gather.kind == "q":
                         assert any((block, j) in pairs for c in computes if block in c.q for j in c.kv)
                     else:

@@ -131,12 +131,12 @@ class Model:
                 self.forget(slot)
 
     def on_GatherStart(self, one):
-        kind, whole = one.collective.kind, one.collective.whole
+        kind, whole = one.collective.kind, one.collective.blocks
         self.read(one.sent, "operand", (kind, one.collective.part(self.rank)))
         self.start(one.ticket, [one.sent], {one.received: ("gathered", (kind, whole))})
 
     def on_Assemble(self, one):
-        unit = one.collective.kind, one.collective.whole
+        unit = one.collective.kind, one.collective.blocks
         self.read(one.received, "gathered", unit)
         assert one.into != one.received
         self.write(one.into, "operand", unit)
@@ -167,8 +167,8 @@ class Model:
 
     def on_ScatterStart(self, one):
         reduce, kind = one.collective, one.collective.kind
-        self.read(one.own, "running", (kind, reduce.whole))
-        self.write(one.sent, "others", (kind, reduce.whole))
+        self.read(one.own, "running", (kind, reduce.blocks))
+        self.write(one.sent, "others", (kind, reduce.blocks))
         self.running(one.own_part, (kind, reduce.part(self.rank)))
         if one.own_part != one.own:
             self.forget(one.own)
