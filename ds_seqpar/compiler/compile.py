@@ -178,7 +178,7 @@ class BoundProgram:
 
 class Compiler:
     """Makes and caches the programs of one rank. An inner program is one stage's, without exchanges of heads; a call's
-    program has all stages with their exchanges. Bound, a program has lengths.
+    program has all stages with their exchanges. A bound program also has lengths.
 
     receive_ahead: by how many steps receives are posted early, as the transport needs it; see `lower`."""
 
