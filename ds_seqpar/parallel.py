@@ -19,7 +19,7 @@ from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
-from .runtime import devices, groups, inputs, keeping, kernels, ops, runtime
+from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, failing
 from .runtime.telling import told_once
@@ -155,13 +155,13 @@ class SequenceParallel(Sharding):
         the same."""
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
-    def checkpointing(self, checkpoint: Callable[..., Any]) -> keeping.Checkpoint:
+    def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
         """The same of another checkpoint function."""
         if self.config.offload_checkpoints and self.store is None:
             from .runtime.offload import store_of
 
             self.store = store_of(self.device)
-        return keeping.Checkpoint(checkpoint, self.config.keep_attention, self.store)
+        return checkpoints.Checkpoint(checkpoint, self.config.keep_attention, self.store)
 
     def record(self, *, watch: bool = False) -> Record:
         """`with sp.record() as record:` writes down when this rank computes, waits, sends and receives; afterwards

@@ -20,7 +20,7 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
 from ..errors import InputError, SeqParError, as_error
-from . import keeping
+from . import checkpoints
 from .agreement import Compared, Fields, agree
 from .comm import TorchComm
 from .runtime import Runtime
@@ -102,7 +102,7 @@ def _kind_of(q: object, k: object, v: object, asked: Asked) -> tuple | None:
     kinds = [(x.layout, x.shape, x.dtype, x.device) for x in given]
     # types first: a comparison ends where two differ, and others may be nothing to be compared
     types = [type(x) for x in asked]
-    return types, kinds, asked[:-1], keeping.which_run()
+    return types, kinds, asked[:-1], checkpoints.which_run()
 
 
 def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> dict[str, object]:
@@ -111,7 +111,7 @@ def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> d
     if asked.shards is not None:
         given = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
-    given |= {"causal": asked.mask.causal, "scale": asked.scale, "checkpoint": keeping.which_run()}
+    given |= {"causal": asked.mask.causal, "scale": asked.scale, "checkpoint": checkpoints.which_run()}
     given |= {"backward": asked.backward, "return_lse": asked.lse}
     if not asked.mask.scale_free:
         given["mask"] = f"{asked.mask} {hash(asked.mask) & 0xFFFFFFFF:08x}"

@@ -18,7 +18,7 @@ from ..compiler.masks import Mask
 from ..compiler.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
 from ..handles import held, hold, of_handle
-from . import keeping
+from . import checkpoints
 from .buffers import Tensors, wide
 from .call import Saved
 from .inputs import Asked, agree_on_inputs, of_one_head_dim, traceable
@@ -61,7 +61,7 @@ def agree(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Te
     if torch.compiler.is_compiling() and traceable(runtime, q, k, v, asked):
         mask, shards, *more = asked
         return agree_on(q, k, v, runtime.handle, mask.handle, handle_of_shards(shards), *more)
-    if not keeping.is_known():
+    if not checkpoints.is_replayed():
         agree_on_inputs(runtime, q, k, v, asked)
     return None
 
@@ -93,10 +93,10 @@ def _attention(
 
     Whether backward finds the inner q, k and v, or has them sent again, is the setting `keep_exchanged`.
     """
-    again = not torch.compiler.is_compiling() and keeping.is_checkpointed()
+    again = not torch.compiler.is_compiling() and checkpoints.is_checkpointed()
     q, k, _ = tensors
     stages = stages_of(runtime, q, k, mask, shards) if parts == 1 else 1
-    keep = sum(runtime.config.kept(max(stages, parts), again, again and keeping.is_kept()))
+    keep = sum(runtime.config.kept(max(stages, parts), again, again and checkpoints.is_saved()))
     gathered = lse and runtime.members.degree > 1
     if _is_watched() and not again:
         numbers = _numbers(runtime, mask, shards, scores, stages, keep)
@@ -269,10 +269,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, given: _Given) -> Tensors:
-        found = keeping.taken()
+        found = checkpoints.replayed()
         if found is None:
             found = tuple(_seen(given, q, k, v, sinks))
-            keeping.put(found)
+            checkpoints.save(found)
         ctx.given, ctx.k_shape = given, k.shape
         _save(ctx, (q, k, v), sinks, found, given.keep, given.lse)
         ctx.mark_non_differentiable(*found[2:])  # the lse stays: by it `_final` finds the inputs
