@@ -137,16 +137,18 @@ class SequenceParallel(Sharding):
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         backward, meant = torch.is_grad_enabled() and followed, inputs.mask_of(causal, mask)
-        asked = inputs.Asked(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
-        out, lse = ops.attention(self.runtime, q, k, v, asked)
-        return out if lse is None else (out, ops.Constant.apply(lse, out))
+        options = inputs.AttentionOptions(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
+        out, lse = ops.attention(self.runtime, q, k, v, options)
+        return out if lse is None else (out, ops.LseWithoutGradient.apply(lse, out))
 
-    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked, parts: int = 1) -> Tensor:
+    def attention_agreed(
+        self, q: Tensor, k: Tensor, v: Tensor, options: inputs.AttentionOptions, parts: int = 1
+    ) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward).
         parts: above 1 these are the heads of one of so many stages."""
         inputs.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return ops.attention(self.runtime, q, k, v, asked, agreed=True, parts=parts)[0]
+        return ops.attention(self.runtime, q, k, v, options, agreed=True, parts=parts)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of your own. It keeps the results of `attention` in

@@ -62,7 +62,7 @@ def recorded(cases):
 def planned(sp):
     """By direction."""
     shards, plans = sp.runtime.shards(SEQ // sp.runtime.size), {}
-    for direction, (_, (bound, _)) in sp.runtime.last.items():
+    for direction, (_, (bound, _)) in sp.runtime.last_bound.items():
         compiler = sp.runtime.compiler
         plan = compiler.recipe.plan(direction, compiler.pattern(CAUSAL, shards), bound.shape)
         plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, sp.runtime.rank

@@ -42,7 +42,7 @@ def use_groups():
             warm_up(*args)
 
     groups._warm_up = warm_up_fakes
-    ops._is_watched = lambda: False  # a fake mode watches, which a real device has not
+    ops._runs_as_op = lambda: False  # a fake mode watches, which a real device has not
 
 
 def really(function):

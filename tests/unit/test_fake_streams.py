@@ -47,10 +47,10 @@ def walk(rank, size=4, ulysses=1, **settings):
     tokens = 2 * multiple(config.layout, size, ulysses) // size
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
     for keep in range(3 if ulysses > 1 else 1):
-        given = ops._Given(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
-        out, *rest = ops._forward(given, q, k, v, None)
+        settings = ops._Settings(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
+        out, *rest = ops._forward(settings, q, k, v, None)
         saved = [*rest, *([] if keep > 1 else [out]), *([] if keep else [q, k, v])]
-        ops._backward(given, do, None, saved, 4)
+        ops._backward(settings, do, None, saved, 4)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
