@@ -21,8 +21,8 @@ from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
 from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
-from .runtime.comm import TorchComm, failing
-from .runtime.telling import told_once
+from .runtime.comm import TorchComm, explaining_failure
+from .runtime.exits import printed_once
 from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SequenceParallel(Sharding):
     function that reads how many tokens and labels it knows. store: host memory of offloaded checkpoints.
     """
 
-    @told_once
+    @printed_once
     def __init__(
         self,
         config: SequenceParallelConfig | None = None,
@@ -78,7 +78,7 @@ class SequenceParallel(Sharding):
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
-        with failing("making process groups", world):
+        with explaining_failure("making process groups", world):
             self.groups = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         self.comm = TorchComm(self.groups)
@@ -259,7 +259,7 @@ class SequenceParallel(Sharding):
 def _own_device() -> tuple[torch.device, ConfigError | None]:
     """This rank's device, set, and why it has none, for all ranks to hear."""
     try:
-        return devices.bind(groups.all_ranks()) or torch.device("cpu"), None
+        return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
         return torch.device("cpu"), reason
 
@@ -283,7 +283,10 @@ def _agreed(
         settings = {**config.settings(), "heads": heads}
         if config.kernel == "auto":
             measured = _measured(config.machine, device)
-            settings |= {"kernels here": kernels.here(device.type), f"kernels measured in {config.machine}": measured}
+            settings |= {
+                "kernels here": kernels.available(device.type),
+                f"kernels measured in {config.machine}": measured,
+            }
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
@@ -304,7 +307,7 @@ def _measured(machine: str, device: torch.device) -> Orders:
         return {}
     from .planner.machine import Machine
 
-    return Machine.load(machine).kernels.get(devices.name_of(device), {})
+    return Machine.load(machine).kernels.get(devices.device_name(device), {})
 
 
 def _say_unmeasured(machine: str, device: torch.device) -> None:
@@ -312,7 +315,7 @@ def _say_unmeasured(machine: str, device: torch.device) -> None:
 
     if found := Machine.load(machine).kernels:
         said = f"sequence_parallel: {machine} has the order of kernels of {', '.join(found)}, none of this device"
-        print(f"{said}, {devices.name_of(device)}; the built-in order holds", file=sys.stderr, flush=True)
+        print(f"{said}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
 
 
 def _planned_by_all(
@@ -342,7 +345,7 @@ def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
     """
     from .planner.machine import Machine
 
-    per_node, device = devices.shared_by(hosts), hosts[0].device
+    per_node, device = devices.ranks_per_host(hosts), hosts[0].device
     if device:
         machine = Machine.supposed(device, dtype)
         memory = min(host.device_memory for host in hosts) or machine.memory

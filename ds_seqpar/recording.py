@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .compiler.timeline import Event, Timeline
 from .errors import ConfigError
 from .runtime.agreement import gathered
-from .runtime.comm import failing
+from .runtime.comm import explaining_failure
 from .runtime.recorder import Recorder
 from .runtime.runtime import Runtime
 
@@ -69,7 +69,7 @@ class Record:
         for _ in range(ROUNDS):
             came = time.perf_counter()
             if self._group is not None:
-                with failing("gathering a record", self._group):
+                with explaining_failure("gathering a record", self._group):
                     dist.barrier(self._group)
             barriers.append(Barrier(came, time.perf_counter()))
         everyones = sorted(gathered(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1])

@@ -22,7 +22,7 @@ from .errors import ConfigError, InputError
 from .runtime import inputs
 from .runtime.buffers import Tensors
 from .runtime.call import NOTHING, OPERANDS_AND_OUT, Saved
-from .runtime.comm import EXCHANGE, Message, Sizes
+from .runtime.comm import EXCHANGE_TAG, Message, Sizes
 from .runtime.kernels import Scores
 from .runtime.runtime import Runtime
 from .runtime.walk import Walk
@@ -88,7 +88,7 @@ class _VirtualComm:
     def exchange(self, kind: str, sent: Tensor, received: Tensor, sizes: Sizes) -> _Receives:
         peers, own = range(len(sizes[0])), sizes[1][self.members.rank]
         parts = sent.split(list(sizes[0])), received.split(list(sizes[1]))
-        return self._collective(peers, kind, sum(sizes[1]) - own, *parts, EXCHANGE)
+        return self._collective(peers, kind, sum(sizes[1]) - own, *parts, EXCHANGE_TAG)
 
     def _collective(
         self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
@@ -100,7 +100,7 @@ class _VirtualComm:
             for tensors in (sent, received)
         )
         self.received[kind] += elements
-        return (self.members if tag == EXCHANGE else self).post(sends, receives)
+        return (self.members if tag == EXCHANGE_TAG else self).post(sends, receives)
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .errors import InputError
 from .placement import Placement
 from .runtime.agreement import agree
-from .runtime.comm import failing
+from .runtime.comm import explaining_failure
 from .sharding import Sharding
 from .spread import Spread
 
@@ -182,7 +182,7 @@ class _Sum(Function):
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, own.detach().clone()
         if sp.groups.sp is not None:  # torch takes None for all ranks
-            with failing("the sum of the loss over ranks", sp.groups.sp):
+            with explaining_failure("the sum of the loss over ranks", sp.groups.sp):
                 dist.all_reduce(total, group=sp.groups.sp)
         return total
 

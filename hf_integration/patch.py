@@ -28,8 +28,8 @@ from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.placement import Placement
+from ds_seqpar.runtime.exits import printed_once
 from ds_seqpar.runtime.inputs import AttentionOptions
-from ds_seqpar.runtime.telling import told_once
 
 from . import checkpointing, noise, rope, sharded, stages, tiling, whole_calls
 from .families import (
@@ -73,7 +73,7 @@ class _Patch:
         return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
-@told_once
+@printed_once
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     """Makes every attention of the model exact over sequences that are shared by `sp.size` ranks. Returns the model.
 
@@ -115,7 +115,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     return model
 
 
-@told_once
+@printed_once
 def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel:
     """Makes a SequenceParallel with these settings (`size=2`, as in the "sequence_parallel" section of a DeepSpeed
     JSON), patches the model with it, and returns it. The model is then called as before, with whole batches that are

@@ -1,5 +1,5 @@
-"""One attention call as a walk sees it: the caller's tensors, which are all heads of this rank's own tokens, and for
-each stage the inner tensors, some heads of the inner rank's tokens. `compiler.exchange` names what is exchanged."""
+"""The tensors of one attention call, as a walk takes and returns them. The caller's are all heads of this rank's own
+tokens. Each stage's inner tensors are some heads of the inner rank's tokens. `compiler.exchange` names their fields."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class AttentionOptions(NamedTuple):
 
 
 def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
-    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, if one of
-    them got inputs that attention cannot take, or other shapes, dtypes or settings than its peers. Collective."""
+    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence. It does so
+    if one of them got what attention cannot take, or other shapes, dtypes or settings than its peers. Collective."""
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
         torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
         return

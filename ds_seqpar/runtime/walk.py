@@ -24,7 +24,7 @@ from .work import ALL, Work
 
 
 class Recorder(Protocol):
-    def advancing(self, walk: Walk) -> Callable[[], None]:
+    def timed(self, walk: Walk) -> Callable[[], None]:
         """A function to call in place of the walk's `advance`, which records the instruction."""
         ...
 
@@ -53,7 +53,7 @@ class Walk:
     def run(self) -> list[Tensor]:
         """Executes all instructions, on a real rank, whose waits block. Returns the call's results."""
         advance, count = (
-            self.advance if self.recorder is None else self.recorder.advancing(self),
+            self.advance if self.recorder is None else self.recorder.timed(self),
             len(self.program.code),
         )
         while self.at < count:

@@ -33,7 +33,7 @@ def use(device: ctypes.CDLL, count: int):
 
 def use_groups():
     """Has torch's fake backend stand for NCCL, and ranks agree inside of a fake mode too."""
-    devices.ON_HOST = tuple(name for name in devices.ON_HOST if name != "fake")
+    devices.HOST_BACKENDS = tuple(name for name in devices.HOST_BACKENDS if name != "fake")
     agreement.greatest = really(agreement.greatest)
     warm_up = groups._warm_up
 

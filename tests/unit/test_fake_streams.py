@@ -22,7 +22,7 @@ from tests.unit.plans import SHAPES
 
 @pytest.fixture
 def streams(monkeypatch):
-    monkeypatch.setattr(comm, "accelerated", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
+    monkeypatch.setattr(comm, "communicator_device", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
     with no_device(), Streams().in_place_of_torch() as streams:
         yield streams
     if dist.is_initialized():
