@@ -165,7 +165,7 @@ def stages_of(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Uneven
 
 def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> list[int]:
     """The numbers by which the op's fake finds the shapes of its results. They are Ulysses' degree, this rank's member
-    number, and the inner rank's tokens of q and of k/v. The last is 1 where q, k and v travel in one message, else 0."""
+    number, and the inner rank's tokens of q and of k/v. The last is 1 where q, k and v travel in one message."""
     (q, k, _), degree = tensors, runtime.members.degree
     if shards is None:
         return [*runtime.members, q.shape[1] * degree, k.shape[1] * degree, 1]
