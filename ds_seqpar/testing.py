@@ -55,12 +55,8 @@ class _VirtualComm:
     """The transport of one virtual rank: a mailbox. members: its transport to the other Ulysses members."""
 
     def __init__(self, rank: int, mailbox: Mailbox, members: _VirtualComm | None = None) -> None:
-        self.rank, self.mailbox, self.early = (
-            rank,
-            mailbox,
-            0,
-        )  # asking early gains nothing: a mailbox keeps what is sent
-        self.members = members or self
+        self.rank, self.mailbox, self.members = rank, mailbox, members or self
+        self.early = 0  # a mailbox keeps what is sent, so asking for it early gains nothing
         self.received: Counter[str] = Counter()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Receives:

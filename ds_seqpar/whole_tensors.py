@@ -138,7 +138,7 @@ def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
 
     part: (rows, own tokens, ...) or (1, own tokens, ...), as `spread` says. Communicates where its values are read, and
     in backward."""
-    return _Made.apply(part, spread)
+    return _FromPart.apply(part, spread)
 
 
 def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _agree_on_backward(sp: Sharding, name: str) -> None:
     agree(sp.groups.control, f"backward through whole {name}", None)
 
 
-class _Made(Function):
+class _FromPart(Function):
     """part -> WholeTensor."""
 
     @staticmethod
@@ -213,7 +213,8 @@ class _Gathered(Function):
 class _Local(Function):
     """WholeTensor -> this rank's part.
 
-    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_Made` will again.
+    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromPart` will
+    again.
     """
 
     @staticmethod
@@ -233,17 +234,17 @@ class _Narrowed(Function):
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
         ctx.shape, ctx.spread, ctx.rows = x.part.shape, x.spread, rows
-        ctx.narrow, kept = x.spread.narrow(rows, tokens)
-        ctx.kept = kept.to(x.device)
+        ctx.narrow, places = x.spread.narrow(rows, tokens)
+        ctx.places = places.to(x.device)
         part = x.part if x.spread.joined else x.part[rows]
-        return WholeTensor(part.index_select(1, ctx.kept), ctx.narrow, of=x)
+        return WholeTensor(part.index_select(1, ctx.places), ctx.narrow, of=x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         own = part_of(grad, ctx.narrow)
         whole = own.new_zeros(ctx.shape)
-        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.kept, own)
+        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
         return WholeTensor(whole, ctx.spread), None, None
 
 

@@ -150,9 +150,9 @@ def _raise_difference(
     for part in sorted(set(parts)):
         members = [rank for rank, of in enumerate(parts) if of == part]
         why = advice({names[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
-        if given := differences({names[rank]: reports[rank][:2] for rank in members}, why):
+        if difference := differences({names[rank]: reports[rank][:2] for rank in members}, why):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
-            raise printed_by(DisagreementError(f"{who} must be given the same {given}"), names[members[0]], key)
+            raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
 
 
 def gathered(group: dist.ProcessGroup | None, own: Any) -> list[Any]:
@@ -165,31 +165,31 @@ def gathered(group: dist.ProcessGroup | None, own: Any) -> list[Any]:
     return objects
 
 
-def differences(given: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
-    """What differs between ranks, in words, or "" if nothing does. given: rank -> (what it compares, its fields). why:
-    the cause and what to do, where they are known.
+def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
+    """What differs between ranks, in words, or "" if nothing does. by_rank: rank -> (what it compares, its fields).
+    why: the cause and what to do, where they are known.
 
     Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
-    if len({what for what, _ in given.values()}) > 1:
-        by_call = {rank: what for rank, (what, _) in given.items()}
+    if len({what for what, _ in by_rank.values()}) > 1:
+        by_call = {rank: what for rank, (what, _) in by_rank.items()}
         return f"calls; got {_grouped(by_call)}"
-    first = next(iter(given.values()))
-    names = differing({rank: fields for rank, (_, fields) in given.items()})
+    first = next(iter(by_rank.values()))
+    names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
     if not names:
         return ""
     omitted = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
-    by_rank = {
+    shown = {
         rank: ", ".join([_named(name, fields.get(name)) for name in names[:MOST_SHOWN]] + omitted)
-        for rank, (_, fields) in given.items()
+        for rank, (_, fields) in by_rank.items()
     }
-    return f"{first[0]}{why and f', but {why}'}; got {_grouped(by_rank)}"
+    return f"{first[0]}{why and f', but {why}'}; got {_grouped(shown)}"
 
 
-def differing(given: Mapping[int, Fields]) -> list[str]:
+def differing(by_rank: Mapping[int, Fields]) -> list[str]:
     """The names of the fields in which ranks differ, in order."""
-    names = {name: None for fields in given.values() for name in fields}
-    return [name for name in names if len({fields.get(name) for fields in given.values()}) > 1]
+    names = {name: None for fields in by_rank.values() for name in fields}
+    return [name for name in names if len({fields.get(name) for fields in by_rank.values()}) > 1]
 
 
 def _named(name: str, value: str | None) -> str:

@@ -85,13 +85,13 @@ class Recorder:
         """All events so far in the order in which they began: messages when they were posted. Waits for the device."""
         events: list[Event] = []
         walks = 0
-        for one in self.recorded:
-            if isinstance(one, Span):
-                if one.end is not None:
-                    start, end = map(self.clock.seconds, (one.start, one.end))
-                    events.append(Event(self.rank, one.kind, start, end, one.label, bytes=one.bytes))
+        for recorded in self.recorded:
+            if isinstance(recorded, Span):
+                if recorded.end is not None:
+                    start, end = map(self.clock.seconds, (recorded.start, recorded.end))
+                    events.append(Event(self.rank, recorded.kind, start, end, recorded.label, bytes=recorded.bytes))
             else:
-                events += _WalkEvents(self.rank, walks, one, self.clock.seconds).events()
+                events += _WalkEvents(self.rank, walks, recorded, self.clock.seconds).events()
                 walks += 1
         return tuple(events)
 
@@ -216,12 +216,12 @@ class _WalkEvents:
         if not isinstance(one, op.Post):
             kind, whole = one.collective.unit
             return [("move", one.label, {"what": kind, "blocks": (whole,), "bytes": _arriving(self.bound, one)})]
-        found = []
+        messages = []
         for kind, t in [*(("move", t) for t in one.receives), *(("send", t) for t in one.sends)]:
             (what, key), size = t.unit, self.bound.unit_bytes(t.slot, *t.unit)
             more = {"what": what, "blocks": (key,), "peer": t.peer, "bytes": size}
-            found.append((kind, self.route(kind, t), more))
-        return found
+            messages.append((kind, self.route(kind, t), more))
+        return messages
 
     def route(self, kind: str, transfer: Transfer) -> str:
         """The label of a message as the simulator writes it: unit:source>destination."""

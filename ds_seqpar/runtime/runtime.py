@@ -67,8 +67,8 @@ class Runtime:
         key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, around, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            found = self._bound(direction, q, kv_heads, mask, shards, softcap, around)
-            last = self.last_bound[direction] = key, found
+            bound = self._bound(direction, q, kv_heads, mask, shards, softcap, around)
+            last = self.last_bound[direction] = key, bound
         return last[1]
 
     def _bound(

@@ -34,12 +34,12 @@ class CpuFlash:
     ran_on = "CPU"
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = []
+        reasons = []
         if spec.device != "cpu":
-            found.append(f"runs on the CPU, not on {spec.device}")
+            reasons.append(f"runs on the CPU, not on {spec.device}")
         if spec.dtype not in self.tolerance:
-            found.append(f"takes floating point, not {spec.dtype}")
-        return found
+            reasons.append(f"takes floating point, not {spec.dtype}")
+        return reasons
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, width: int = 0
@@ -136,18 +136,18 @@ class CudaKernel:
     ran_on = NOWHERE
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = []
+        reasons = []
         if spec.device != "cuda":
-            found.append(f"runs on CUDA, not on {spec.device}")
+            reasons.append(f"runs on CUDA, not on {spec.device}")
         if spec.dtype not in self.tolerance:
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.tolerance)
-            found.append(f"takes {names}, not {spec.dtype_name}")
+            reasons.append(f"takes {names}, not {spec.dtype_name}")
         if spec.head_dim > self.max_head_dim:
-            found.append(f"takes head_dim up to {self.max_head_dim}, not {spec.head_dim}")
+            reasons.append(f"takes head_dim up to {self.max_head_dim}, not {spec.head_dim}")
         old = spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
         if old and self.needs_ampere(spec.dtype):
-            found.append("needs a GPU of compute capability 8.0 (Ampere) or later")
-        return found
+            reasons.append("needs a GPU of compute capability 8.0 (Ampere) or later")
+        return reasons
 
     def needs_ampere(self, dtype: torch.dtype) -> bool:
         return True
@@ -270,12 +270,12 @@ class Cudnn(CudaKernel):
     lse_is_4d = True
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = super().reasons(spec)
+        reasons = super().reasons(spec)
         if is_deterministic():
-            found.append("has no deterministic backward")
+            reasons.append("has no deterministic backward")
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
-            found.append("reads an lse of other strides while TORCH_CUDNN_SDPA_AVOID_RECOMPILE is 1")
-        return found + ["is not there on AMD's GPUs"] * (torch.version.hip is not None)
+            reasons.append("reads an lse of other strides while TORCH_CUDNN_SDPA_AVOID_RECOMPILE is 1")
+        return reasons + ["is not there on AMD's GPUs"] * (torch.version.hip is not None)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, segments: Segments | None = None
@@ -324,13 +324,13 @@ class FlashAttn(CudaKernel):
         return type(self)(softcap)
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = super().reasons(spec)
+        reasons = super().reasons(spec)
         version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
         if version is None:  # None too for a folder of that name that is no package
-            found.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
+            reasons.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
         elif version < Version("2.7"):
-            found.append("needs flash-attn 2.7 or later")
-        return found
+            reasons.append("needs flash-attn 2.7 or later")
+        return reasons
 
     def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         function, lengths = self.function("forward", call)
