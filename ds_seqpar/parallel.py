@@ -283,10 +283,8 @@ def _agreed(
         settings = {**config.settings(), "heads": heads}
         if config.kernel == "auto":
             measured = _measured(config.machine, device)
-            settings |= {
-                "kernels here": kernels.available(device.type),
-                f"kernels measured in {config.machine}": measured,
-            }
+            settings |= {"kernels here": kernels.available(device.type)}
+            settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)

@@ -29,9 +29,7 @@ from .runtime.comm import explaining_failure
 from .sharding import Sharding
 from .spread import Spread
 
-Rule = Callable[
-    [Any, dict[str, Any]], Any
-]  # (operator, its arguments by name) -> its result, or None if it needs the whole
+Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, its arguments by name) -> its result; None: it needs the whole
 RULES: dict[str, Rule] = {}  # by the operator's name; filled by whole_rules.py
 
 

@@ -30,9 +30,10 @@ class Runtime:
     """Settings, this rank's place and its transport.
 
     rank: the inner rank. members: Ulysses' degree and this rank's member number. checked: the key of the inputs that
-    `inputs` checked last, and the form in which ranks compare them. last_stages: the arguments and the result of the
-    last `fewest_stages`. recorder: records when this rank does what, while somebody asks for it. measured: the order of
-    kernels of each `BlockSpec.case` that was measured. handle: of this object, for ops."""
+    `inputs` checked last, and the form in which ranks compare them. last_bound, last_stages: the arguments and the
+    result of the last `bound` of each direction, and of the last `fewest_stages`. recorder: records when this rank does
+    what, while somebody asks for it. measured: the order of kernels of each `BlockSpec.case` that was measured. handle:
+    of this object, for ops."""
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0,
@@ -46,9 +47,7 @@ class Runtime:
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(config.recipe(topology), rank, comm.early)
         self.size = self.compiler.recipe.size
-        self.last_bound: dict[
-            str, tuple[tuple, tuple[Bound, Kernel]]
-        ] = {}  # by direction: arguments and result of `bound`
+        self.last_bound: dict[str, tuple[tuple, tuple[Bound, Kernel]]] = {}
         self.handle = handle_of(self)
 
     def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -67,8 +66,8 @@ class Runtime:
         key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, around, is_deterministic()
         last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            bound = self._bound(direction, q, kv_heads, mask, shards, softcap, around)
-            last = self.last_bound[direction] = key, bound
+            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, around)
+            self.last_bound[direction] = last
         return last[1]
 
     def _bound(
