@@ -22,7 +22,7 @@ from .documents import Lengths, documents_of, without_documents
 from .errors import InputError, as_error
 from .placement import Placement
 from .runtime import causes, trusted
-from .runtime.agreement import Alike, agree, in_words, sums
+from .runtime.agreement import Part, agree, rank_values, sums
 from .sharding import Sharding
 from .tokens import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 
@@ -65,13 +65,13 @@ def shard_window(
         sharded, counts, fingerprints = _prepare(sp, window, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
         error = as_error("making the batches of a window failed", reason)
-    peers = Alike(sp.data_rank, sp.groups.control)
+    peers = Part(sp.data_rank, sp.groups.control)
     how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": causes.of_batches}
     most = agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
     world = dist.get_world_size()
     total, from_padding, batches = sums(sp.control_world, [*counts, len(sharded)], "shard_batches")
     if batches != most * world:
-        lengths = in_words(sp.control_world, len(sharded), "shard_batches")
+        lengths = rank_values(sp.control_world, len(sharded), "shard_batches")
         raise InputError(f"all ranks must be given as many micro-batches; got {lengths}, give every rank whole windows")
     if from_padding and dist.get_rank() == 0:
         warn_of_left_padding()
@@ -252,10 +252,10 @@ def _shard(sp: Sharding, batch: Checked) -> dict[str, Any]:
         positions = positions.expand(rows, -1)
     # trusted with this placement only: a model that is called without it finds out
     maker = sp if placement is None else placement
-    sharded["position_ids"] = trusted.remember(positions.to(batch.tensors["labels"].device), maker)
+    sharded["position_ids"] = trusted.trust(positions.to(batch.tensors["labels"].device), maker)
     if sp.keeps_masks and batch.mask is not None:
         mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
-        sharded["attention_mask"] = trusted.remember(mask, sp)
+        sharded["attention_mask"] = trusted.trust(mask, sp)
     return sharded if placement is None else {**sharded, "placement": placement}
 
 
@@ -270,7 +270,7 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
         return batch
     moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
     for name in {"position_ids", "attention_mask"} & batch.keys():
-        trusted.keep(batch[name], moved[name])
+        trusted.trust_copy(batch[name], moved[name])
     return moved
 
 

@@ -28,7 +28,7 @@ from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import agree
 from .runtime.devices import set_device
-from .runtime.telling import told_once, wait_at_exit
+from .runtime.exits import printed_once, wait_at_exit
 
 if TYPE_CHECKING:
     import argparse
@@ -47,7 +47,7 @@ REFUSED_ARGUMENTS = {
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
-@told_once
+@printed_once
 def initialize(
     *,
     model: torch.nn.Module,

@@ -1,4 +1,4 @@
-"""A custom op takes no objects, so it takes a number; this is the one place that turns it back into an object."""
+"""A custom op takes no objects, so it takes handles, which are numbers. Here a handle becomes its object again."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import Any
 
 from .errors import ConfigError
 
-HELD = 256  # more than a run attends with between a forward and its backward
-_held: OrderedDict[int, Any] = OrderedDict()
+MOST_ALIVE = 256  # more objects than attention is called with between a forward and its backward
+_alive: OrderedDict[int, Any] = OrderedDict()
 _OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def handle_of(thing: Any) -> int:
-    """A number for `thing`, good while something else holds it."""
+    """A handle of an object, good as long as something else refers to the object."""
     handle = next(_numbers)
     _OBJECTS[handle] = thing
     return handle
 
 
-def hold(*handles: int) -> None:
-    """Keeps what these stand for, a while: a compiled graph has the numbers only when its backward comes."""
+def keep_alive(*handles: int) -> None:
+    """Refers to the last `MOST_ALIVE` objects that it was given: a compiled graph has only handles until its backward
+    comes."""
     for handle in handles:
-        _held[handle] = of_handle(handle)
-        _held.move_to_end(handle)
-    while len(_held) > HELD:
-        _held.popitem(last=False)
+        _alive[handle] = object_of(handle)
+        _alive.move_to_end(handle)
+    while len(_alive) > MOST_ALIVE:
+        _alive.popitem(last=False)
 
 
-def held(*handles: int) -> list[Any]:
-    """What a backward needs even where the caller has let go of it; a compiler has symbols for numbers that change, and
-    a number below 0 stands for nothing."""
-    return [of_handle(handle) for handle in handles if type(handle) is int and handle >= 0]
+def objects_of(*handles: int) -> list[Any]:
+    """The objects, for a backward to refer to even if the caller drops them. Left out are a compiler's symbols, which
+    stand for numbers that change, and numbers below 0, which are handles of nothing."""
+    return [object_of(handle) for handle in handles if type(handle) is int and handle >= 0]
 
 
-def of_handle(handle: int) -> Any:
-    """Raises ConfigError where it is gone."""
+def object_of(handle: int) -> Any:
+    """The object. Raises ConfigError where nothing refers to it any more."""
     if (thing := _OBJECTS.get(handle)) is None:
         raise ConfigError(
             "attention needs the SequenceParallel, model, mask and shards that it was made with; got a call after one "

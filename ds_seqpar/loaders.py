@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .errors import ConfigError, InputError, SeqParError, as_error
 from .runtime.agreement import Fields, agree, differing
-from .runtime.comm import failing
+from .runtime.comm import explaining_failure
 from .sharding import Sharding
 
 CALL = "a loader of sp.loader"
@@ -169,7 +169,7 @@ class Loader:
     def _told(self, batch: Any, seen: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """What the group's first rank has read, on all of them."""
         group, said = self.sp.groups.control, [(batch, seen)]
-        with failing(CALL, group):
+        with explaining_failure(CALL, group):
             dist.broadcast_object_list(
                 said, group=group, group_src=self.sp.groups.sp_order.index(0), device=torch.device("cpu")
             )

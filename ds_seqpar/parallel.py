@@ -19,10 +19,10 @@ from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_error
-from .runtime import devices, groups, inputs, keeping, kernels, ops, runtime
+from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
-from .runtime.comm import TorchComm, failing
-from .runtime.telling import told_once
+from .runtime.comm import TorchComm, explaining_failure
+from .runtime.exits import printed_once
 from .sharding import Sharding, mean_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SequenceParallel(Sharding):
     function that reads how many tokens and labels it knows. store: host memory of offloaded checkpoints.
     """
 
-    @told_once
+    @printed_once
     def __init__(
         self,
         config: SequenceParallelConfig | None = None,
@@ -78,7 +78,7 @@ class SequenceParallel(Sharding):
         rank = dist.get_rank()
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
-        with failing("making process groups", world):
+        with explaining_failure("making process groups", world):
             self.groups = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
         self.comm = TorchComm(self.groups)
@@ -137,16 +137,18 @@ class SequenceParallel(Sharding):
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         backward, meant = torch.is_grad_enabled() and followed, inputs.mask_of(causal, mask)
-        asked = inputs.Asked(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
-        out, lse = ops.attention(self.runtime, q, k, v, asked)
-        return out if lse is None else (out, ops.Constant.apply(lse, out))
+        options = inputs.AttentionOptions(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
+        out, lse = ops.attention(self.runtime, q, k, v, options)
+        return out if lse is None else (out, ops.LseWithoutGradient.apply(lse, out))
 
-    def attention_agreed(self, q: Tensor, k: Tensor, v: Tensor, asked: inputs.Asked, parts: int = 1) -> Tensor:
+    def attention_agreed(
+        self, q: Tensor, k: Tensor, v: Tensor, options: inputs.AttentionOptions, parts: int = 1
+    ) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward).
         parts: above 1 these are the heads of one of so many stages."""
         inputs.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
-        return ops.attention(self.runtime, q, k, v, asked, agreed=True, parts=parts)[0]
+        return ops.attention(self.runtime, q, k, v, options, agreed=True, parts=parts)[0]
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint` for layers of a model of your own. It keeps the results of `attention` in
@@ -155,13 +157,13 @@ class SequenceParallel(Sharding):
         the same."""
         return self.checkpointing(checkpoint)(function, *args, use_reentrant=use_reentrant, **kwargs)
 
-    def checkpointing(self, checkpoint: Callable[..., Any]) -> keeping.Checkpoint:
+    def checkpointing(self, checkpoint: Callable[..., Any]) -> checkpoints.Checkpoint:
         """The same of another checkpoint function."""
         if self.config.offload_checkpoints and self.store is None:
             from .runtime.offload import store_of
 
             self.store = store_of(self.device)
-        return keeping.Checkpoint(checkpoint, self.config.keep_attention, self.store)
+        return checkpoints.Checkpoint(checkpoint, self.config.keep_attention, self.store)
 
     def record(self, *, watch: bool = False) -> Record:
         """`with sp.record() as record:` writes down when this rank computes, waits, sends and receives; afterwards
@@ -257,7 +259,7 @@ class SequenceParallel(Sharding):
 def _own_device() -> tuple[torch.device, ConfigError | None]:
     """This rank's device, set, and why it has none, for all ranks to hear."""
     try:
-        return devices.bind(groups.all_ranks()) or torch.device("cpu"), None
+        return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
         return torch.device("cpu"), reason
 
@@ -281,7 +283,8 @@ def _agreed(
         settings = {**config.settings(), "heads": heads}
         if config.kernel == "auto":
             measured = _measured(config.machine, device)
-            settings |= {"kernels here": kernels.here(device.type), f"kernels measured in {config.machine}": measured}
+            settings |= {"kernels here": kernels.available(device.type)}
+            settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
@@ -302,7 +305,7 @@ def _measured(machine: str, device: torch.device) -> Orders:
         return {}
     from .planner.machine import Machine
 
-    return Machine.load(machine).kernels.get(devices.name_of(device), {})
+    return Machine.load(machine).kernels.get(devices.device_name(device), {})
 
 
 def _say_unmeasured(machine: str, device: torch.device) -> None:
@@ -310,7 +313,7 @@ def _say_unmeasured(machine: str, device: torch.device) -> None:
 
     if found := Machine.load(machine).kernels:
         said = f"sequence_parallel: {machine} has the order of kernels of {', '.join(found)}, none of this device"
-        print(f"{said}, {devices.name_of(device)}; the built-in order holds", file=sys.stderr, flush=True)
+        print(f"{said}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
 
 
 def _planned_by_all(
@@ -340,7 +343,7 @@ def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
     """
     from .planner.machine import Machine
 
-    per_node, device = devices.shared_by(hosts), hosts[0].device
+    per_node, device = devices.ranks_per_host(hosts), hosts[0].device
     if device:
         machine = Machine.supposed(device, dtype)
         memory = min(host.device_memory for host in hosts) or machine.memory

@@ -1,4 +1,4 @@
-"""A record of attention: when this rank, or all that share its sequence, did what, for a picture or a trace."""
+"""A record of attention: when this rank, or each rank of its sequence, did what, for a picture or a trace."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from .compiler.timeline import Event, Timeline
 from .errors import ConfigError
 from .runtime.agreement import gathered
-from .runtime.comm import failing
+from .runtime.comm import explaining_failure
 from .runtime.recorder import Recorder
 from .runtime.runtime import Runtime
 
-ROUNDS = 8  # barriers that clocks are compared by
+ROUNDS = 8  # barriers by which clocks are compared
 
 
 class Record:
-    """What `SequenceParallel.record` gives: inside its `with` block every attention of this rank is written down, in
-    forward, in backward and in what a checkpoint runs again. One record at a time."""
+    """What `SequenceParallel.record` returns. Inside its `with` block every attention of this rank is recorded: in
+    forward, in backward, and where a checkpoint runs it again. There may be one record at a time."""
 
     def __init__(
         self, runtime: Runtime, rank: int, device: torch.device, group: dist.ProcessGroup | None, watch: bool
@@ -44,7 +44,7 @@ class Record:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """This rank's, in the order in which they were begun; none before the block has ended. Seconds are those of
+        """This rank's events, in the order in which they began; none before the block has ended. Seconds are those of
         time.perf_counter. `ds_seqpar.compiler.timeline.Event` says what they hold."""
         return self._events
 
@@ -59,43 +59,45 @@ class Record:
         self.timeline.save(file)
 
     def gather(self) -> Timeline:
-        """All ranks' events, by rank, on all ranks, by the clock of the first one. Collective over the ranks that share
-        the sequence; raises CommunicationError where one of them does not come.
+        """All ranks' events, by rank, in seconds of the first rank's clock; every rank gets them. Collective over the
+        ranks that share the sequence; raises CommunicationError where one of them does not come.
 
-        Clocks are compared by barriers, which nobody leaves before all have come. Those that may be the same by that,
-        as the clocks of processes of one machine are, are taken to be; others are right to about half a barrier's time.
+        Clocks are compared by barriers, which no rank leaves before all have come. Clocks that the barriers do not tell
+        apart count as one clock, as those of processes of one machine are. Others are right to about half a barrier's
+        time.
         """
         barriers = []
         for _ in range(ROUNDS):
-            came = time.perf_counter()
+            arrival = time.perf_counter()
             if self._group is not None:
-                with failing("gathering a record", self._group):
+                with explaining_failure("gathering a record", self._group):
                     dist.barrier(self._group)
-            barriers.append(Barrier(came, time.perf_counter()))
-        everyones = sorted(gathered(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1])
-        first, found = everyones[0][2], []
-        for _, _, theirs, events in everyones:
-            late = ahead(first, theirs)
-            found += [shifted(event, -late) if late else event for event in events]
-        return Timeline(tuple(found))
+            barriers.append(Barrier(arrival, time.perf_counter()))
+        records = sorted(gathered(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1])
+        first, shared = records[0][2], []
+        for _, _, its_barriers, events in records:
+            lead = ahead(first, its_barriers)
+            shared += [shifted(event, -lead) if lead else event for event in events]
+        return Timeline(tuple(shared))
 
 
 class Barrier(NamedTuple):
-    """When a rank came to it, and when it left, by its own clock."""
+    """When a rank arrived at a barrier and when it left, by the rank's own clock."""
 
-    came: float
-    left: float
+    arrival: float
+    departure: float
 
 
 def ahead(first: list[Barrier], other: list[Barrier]) -> float:
-    """By how many seconds another clock is ahead of the first, given the same barriers on both: 0 where that may be."""
-    # nobody leaves before all have come, so other.left - ahead >= first.came, and the other way round
-    most = min(theirs.left - ours.came for ours, theirs in zip(first, other, strict=True))
-    least = max(theirs.came - ours.left for ours, theirs in zip(first, other, strict=True))
+    """By how many seconds the other clock is ahead of the first; 0 where the barriers allow it. first, other: the times
+    of the same barriers by both clocks."""
+    # no rank leaves before all have arrived, so other.departure - ahead >= first.arrival, and the other way round
+    most = min(b.departure - a.arrival for a, b in zip(first, other, strict=True))
+    least = max(b.arrival - a.departure for a, b in zip(first, other, strict=True))
     return 0.0 if least <= 0.0 <= most else (least + most) / 2
 
 
 def shifted(event: Event, by: float) -> Event:
-    """The same event, so many seconds later."""
+    """The event, with all its times `by` seconds later."""
     waited = None if event.waited is None else event.waited + by
     return dataclasses.replace(event, start=event.start + by, end=event.end + by, waited=waited)

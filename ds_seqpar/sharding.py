@@ -18,7 +18,7 @@ from .errors import InputError
 from .placement import Placement, held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
-from .runtime.comm import failing
+from .runtime.comm import explaining_failure
 from .runtime.groups import Groups
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
@@ -138,7 +138,7 @@ class Sharding:
         if (group := self.groups.sp) is None:
             return x
         total = x.detach().clone()
-        with failing("sum_over_ranks", group):
+        with explaining_failure("sum_over_ranks", group):
             dist.all_reduce(total, group=group)
         return total + self.size * (x - x.detach())
 
@@ -181,7 +181,7 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
     else:
         if len(local) < longest:  # all gather as many
             local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
-        with failing(call, group):
+        with explaining_failure(call, group):
             dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
     whole = local.new_empty(seq, *local.shape[1:])
     for part, order in zip(parts, orders, strict=True):

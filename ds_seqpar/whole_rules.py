@@ -1,4 +1,7 @@
-"""What is done on a rank's part of a whole tensor: which functions, and how. Any other function needs the whole."""
+"""The functions of torch that work on a rank's part of a whole tensor, and how. Any other function needs the whole.
+
+A rule takes an operator and its arguments by name. It returns the operator's result, or None if it needs the whole.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,33 @@ from .whole_tensors import RULES, WholeTensor, part_of, wholes
 aten = torch.ops.aten
 
 
-def _by_element(func: Any, named: dict[str, Any]) -> Any:
-    """What each element of the result needs is in the same place of all arguments."""
-    like = next(x for x in wholes(named) if x._gathered is None)
-    if not all(_lies_over(x, like) for x in tree_leaves(named) if isinstance(x, Tensor)):
+def _by_element(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of operators that compute each element from those in the same place of all arguments."""
+    like = next(x for x in wholes(arguments) if x._gathered is None)
+    if not all(_can_be_cut_like(x, like) for x in tree_leaves(arguments) if isinstance(x, Tensor)):
         return None
-    return _on_parts(func, named, like)
+    return _on_parts(func, arguments, like)
 
 
-def _by_token(func: Any, named: dict[str, Any]) -> Any:
-    """It works along dims that are neither rows nor tokens."""
-    like = next(x for x in wholes(named) if x._gathered is None)
+def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of operators along dims that are neither rows nor tokens."""
+    like = next(x for x in wholes(arguments) if x._gathered is None)
     dims = like.dim() + (func.overloadpacket.__name__ == "unsqueeze")
-    given = named.get("dim")
-    along = [d % dims for d in (given if isinstance(given, list | tuple) else [given]) if d is not None]
-    same = [x.shape[: like.lead] == like.shape[: like.lead] for x in tree_leaves(named) if isinstance(x, Tensor)]
+    dim = arguments.get("dim")
+    along = [d % dims for d in (dim if isinstance(dim, list | tuple) else [dim]) if d is not None]
+    same = [x.shape[: like.lead] == like.shape[: like.lead] for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     if not along or min(along) < like.lead or not all(same):
         return None
     from_end = [d - dims for d in along]
-    return _on_parts(func, {**named, "dim": from_end if isinstance(given, list | tuple) else from_end[0]}, like)
+    return _on_parts(func, {**arguments, "dim": from_end if isinstance(dim, list | tuple) else from_end[0]}, like)
 
 
-def _reshaped(func: Any, named: dict[str, Any]) -> Any:
-    """Rows and tokens stay, or become one dim, or two again."""
-    x, size = named["self"], list(named.get("size", ()))
+def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of reshaping, where rows and tokens stay, become one dim, or become two again."""
+    x, size = arguments["self"], list(arguments.get("size", ()))
     if -1 in size:
-        known = -torch.Size(size).numel()
-        size[size.index(-1)] = x.numel() // known if known else 0
+        others = -torch.Size(size).numel()
+        size[size.index(-1)] = x.numel() // others if others else 0
     rows, tokens = x.spread.rows, x.spread.tokens
     for flat, lead in ((False, [rows, tokens]), (True, [rows * tokens])):
         rest = size[len(lead) :]
@@ -48,57 +51,58 @@ def _reshaped(func: Any, named: dict[str, Any]) -> Any:
     return None
 
 
-def _filled(func: Any, named: dict[str, Any]) -> Any:
-    """A new tensor of the same tokens."""
-    x, size = named["self"], list(named["size"])
+def _new(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of new tensors whose rows and tokens are those of `self`."""
+    x, size = arguments["self"], list(arguments["size"])
     if size[: x.lead] != list(x.shape[: x.lead]):
         return None
     return WholeTensor(
-        func(**{**named, "self": x.part, "size": [*x.part.shape[:2], *size[x.lead :]]}), x.spread, x.flat
+        func(**{**arguments, "self": x.part, "size": [*x.part.shape[:2], *size[x.lead :]]}), x.spread, x.flat
     )
 
 
-def _picked(func: Any, named: dict[str, Any]) -> Any:
-    """The losses of tokens that cross entropy picks of their log-probabilities (rows * tokens, classes), and what is
-    made of them: a number a token is gathered, and no class."""
-    x, reduction = named["self"], named["reduction"]
+def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of the negative log likelihood, by which cross entropy picks each token's loss from its
+    log-probabilities (rows * tokens, classes). One number a token is gathered for the sum or the mean, and no class."""
+    x, reduction = arguments["self"], arguments["reduction"]
     if (
         not isinstance(x, WholeTensor)
         or x._gathered is not None
         or not x.flat
         or x.dim() != 2
-        or named["weight"] is not None
+        or arguments["weight"] is not None
     ):
         return None
-    if x.device.type == "cpu" and _is_wrong(named["target"], x.shape[1], named["ignore_index"]):
-        return None  # and all ranks raise what torch raises
-    target = part_of(named["target"], x.spread, flat=True).flatten()
-    of_part = {**named, "self": x.part.flatten(0, 1), "target": target}
+    if x.device.type == "cpu" and _has_wrong_class(arguments["target"], x.shape[1], arguments["ignore_index"]):
+        return None  # on the whole all ranks raise what torch raises
+    target = part_of(arguments["target"], x.spread, flat=True).flatten()
+    on_part = {**arguments, "self": x.part.flatten(0, 1), "target": target}
     if func is aten.nll_loss_backward.default:
         if not reduction:
-            of_part["grad_output"] = part_of(named["grad_output"], x.spread, flat=True).flatten()
-        return WholeTensor(func(**of_part).view(x.part.shape), x.spread, flat=True)
-    losses = func(**{**of_part, "reduction": 0})[0]
-    found = WholeTensor(losses.view(x.part.shape[:2]), x.spread, flat=True)
-    counted = (named["target"] != named["ignore_index"]).sum().to(x.dtype)
+            on_part["grad_output"] = part_of(arguments["grad_output"], x.spread, flat=True).flatten()
+        return WholeTensor(func(**on_part).view(x.part.shape), x.spread, flat=True)
+    losses = func(**{**on_part, "reduction": 0})[0]
+    by_token = WholeTensor(losses.view(x.part.shape[:2]), x.spread, flat=True)
+    counted = (arguments["target"] != arguments["ignore_index"]).sum().to(x.dtype)
     if not reduction:
-        return found, torch.zeros_like(counted)
-    total = found.gathered().sum()
+        return by_token, torch.zeros_like(counted)
+    total = by_token.gathered().sum()
     return total / counted if reduction == 1 else total, counted
 
 
-def _is_wrong(target: Tensor, classes: int, ignored: int) -> bool:
+def _has_wrong_class(target: Tensor, classes: int, ignored: int) -> bool:
     return bool((((target < 0) | (target >= classes)) & (target != ignored)).any())
 
 
-def _on_parts(func: Any, named: dict[str, Any], like: WholeTensor) -> Any:
-    parts = tree_map(lambda x: _laid_over(x, like) if isinstance(x, Tensor) else x, named)
-    found, of = func(**parts), like if func.is_view else None
-    return tree_map(lambda x: WholeTensor(x, like.spread, like.flat, of) if isinstance(x, Tensor) else x, found)
+def _on_parts(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
+    """The operator's result on this rank's parts of its arguments, as WholeTensors that lie like `like`."""
+    parts = tree_map(lambda x: _part_like(x, like) if isinstance(x, Tensor) else x, arguments)
+    result, of = func(**parts), like if func.is_view else None
+    return tree_map(lambda x: WholeTensor(x, like.spread, like.flat, of) if isinstance(x, Tensor) else x, result)
 
 
-def _lies_over(x: Tensor, like: WholeTensor) -> bool:
-    """Whether every rank can tell which of x belongs to its tokens."""
+def _can_be_cut_like(x: Tensor, like: WholeTensor) -> bool:
+    """Whether every rank can cut x as `like` is cut: x has the same rows and tokens, or is broadcast over them."""
     if isinstance(x, WholeTensor):
         return x.dim() == like.dim() and x.is_like(like)
     missing = like.dim() - x.dim()
@@ -108,8 +112,8 @@ def _lies_over(x: Tensor, like: WholeTensor) -> bool:
     )
 
 
-def _laid_over(x: Tensor, like: WholeTensor) -> Tensor:
-    """What of x belongs to this rank's tokens."""
+def _part_like(x: Tensor, like: WholeTensor) -> Tensor:
+    """The part of x that belongs to this rank's tokens of `like`."""
     missing, spread = like.dim() - x.dim(), like.spread
     if isinstance(x, WholeTensor) or missing >= like.lead:
         return part_of(x, spread, like.flat) if isinstance(x, WholeTensor) else x
@@ -135,6 +139,6 @@ RULES |= {
     **dict.fromkeys(BY_ELEMENT.split(), _by_element),
     **dict.fromkeys(BY_TOKEN.split(), _by_token),
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshaped),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _picked),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _filled),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _nll_loss),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _new),
 }

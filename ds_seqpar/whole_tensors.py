@@ -1,4 +1,4 @@
-"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody reads the values.
+"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody reads their values.
 
 To its user a `WholeTensor` is the whole tensor. It has the whole's shape, and every function of torch returns what it
 would return for the whole, gradients included. Inside it holds this rank's part. Functions that work token by token run
@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .errors import InputError
 from .placement import Placement
 from .runtime.agreement import agree
-from .runtime.comm import failing
+from .runtime.comm import explaining_failure
 from .sharding import Sharding
 from .spread import Spread
 
 Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, its arguments by name) -> its result; None: it needs the whole
-RULES: dict[str, Rule] = {}  # name of an operator -> how it works on parts; whole_rules.py fills it
+RULES: dict[str, Rule] = {}  # by the operator's name; filled by whole_rules.py
 
 
 class WholeTensor(Tensor):
@@ -38,7 +38,7 @@ class WholeTensor(Tensor):
 
     part: (1 or rows, own tokens, ...), this rank's tokens, without autograd. spread: which rank has which tokens. flat:
     whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor. pieces: all
-    views and slices of one tensor, a list that they share with it. _gathered: the whole, once it was gathered."""
+    views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was gathered."""
 
     part: Tensor
     spread: Spread
@@ -98,8 +98,8 @@ class WholeTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.__getitem__ and (found := _sliced(*args)) is not None:
-                return found
+            if func is Tensor.__getitem__ and (sliced := _sliced(*args)) is not None:
+                return sliced
             if func is Tensor.__setitem__:
                 _check_change(args[0])
                 tree_map(_gathered, (args, kwargs))
@@ -122,13 +122,13 @@ class WholeTensor(Tensor):
         if changed is not None:
             name = name.removesuffix("_")
             _check_change(changed)
-        found, rule = None, RULES.get(name)
+        result, rule = None, RULES.get(name)
         is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # then it may have been written to
         if rule is not None and not is_whole and (changed is None or changed._gathered is None):
-            found = rule(func, _by_name(func, args, kwargs))
-        if found is None:
-            found = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
-        return found if changed is None else changed
+            result = rule(func, _by_name(func, args, kwargs))
+        if result is None:
+            result = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return result if changed is None else changed
 
 
 def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
@@ -136,7 +136,7 @@ def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
 
     part: (rows, own tokens, ...) or (1, own tokens, ...), as `spread` says. Communicates where its values are read, and
     in backward."""
-    return _Made.apply(part, spread)
+    return _FromPart.apply(part, spread)
 
 
 def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
@@ -156,11 +156,12 @@ def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
 
 
 def _agree_on_backward(sp: Sharding, name: str) -> None:
-    """Raises on all ranks unless all are in this backward: else a rank that gathers something instead would hang."""
+    """Raises on all ranks unless all of them are in this backward. Else a rank that gathers something now would
+    hang."""
     agree(sp.groups.control, f"backward through whole {name}", None)
 
 
-class _Made(Function):
+class _FromPart(Function):
     """part -> WholeTensor."""
 
     @staticmethod
@@ -182,7 +183,7 @@ class _Sum(Function):
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, own.detach().clone()
         if sp.groups.sp is not None:  # torch takes None for all ranks
-            with failing("the sum of the loss over ranks", sp.groups.sp):
+            with explaining_failure("the sum of the loss over ranks", sp.groups.sp):
                 dist.all_reduce(total, group=sp.groups.sp)
         return total
 
@@ -210,7 +211,8 @@ class _Gathered(Function):
 class _Local(Function):
     """WholeTensor -> this rank's part.
 
-    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_Made` will again.
+    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromPart` will
+    again.
     """
 
     @staticmethod
@@ -230,17 +232,17 @@ class _Narrowed(Function):
     @staticmethod
     def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
         ctx.shape, ctx.spread, ctx.rows = x.part.shape, x.spread, rows
-        ctx.narrow, kept = x.spread.narrow(rows, tokens)
-        ctx.kept = kept.to(x.device)
+        ctx.narrow, places = x.spread.narrow(rows, tokens)
+        ctx.places = places.to(x.device)
         part = x.part if x.spread.joined else x.part[rows]
-        return WholeTensor(part.index_select(1, ctx.kept), ctx.narrow, of=x)
+        return WholeTensor(part.index_select(1, ctx.places), ctx.narrow, of=x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         own = part_of(grad, ctx.narrow)
         whole = own.new_zeros(ctx.shape)
-        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.kept, own)
+        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
         return WholeTensor(whole, ctx.spread), None, None
 
 
@@ -258,13 +260,13 @@ def _sliced(x: Any, index: Any) -> Any:
     slices = [_as_slice(i, size) for i, size in zip(chosen, x.shape, strict=False)]
     if None in slices or slices == [slice(None)] * 2:
         return None
-    found = _Narrowed.apply(x, *slices)
+    narrowed = _Narrowed.apply(x, *slices)
     numbers = sum(isinstance(i, int) for i in chosen)
     if numbers:
-        found = found.flatten(0, 1)  # one of the two dims has length 1
+        narrowed = narrowed.flatten(0, 1)  # one of the two dims has length 1
     if numbers == 2:
-        found = found.select(0, 0)
-    return found[(*(slice(None) for i in chosen if isinstance(i, slice)), *rest)] if rest else found
+        narrowed = narrowed.select(0, 0)
+    return narrowed[(*(slice(None) for i in chosen if isinstance(i, slice)), *rest)] if rest else narrowed
 
 
 def _as_slice(index: Any, size: int) -> slice | None:

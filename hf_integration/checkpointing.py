@@ -1,4 +1,4 @@
-"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.keeping).
+"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.checkpoints).
 
 The checkpoint function that `gradient_checkpointing_enable` left in each layer is wrapped before a sharded forward. So
 it needs no context_fn, may be reentrant, and may be set at any time.
@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.runtime.keeping import Checkpoint
+from ds_seqpar.runtime.checkpoints import Checkpoint
 
 from . import noise
 from .tiling import TILING

@@ -28,8 +28,8 @@ from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.config import check_heads
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.placement import Placement
-from ds_seqpar.runtime.inputs import Asked
-from ds_seqpar.runtime.telling import told_once
+from ds_seqpar.runtime.exits import printed_once
+from ds_seqpar.runtime.inputs import AttentionOptions
 
 from . import checkpointing, noise, rope, sharded, stages, tiling, whole_calls
 from .families import (
@@ -73,7 +73,7 @@ class _Patch:
         return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
-@told_once
+@printed_once
 def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedModel:
     """Makes every attention of the model exact over sequences that are shared by `sp.size` ranks. Returns the model.
 
@@ -115,7 +115,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     return model
 
 
-@told_once
+@printed_once
 def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel:
     """Makes a SequenceParallel with these settings (`size=2`, as in the "sequence_parallel" section of a DeepSpeed
     JSON), patches the model with it, and returns it. The model is then called as before, with whole batches that are
@@ -239,20 +239,20 @@ def _attention(
             f"{sliding_window} and {mask.window}, make sliding_window and layer_types agree, then patch the model"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked, parts = Asked(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
+    options, parts = AttentionOptions(mask, None, scaling, softcap=softcap, sinks=s_aux), getattr(module, PARTS, 1)
     if isinstance(sequence_parallel, Placement):
-        return _placed(module.sequence_parallel, q, k, v, asked, parts, sequence_parallel), None
-    return module.sequence_parallel.attention_agreed(q, k, v, asked, parts), None
+        return _placed(module.sequence_parallel, q, k, v, options, parts, sequence_parallel), None
+    return module.sequence_parallel.attention_agreed(q, k, v, options, parts), None
 
 
 def _placed(
-    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, parts: int, placement: Placement
+    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int, placement: Placement
 ) -> Tensor:
     """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_placed)(sp, q, k, v, asked, parts, placement)
-    mask = placement.masked(asked.mask.window)
-    return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards), parts)
+        return torch.compiler.disable(_placed)(sp, q, k, v, options, parts, placement)
+    mask = placement.masked(options.mask.window)
+    return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=placement.shards), parts)
 
 
 def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import agree, gathered, ranks_in_words
-from ds_seqpar.runtime.telling import told_once
+from ds_seqpar.runtime.exits import printed_once
 
 LAST = "last"
 WORDS: dict[str, str | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
@@ -62,7 +62,7 @@ class Finding:
     random: str = ""
 
 
-@told_once
+@printed_once
 def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run) -> str | None:
     """The folder to resume from; None: to begin anew. Collective over the group of all ranks.
 

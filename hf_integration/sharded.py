@@ -21,7 +21,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import is_whole
 from ds_seqpar.compiler import shards
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
-from ds_seqpar.handles import handle_of, of_handle
+from ds_seqpar.handles import handle_of, object_of
 from ds_seqpar.placement import Placement
 from ds_seqpar.runtime import causes
 from ds_seqpar.runtime.agreement import agree
@@ -140,7 +140,7 @@ def wrong_inputs(given: Mapping[str, Any]) -> str:
 def _agree_on_shard(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong: str, backward: bool
 ) -> Tensor:
-    of_handle(handle).ask(tokens, positions, mask, wrong, backward)
+    object_of(handle).ask(tokens, positions, mask, wrong, backward)
     return positions.clone()  # the model's forward hangs on it, so that no compiler leaves the question out
 
 

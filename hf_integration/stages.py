@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ds_seqpar.compiler.heads import Stage, stages
 from ds_seqpar.placement import Placement
-from ds_seqpar.runtime.keeping import Lent, Part, is_known
+from ds_seqpar.runtime.checkpoints import StageReplay, StageResults, is_replayed
 from ds_seqpar.runtime.ops import stages_of
 from ds_seqpar.runtime.work import rowsum
 
@@ -138,20 +138,20 @@ class _Run:
         self.parameters = (*trained(module), *([] if source is None else trained(source.norm)))
         self.conditions, self.dtype = Conditions.of(x), x.dtype
         self.cuts = cuts(x.shape[1], ceil_of(x.shape[0] * x.shape[1], x.shape[2]))
-        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, Lent.now()
+        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, StageResults.in_checkpoint()
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(the output, what attention gave in all stages, where that is wanted and no checkpoint around has it)."""
         out, given = torch.empty(0), list[Tensor]()
         for index in range(len(self.stages)):
-            part, kept = Slice(self.module, self.stages, index, self.norm, grad=False), Part()
-            self.keeps = kept.keeps
-            inner = part.blank(x) if is_known() else part.project(x, self.cuts)
+            part, kept = Slice(self.module, self.stages, index, self.norm, grad=False), StageReplay()
+            self.keeps = kept.checkpoint_saves
+            inner = part.blank(x) if is_replayed() else part.project(x, self.cuts)
             attended = kept.run(part.attend, self.attention(x), inner)
             if self.lent is not None:
-                self.lent.leave(kept.gave())
+                self.lent.push(kept.tensors())
             elif self.wanted:
-                given += kept.gave()
+                given += kept.tensors()
             del kept
             for cut in self.cuts:
                 tile = part.outward(attended[:, cut])
@@ -172,12 +172,12 @@ class _Run:
         with self.conditions.again():
             torch.set_autocast_cache_enabled(False)  # of what was projected without a graph nothing is used with one
             for index in reversed(range(len(self.stages))):
-                its = tuple(given[index * each :]) if self.lent is None else self.lent.take()
+                its = tuple(given[index * each :]) if self.lent is None else self.lent.pop()
                 del given[index * each :]
                 dx = self.stage_backward(self.part(index), saved, its, grad, dx, found, wants_x)
                 del its
                 if self.plain and self.lent is not None and index == len(self.stages) - 1:
-                    self.without_outs(self.lent.here(), grad, found)
+                    self.without_outs(self.lent.on_device(), grad, found)
         yield dx
         yield from map(found.taken, self.parameters)
 
@@ -214,7 +214,7 @@ class _Run:
         with torch.enable_grad():
             inner = {name: _Begun.apply(anchor, one) for name, one in part.project(saved, self.cuts).items()}
             asked = [get_gradient_edge(one) for one in inner.values()]  # the tensors themselves are not kept for it
-            attended = Part(its, self.keeps).run(part.attend, self.attention(saved), inner)
+            attended = StageReplay(its, self.keeps).run(part.attend, self.attention(saved), inner)
         self.plain = len(its) == 2 and _is_all(attended)
         d_attended = self.outward_backward(part, attended, grad, None if early else found)
         ends = [get_gradient_edge(attended)]

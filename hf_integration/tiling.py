@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar.errors import SECTION, ConfigError
-from ds_seqpar.runtime.keeping import is_checkpointed
+from ds_seqpar.runtime.checkpoints import is_checkpointed
 
 from .families import attentions, is_of_liger, unwrapped
 from .graphs import between_graphs

@@ -31,8 +31,8 @@ from ds_seqpar.documents import documents_of
 from ds_seqpar.engine import prepare_model
 from ds_seqpar.errors import InputError, SeqParError, as_error
 from ds_seqpar.runtime import causes
-from ds_seqpar.runtime.agreement import Alike, agree, sums
-from ds_seqpar.runtime.telling import told_once
+from ds_seqpar.runtime.agreement import Part, agree, sums
+from ds_seqpar.runtime.exits import printed_once
 from ds_seqpar.whole import plain
 
 from . import accelerate_config, preemption, randomness, resuming, whole_calls
@@ -103,7 +103,7 @@ class SequenceParallelMixin(Behind):
     preprocess_logits_for_metrics: Any
     _tr_loss: Any
 
-    @told_once
+    @printed_once
     def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
@@ -219,7 +219,7 @@ class SequenceParallelMixin(Behind):
         except Exception as reason:
             error = as_error("loading data failed", reason)
         agree(self.sp.control_world, what, {"batches": len(found)}, error=error)
-        peers = Alike(self.sp.data_rank, self.sp.groups.control)
+        peers = Part(self.sp.data_rank, self.sp.groups.control)
         agree(self.sp.control_world, "whole batches", given, alike=peers, advice=causes.of_batches)
         return found
 

@@ -58,14 +58,14 @@ def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
         return False
     if positions is None or torch.compiler.is_compiling():
         return positions is None
-    if hasattr(positions, CALL) or trusted.is_known(positions):
+    if hasattr(positions, CALL) or trusted.is_trusted_of_any(positions):
         return False
     if is_brought(positions):
         return True
     part, whole = fits(sp, given)
     sharded = bool(agree(sp.groups.control, "position_ids of a batch", None, number=int(part and not whole)))
     if sharded and part:
-        trusted.remember(positions, sp)
+        trusted.trust(positions, sp)
     return not sharded and whole
 
 

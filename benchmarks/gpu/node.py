@@ -37,7 +37,7 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.comm import ALL_GATHER
-from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
+from ds_seqpar.runtime.inputs import AttentionOptions, agree_on_inputs
 from tests.launch import PRELOAD, Ranks
 
 CONTENDERS = ("deepspeed", "u{n}", "u{n}+head_stages=2+overlap", "u{n}+head_stages=4+overlap", "ring", "u2/ring",
@@ -145,9 +145,9 @@ def alone(sp: SequenceParallel, local: list[Tensor]) -> None:
     runtime, own = sp.runtime, sp.runtime.comm
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        agree_on_inputs(runtime, q, k, v, Asked(CAUSAL, None, None, True, False))  # as every call does
+        agree_on_inputs(runtime, q, k, v, AttentionOptions(CAUSAL, None, None, True, False))  # as every call does
         runtime.comm = Alone(runtime.rank, Alone(runtime.members.member))
-        return sp.attention_agreed(q, k, v, Asked(CAUSAL, None, None))
+        return sp.attention_agreed(q, k, v, AttentionOptions(CAUSAL, None, None))
 
     try:
         step(attend, *local)

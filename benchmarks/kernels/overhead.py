@@ -31,7 +31,7 @@ from benchmarks.turns import Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import CAUSAL, Mask
 from ds_seqpar.compiler.program import Product
-from ds_seqpar.runtime.inputs import Asked, agree_on_inputs
+from ds_seqpar.runtime.inputs import AttentionOptions, agree_on_inputs
 from ds_seqpar.runtime.kernels import KERNELS, Kernel
 from ds_seqpar.runtime.runtime import Runtime
 from tests.launch import on_ranks
@@ -64,7 +64,9 @@ def one_rank(tokens: int, heads: int, dtype: str, calls: int) -> Rows:
     own = [x.to(getattr(torch, dtype)) for x in blocks(tokens, heads)]
     rows: dict[str, Step] = {
         "torch's scaled_dot_product_attention": lambda: step(dense, *own),
-        "attention, agreement apart": lambda: step(lambda *x: sp.attention_agreed(*x, Asked(CAUSAL, None, None)), *own),
+        "attention, agreement apart": lambda: step(
+            lambda *x: sp.attention_agreed(*x, AttentionOptions(CAUSAL, None, None)), *own
+        ),
         "attention": lambda: step(sp.attention, *own),
     }
     warm = max(1, calls // 10)
@@ -105,7 +107,7 @@ def agreeing(tokens: int, calls: int) -> Rows:
     own, number = blocks(tokens)[:3], torch.zeros(1, dtype=torch.int64)
     rows = {
         "all-reduce of one number": lambda: dist.all_reduce(number, group=sp.groups.control),
-        "agreement": lambda: agree_on_inputs(sp.runtime, *own, Asked(CAUSAL, None, None, True, False)),
+        "agreement": lambda: agree_on_inputs(sp.runtime, *own, AttentionOptions(CAUSAL, None, None, True, False)),
     }
     return in_turns(rows, calls, warm=max(1, calls // 10))
 

@@ -25,7 +25,7 @@ from ..errors import ConfigError, KernelError
 from ..planner.machine import PER_PRODUCT
 from ..runtime.call import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
-from ..runtime.devices import host_memory, name_of, own_device, ranks_a_node
+from ..runtime.devices import device_name, host_memory, own_device, ranks_per_node
 from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select
 from ..runtime.runtime import Runtime, run
 
@@ -64,7 +64,7 @@ class Calibration:
         self.bar = tqdm(desc="calibrating", unit=" figures", disable=self.rank != 0)
 
     def agreed_per_node(self) -> int:
-        own = ranks_a_node(self.world)
+        own = ranks_per_node(self.world)
         if len(every := set(self.gathered(own))) > 1 or self.world % own:
             raise ConfigError(f"the planner knows nodes of equally many ranks; got nodes of {sorted(every)}")
         return own
@@ -140,7 +140,7 @@ class Calibration:
             spec = BlockSpec(self.device.type, dtype, heads, max(1, heads // 4), dim)
             took = self.compared(spec, mask, tokens)
             self.measured[spec.case(mask)] = sorted(took, key=lambda name: took[name])
-        return {name: self.measured for name in sorted(set(self.gathered(name_of(self.device))))}
+        return {name: self.measured for name in sorted(set(self.gathered(device_name(self.device))))}
 
     def compared(self, spec: BlockSpec, mask: Mask, tokens: int) -> dict[str, float]:
         """Seconds, forward and backward, of each kernel that takes such blocks on every rank. The dense score matrix is
@@ -149,7 +149,7 @@ class Calibration:
         given = [self.random(1, tokens, heads, spec.head_dim, dtype=spec.dtype) for heads in counts]
         names = [name for name in candidates(spec) if name != "reference" and not KERNELS[name].reasons(spec)]
         if mask.documents[1:]:
-            names = [name for name in names if not getattr(KERNELS[name], "one_shape", False)]
+            names = [name for name in names if not getattr(KERNELS[name], "graph_per_shape", False)]
         calls = {name: self.attends(name, mask, *given) for name in names}
         failed = {name: said for name, once in calls.items() if (said := self.failure(once))}
         every = self.gathered((set(calls) - set(failed), failed))

@@ -1,4 +1,4 @@
-"""Ranks check that they agree before they communicate, so that a mistake on one is a sentence on all and not a hang."""
+"""Ranks check that they agree before they communicate, so that a mistake on one rank raises on all and none hangs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, SeqParError
-from .comm import failing, greatest
-from .telling import told_by
+from .comm import explaining_failure, greatest
+from .exits import printed_by
 
 Fields = dict[str, str]
-Advice = Callable[[Mapping[int, Fields]], str]  # rank -> its fields, of ranks that differ; to a clause, or ""
-SHOWN = 4  # differing fields, groups of ranks and runs of rank numbers that a sentence holds at most
+Advice = Callable[[Mapping[int, Fields]], str]  # the fields of each rank that differs -> a clause of a sentence, or ""
+MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
 def agree(
@@ -26,23 +26,24 @@ def agree(
     *,
     error: SeqParError | None = None,
     number: int = 0,
-    alike: Alike | None = None,
+    alike: Part | None = None,
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
-    """Over a group that carries CPU tensors (None: this rank alone), in log4(ranks) steps of four integers. Returns
-    the greatest `number` of any rank.
+    """Raises on all ranks of a group unless all have the same value and none has an error. Returns the greatest
+    `number` of any rank. It takes log4(ranks) steps of four integers.
 
-    value: must be the same, by repr, on all ranks of the group; with `alike`, on those of its part. A mapping, a
-    dataclass, a list or a tuple of such is compared field by field, and where ranks differ only those fields are named
-    that do. What is compared often may be given as `Compared`.
-    error: what keeps this rank from going on; it is raised here, and a DisagreementError that quotes it on the others.
-    call: what users call to come here, named where a rank does not come.
-    advice: says why ranks differ, and what to do, where that can be told.
+    group: one that carries CPU tensors; None for this rank alone.
+    value: must be the same, by repr, on all ranks of the group, or with `alike` on those of its part. Mappings,
+    dataclasses, and lists and tuples of them are compared field by field, and an error names the fields that differ. A
+    value that is compared often may be given as `Compared`.
+    error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
+    call: the function that users call to come here, named where a rank does not come.
+    advice: says why ranks differ, and what to do, where that is known.
     """
     value = value if isinstance(value, Compared) else Compared(what, value)
     failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
-    # known to everybody, so that all ranks take the slow path or none
+    # all ranks know the result, so either all of them take the slow path or none
     if alike is None or _size(alike.group) == _size(group):
         wrong, most = _compare(group, failed, digest, number, doing)
     else:
@@ -51,7 +52,7 @@ def agree(
             differs, _ = _compare(alike.group, 0, digest, 0, doing)
             wrong, _ = _compare(group, differs, 0, 0, doing)
     if wrong:
-        _explain(group, what, value.fields, error, alike.number if alike else 0, advice)
+        _raise_difference(group, what, value.fields, error, alike.number if alike else 0, advice)
     return most
 
 
@@ -60,7 +61,7 @@ def _digest(*content: object) -> int:
 
 
 class Compared:
-    """A value in the form in which ranks compare it, for what is compared often."""
+    """A value in the form in which ranks compare it: its fields and their digest."""
 
     def __init__(self, what: str, value: object) -> None:
         self.fields = fields_of(value)
@@ -68,8 +69,8 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alike:
-    """A part of a larger group in which ranks must have the same. number: that of the part; group: its ranks."""
+class Part:
+    """A part of a larger group whose ranks must have the same value. number: of the part; group: of its ranks."""
 
     number: int
     group: dist.ProcessGroup | None
@@ -80,31 +81,32 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, doing: str) -> tuple[int, int]:
-    """(whether anything is wrong or any digest another, the greatest number) on any rank of the group."""
+    """(1 where any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
     if group is None or _size(group) == 1:
         return wrong, number
-    with failing(doing, group):
+    with explaining_failure(doing, group):
         wrong, most, least, number = greatest((wrong, digest, -digest, number), group)
     return int(wrong or most != -least), number
 
 
 def sums(group: dist.ProcessGroup, numbers: Sequence[float], call: str) -> list[float]:
-    """The sum over ranks of each number, in double precision: the same bits on all of them, since gloo adds up each
-    element in one place. After an agreement, so that all ranks come."""
+    """The sum over ranks of each number, in fp64: the same bits on all ranks, since gloo adds up each element in one
+    place. Collective; call it after an agreement, so that all ranks come."""
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    with failing(call, group):
+    with explaining_failure(call, group):
         dist.all_reduce(total, group=group)
     return total.tolist()
 
 
-def in_words(group: dist.ProcessGroup, value: object, call: str) -> str:
-    """What each rank has (slow), for a sentence: "ranks 0-2: 4; rank 3: 2". After an agreement, so that all come."""
-    everyones = gathered(group, (call, str(value)))
-    return _grouped({rank: theirs for rank, (_, theirs) in enumerate(everyones)})
+def rank_values(group: dist.ProcessGroup, value: object, call: str) -> str:
+    """The value of each rank, for a sentence: "ranks 0-2: 4; rank 3: 2". Collective and slow; call it after an
+    agreement, so that all ranks come."""
+    values = gathered(group, (call, str(value)))
+    return _grouped({rank: text for rank, (_, text) in enumerate(values)})
 
 
 def fields_of(value: object) -> Fields:
-    """Name -> repr of all that may differ by itself. A tuple inside is a whole, as shapes are."""
+    """Name -> repr of each part that is compared by itself. A tuple inside is one part, as shapes are."""
     return dict(_fields(value))
 
 
@@ -124,7 +126,7 @@ def _fields(value: object, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, repr(value)
 
 
-def _explain(
+def _raise_difference(
     group: dist.ProcessGroup | None,
     what: str,
     fields: Fields,
@@ -132,62 +134,62 @@ def _explain(
     part: int,
     advice: Advice | None,
 ) -> None:
-    """Gathers the sentences (slow) and raises, on every rank; one of them prints it if nobody catches it."""
-    seen = gathered(group, (what, fields, error and str(error), part))
+    """Gathers errors and fields (slow), and raises one sentence on every rank, which one rank prints if uncaught."""
+    reports = gathered(group, (what, fields, error and str(error), part))
     names = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    sentences = [sentence for _, _, sentence, _ in seen]
-    key = f"{group and group.group_name}/{hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()}"
+    sentences = [sentence for _, _, sentence, _ in reports]
+    key = f"{group and group.group_name}/{hashlib.blake2b(repr(reports).encode(), digest_size=8).hexdigest()}"
     if any(sentences):
-        first = sentences.index(str(error)) if error else next(rank for rank, said in enumerate(sentences) if said)
+        first = sentences.index(str(error)) if error else next(rank for rank, text in enumerate(sentences) if text)
         cause = names[first]
-        raise told_by(
+        raise printed_by(
             error or DisagreementError(f"rank {cause} cannot go on: {sentences[first]}"), cause, f"{key}/{cause}"
         )
-    calls_differ = len({what for what, *_ in seen}) > 1
-    parts = [0 if calls_differ else part for *_, part in seen]
+    calls_differ = len({what for what, *_ in reports}) > 1
+    parts = [0 if calls_differ else part for *_, part in reports]
     for part in sorted(set(parts)):
-        members = [rank for rank, theirs in enumerate(parts) if theirs == part]
-        why = advice({names[rank]: seen[rank][1] for rank in members}) if advice and not calls_differ else ""
-        if given := differences({names[rank]: seen[rank][:2] for rank in members}, why):
+        members = [rank for rank, of in enumerate(parts) if of == part]
+        why = advice({names[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
+        if difference := differences({names[rank]: reports[rank][:2] for rank in members}, why):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
-            raise told_by(DisagreementError(f"{who} must be given the same {given}"), names[members[0]], key)
+            raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
 
 
-def gathered(group: dist.ProcessGroup | None, mine: Any) -> list[Any]:
-    """What every rank has given, by rank."""
+def gathered(group: dist.ProcessGroup | None, own: Any) -> list[Any]:
+    """The objects of all ranks, by rank. own: that of this one, a tuple that begins with a name for errors."""
     if group is None or _size(group) == 1:
-        return [mine]
-    seen: list[Any] = [None] * _size(group)
-    with failing(f"the comparison of {mine[0]}", group):
-        dist.all_gather_object(seen, mine, group=group)
-    return seen
+        return [own]
+    objects: list[Any] = [None] * _size(group)
+    with explaining_failure(f"the comparison of {own[0]}", group):
+        dist.all_gather_object(objects, own, group=group)
+    return objects
 
 
-def differences(given: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
-    """What differs between ranks, in words, given rank -> (what it compares, its fields); "" if nothing does. why: the
-    cause and what to do, where they are known.
+def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str:
+    """What differs between ranks, in words, or "" if nothing does. by_rank: rank -> (what it compares, its fields).
+    why: the cause and what to do, where they are known.
 
-    Ranks that gave the same stand together: "ranks 0-2: size 4; rank 3: size 2".
+    Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
-    if len({what for what, _ in given.values()}) > 1:
-        by_call = {rank: what for rank, (what, _) in given.items()}
+    if len({what for what, _ in by_rank.values()}) > 1:
+        by_call = {rank: what for rank, (what, _) in by_rank.items()}
         return f"calls; got {_grouped(by_call)}"
-    first = next(iter(given.values()))
-    names = differing({rank: fields for rank, (_, fields) in given.items()})
+    first = next(iter(by_rank.values()))
+    names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
     if not names:
         return ""
-    more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    by_rank = {
-        rank: ", ".join([_named(name, fields.get(name)) for name in names[:SHOWN]] + more)
-        for rank, (_, fields) in given.items()
+    omitted = [f"and {len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
+    shown = {
+        rank: ", ".join([_named(name, fields.get(name)) for name in names[:MOST_SHOWN]] + omitted)
+        for rank, (_, fields) in by_rank.items()
     }
-    return f"{first[0]}{why and f', but {why}'}; got {_grouped(by_rank)}"
+    return f"{first[0]}{why and f', but {why}'}; got {_grouped(shown)}"
 
 
-def differing(given: Mapping[int, Fields]) -> list[str]:
-    """The names of the fields that ranks do not all have alike, in order."""
-    names = {name: None for fields in given.values() for name in fields}
-    return [name for name in names if len({fields.get(name) for fields in given.values()}) > 1]
+def differing(by_rank: Mapping[int, Fields]) -> list[str]:
+    """The names of the fields in which ranks differ, in order."""
+    names = {name: None for fields in by_rank.values() for name in fields}
+    return [name for name in names if len({fields.get(name) for fields in by_rank.values()}) > 1]
 
 
 def _named(name: str, value: str | None) -> str:
@@ -199,8 +201,8 @@ def _grouped(by_rank: Mapping[int, str]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in by_rank.items():
         groups.setdefault(value, []).append(rank)
-    shown = [f"{ranks_in_words(ranks)}: {value}" for value, ranks in list(groups.items())[:SHOWN]]
-    return "; ".join(shown + ([f"and {len(groups) - SHOWN} other values"] if len(groups) > SHOWN else []))
+    shown = [f"{ranks_in_words(ranks)}: {value}" for value, ranks in list(groups.items())[:MOST_SHOWN]]
+    return "; ".join(shown + ([f"and {len(groups) - MOST_SHOWN} other values"] if len(groups) > MOST_SHOWN else []))
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -211,6 +213,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:SHOWN])
-    rest = sum(len(run) for run in runs[SHOWN:])
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {rest} more" if rest else "")
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_SHOWN])
+    omitted = sum(len(run) for run in runs[MOST_SHOWN:])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {omitted} more" if omitted else "")

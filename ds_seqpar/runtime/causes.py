@@ -1,4 +1,7 @@
-"""Why ranks differ and what to do, where what they compared shows it: the advice of `agree`."""
+"""Why ranks differ and what to do, where the fields that they compared show it: the advice of `agreement.agree`.
+
+Each function takes rank -> fields of ranks that differ, and returns a clause of a sentence, or "" if it knows no cause.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,29 @@ SAMPLES = ("input_ids", "inputs_embeds", "labels")
 PLACEMENT = "give attention mask=placement.mask and shards=placement.shards of its batch's placement on every rank"
 
 
-def of_batches(given: Mapping[int, Fields]) -> str:
-    """Of ranks of a sequence that hold other samples, in windows of as many batches with the same columns."""
-    names = differing(given)
-    same_columns = all(name in fields for name in names for fields in given.values())
+def of_batches(by_rank: Mapping[int, Fields]) -> str:
+    """The cause where ranks of one sequence hold other samples, in equally many batches with the same columns."""
+    names = differing(by_rank)
+    same_columns = all(name in fields for name in names for fields in by_rank.values())
     if not same_columns or not any(name.endswith(SAMPLES) for name in names):
         return ""
-    alike: dict[str, list[int]] = {}
-    for rank, fields in given.items():
-        alike.setdefault(repr(sorted(fields.items())), []).append(rank)
+    by_samples: dict[str, list[int]] = {}
+    for rank, fields in by_rank.items():
+        by_samples.setdefault(repr(sorted(fields.items())), []).append(rank)
     remedy = (
         "make samplers by sp.sampler(dataset), or loaders by sp.loader (give a Trainer the whole data set on every "
         "rank), and seed all ranks alike"
     )
-    if len(alike) == len(given):
+    if len(by_samples) == len(by_rank):
         return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"
-    *few, _ = sorted(alike.values(), key=len)
+    *few, _ = sorted(by_samples.values(), key=len)
     others = ranks_in_words([rank for ranks in few for rank in ranks])
     return f"{others} has other samples than the rest, as from another seed or data set: {remedy}"
 
 
-def of_models(given: Mapping[int, Fields]) -> str:
-    """Of a sharded forward in which ranks have other weights, or other placements."""
-    names = differing(given)
+def of_models(by_rank: Mapping[int, Fields]) -> str:
+    """The cause where ranks have other weights, or other placements, in a sharded forward."""
+    names = differing(by_rank)
     if "placement" in names:
         return "a placement belongs to another batch: give each forward all that shard_batches returned for its batch"
     if any(name.startswith("values of ") for name in names) and not any(name.startswith("shape ") for name in names):
@@ -44,9 +47,9 @@ def of_models(given: Mapping[int, Fields]) -> str:
     return ""
 
 
-def of_kernels(given: Mapping[int, Fields]) -> str:
-    """Of configurations that are the same, where ranks would choose other kernels."""
-    if not all(name.startswith("kernels ") for name in differing(given)):
+def of_kernels(by_rank: Mapping[int, Fields]) -> str:
+    """The cause where configurations are the same, but ranks would choose other kernels."""
+    if not all(name.startswith("kernels ") for name in differing(by_rank)):
         return ""
     return (
         "they have other kernels, or other orders of them: install the same packages and give one machine's file, or "
@@ -54,12 +57,12 @@ def of_kernels(given: Mapping[int, Fields]) -> str:
     )
 
 
-def of_attention(given: Mapping[int, Fields]) -> str:
-    """Of calls of attention with a placement that was dropped, or is another batch's."""
-    names, have = differing(given), ["shards" in fields for fields in given.values()]
-    if any(have) and {"shards", "mask"} & set(names):
-        return f"a placement {'belongs to another batch' if all(have) else 'was left out'}: {PLACEMENT}"
-    beside_tokens = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in given.values()}
+def of_attention(by_rank: Mapping[int, Fields]) -> str:
+    """The cause where a call of attention dropped its batch's placement, or has another batch's."""
+    names, has_shards = differing(by_rank), ["shards" in fields for fields in by_rank.values()]
+    if any(has_shards) and {"shards", "mask"} & set(names):
+        return f"a placement {'belongs to another batch' if all(has_shards) else 'was left out'}: {PLACEMENT}"
+    beside_tokens = {re.sub(r"^'\((\d+), \d+", r"\1", fields.get("q", "")) for fields in by_rank.values()}
     if "q" in names and len(beside_tokens) == 1:
         return f"ranks hold unequal numbers of tokens, which a placement says: {PLACEMENT}"
     return ""

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 
-ON_HOST = ("gloo", "fake", "mpi", "ucc")  # what has no communicator on a device, whatever tensors it takes
+HOST_BACKENDS = ("gloo", "fake", "mpi", "ucc")  # they have no communicator on a device, whatever tensors they take
 
 
 def own_device() -> torch.device | None:
-    """The accelerator that this rank works on: what the process has chosen, or else number LOCAL_RANK; None on a
-    machine without one. Raises ConfigError where the machine has fewer than it has ranks."""
+    """The accelerator that this rank works on: the one that the process has set, or else number LOCAL_RANK. None on a
+    machine without accelerators. Raises ConfigError where the machine has fewer accelerators than ranks."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None
@@ -29,8 +29,8 @@ def own_device() -> torch.device | None:
 
 
 def _index(count: int, chosen: int, local_rank: int) -> int:
-    """This rank's of the `count` devices that the process sees. chosen: the current one, 0 where none was set."""
-    # a launcher may let a process see its own device alone; DeepSpeed's says more than one, whatever there is
+    """Which of the `count` devices that the process sees is this rank's. chosen: the current one, 0 if none was set."""
+    # a launcher may let a process see its own device only; DeepSpeed's lists several, even if the machine has one
     alone = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if chosen or alone:
         return chosen
@@ -42,14 +42,14 @@ def _index(count: int, chosen: int, local_rank: int) -> int:
     return local_rank
 
 
-def name_of(device: torch.device) -> str:
-    """Of its model, as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
+def device_name(device: torch.device) -> str:
+    """The name of the device's model, as "NVIDIA H100 80GB HBM3"; "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def set_device() -> torch.device | None:
-    """Makes this rank's accelerator the current one. Before any group is made: a communicator stays on the device that
-    was current when it was made."""
+    """Makes this rank's accelerator the current one, and returns it. Call it before any group is made: a communicator
+    stays on the device that was current when it was made."""
     if (device := own_device()) is not None:
         torch.accelerator.set_device_index(device.index)
     return device
@@ -60,16 +60,16 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
-def ranks_a_node(world: int) -> int:
-    """As the launcher says (torchrun and accelerate in LOCAL_WORLD_SIZE, DeepSpeed's in LOCAL_SIZE); all where none
-    does."""
+def ranks_per_node(world: int) -> int:
+    """How many ranks a node has, as the launcher says: torchrun and accelerate in LOCAL_WORLD_SIZE, DeepSpeed in
+    LOCAL_SIZE. All ranks where none says it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
 
 
 class Host(NamedTuple):
-    """What a rank sees of the host that it runs on. name: no other host has it, nor a container with a network of its
-    own. device: the accelerator's name, "" for none. cores: those that this rank may run on. memory: bytes of all;
-    device_memory: of the accelerator, 0 for none."""
+    """The host that a rank runs on. name: unlike that of any other host, and of a container with a network of its own.
+    device: the accelerator's name, "" for none. cores: those that this rank may run on. memory: of the whole host, in
+    bytes. device_memory: of the accelerator, in bytes, 0 for none."""
 
     name: str
     device: str
@@ -91,13 +91,13 @@ def own_host() -> Host:
 
 
 def host_memory() -> int:
-    """Bytes of this host."""
+    """The bytes of memory that this host has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def shared_by(hosts: Sequence[Host]) -> int:
-    """How many ranks each host has. hosts: every rank's, by rank. Raises ConfigError where hosts have not equally many,
-    or their ranks do not follow one another."""
+def ranks_per_host(hosts: Sequence[Host]) -> int:
+    """How many ranks each host has. hosts: the host of each rank, by rank. Raises ConfigError unless all hosts have
+    equally many, and the ranks of a host follow one another."""
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(host.name for host in hosts)]
     if len(set(runs)) > 1 or len(runs) > len({host.name for host in hosts}):
         raise ConfigError(
@@ -108,18 +108,18 @@ def shared_by(hosts: Sequence[Host]) -> int:
     return runs[0]
 
 
-def accelerated(group: dist.ProcessGroup) -> torch.device | None:
-    """This rank's device, where a backend of the group has communicators on it, as NCCL has for "cuda"."""
+def communicator_device(group: dist.ProcessGroup) -> torch.device | None:
+    """This rank's device, if a backend of the group has communicators on it, as NCCL has for "cuda"; else None."""
     for kind, backend in backends(group).items():
-        if kind != "cpu" and backend not in ON_HOST:
+        if kind != "cpu" and backend not in HOST_BACKENDS:
             return torch.device(kind, torch.accelerator.current_device_index())
     return None
 
 
-def bind(group: dist.ProcessGroup) -> torch.device | None:
-    """Sets this rank's device, if a backend of the group works on one: that which the group was bound to, or its own.
-    Returns it for groups to be bound to."""
-    if accelerated(group) is None:
+def bind_device(group: dist.ProcessGroup) -> torch.device | None:
+    """Sets this rank's device, if a backend of the group has communicators on devices: the one that the group is bound
+    to, or else `own_device`. Returns it, for groups to be bound to."""
+    if communicator_device(group) is None:
         return None
     device = group.bound_device_id or own_device()
     if device is not None:

@@ -1,10 +1,10 @@
-"""Topology -> process groups. A rank makes the groups that it is in, and no other: their number does not grow with the
-world. One with the same ranks as another is made once, and none is made for a rank alone.
+"""Makes the process groups of a topology. A rank makes only the groups that it is in, so their number does not grow
+with the world. Groups with the same ranks are made once, and no group is made for one rank.
 
 torch's `new_group` wants every rank of the world to make every group. With `use_local_synchronization=True` it does
-not, but then names a group by how many groups this rank has. Members need not have that number in common, and would
-wait for one another for ever. It also comes again once a group was freed, with the old addresses in the store. So names
-are ours: the number of this set of groups, which the world agrees on, the purpose, and the first rank.
+not, but then names a group by how many groups this rank has. Members may differ in that number, and would wait for one
+another for ever. The number also comes again once a group was freed, with the old addresses in the store. So groups are
+named here: by the number of this set of groups, on which the world agrees, the purpose, and the first rank.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.distributed import distributed_c10d
 
 from ..compiler.layout import Topology
 from ..errors import ConfigError
-from .devices import accelerated, backends, bind
-from .telling import IDLE_PATIENCE, wait_at_exit
+from .devices import backends, bind_device, communicator_device
+from .exits import IDLE_TIMEOUT, wait_at_exit
 
 Group = dist.ProcessGroup
 
 
 def control_world() -> Group:
-    """A group of all ranks that carries CPU tensors, for agreement. The first thing that communicates."""
+    """A group of all ranks that carries CPU tensors, for agreement. To be called before anything communicates."""
     wait_at_exit()
     world = all_ranks()
     return world if "cpu" in backends(world) else dist.new_group(backend="gloo", timeout=timeout())
@@ -44,7 +44,7 @@ def all_ranks() -> Group:
 
 
 def timeout(group: Group | None = None) -> timedelta:
-    """How long an operation of the group (default: that of all ranks) may take: what its maker asked for."""
+    """How long an operation of the group (default: of all ranks) may take, as the group was made with."""
     group = group or all_ranks()
     backend = group._get_backend(group._device_types[0])
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -55,8 +55,9 @@ def timeout(group: Group | None = None) -> timedelta:
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
-    """A group of inner ranks. order: the inner ranks by their rank in the group (which torch sorts by global rank)."""
+class CollectiveGroup:
+    """A group for a schedule's collectives. order: its inner ranks, by their rank in the group (torch sorts them by
+    global rank)."""
 
     group: Group
     order: tuple[int, ...]
@@ -64,12 +65,13 @@ class Members:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This rank's groups; None for one that would hold this rank alone: it has nobody to send to.
+    """This rank's groups; None in place of a group that would hold this rank only.
 
-    sp: all that share its sequence; sp_order[i]: the SP rank of its i-th member. inner: those that run the schedule;
-    inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: those that trade
-    heads. control: the ranks of `sp`, for CPU tensors; world: all ranks, for CPU tensors. members: for collectives of
-    schedules, by inner ranks. made: those that were made for this, and are freed with it: threads, sockets and all.
+    sp: the ranks that share its sequence; sp_order[i]: the SP rank of that group's rank i. inner: the ranks that run
+    the schedule; inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: the
+    members that trade heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
+    collectives: the groups of schedules' collectives, by their inner ranks. made: the groups that were made for this
+    object, and are freed with it, their threads and sockets too.
     """
 
     world: Group
@@ -81,10 +83,10 @@ class Groups:
     inner_order: tuple[int, ...]
     ulysses: Group | None
     control: Group | None
-    members: dict[tuple[int, ...], Members]
+    collectives: dict[tuple[int, ...], CollectiveGroup]
 
     def close(self) -> None:
-        """Frees the groups; once is enough. NCCL's want all their members to do it, in the same order."""
+        """Frees the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
         made = list(vars(self).get("made", ()))
         vars(self).clear()
         free(made)
@@ -95,41 +97,42 @@ class Groups:
         raise ConfigError("this SequenceParallel was closed, and its process groups with it; make another one")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Nobody needs them any more, backward passes included. Not NCCL's: other ranks may be elsewhere by now."""
+        """Frees the groups that no communicator on a device has, since nothing refers to them any more, not even a
+        backward to come. NCCL's stay, since other ranks may not free them now."""
         if not is_finalizing():
-            made = [group for group in vars(self).get("made", ()) if accelerated(group) is None]
+            made = [group for group in vars(self).get("made", ()) if communicator_device(group) is None]
             vars(self).clear()
             free(made)
 
 
 def free(made: list[Group]) -> None:
-    """Empties the list of groups, which nobody else may refer to. An operation that was never completed keeps its
-    group's thread until it times out: that is left behind, not waited for."""
+    """Frees the groups of the list, and empties it; nothing else may refer to them. An operation that never completed
+    keeps its group's thread until it times out. Such a thread is not waited for."""
     for number in range(len(made)):
         with contextlib.suppress(ValueError):  # destroyed already, with the group of all ranks
             dist.destroy_process_group(made[number])
     thread = threading.Thread(target=made.clear, daemon=True)
     thread.start()
-    thread.join(IDLE_PATIENCE)
+    thread.join(IDLE_TIMEOUT)
 
 
 def create(topology: Topology, rank: int, world: Group) -> Groups:
-    """Collective over the world. world: from `control_world`."""
+    """This rank's groups. Collective over all ranks. world: from `control_world`."""
     maker = _Maker(rank, world)
     sp_axes = ("ulysses", *topology.inner_axes)
     sp_ranks, inner_ranks = topology.group(rank, *sp_axes), topology.group(rank, *topology.inner_axes)
-    # what attention sends has groups of its own: in that of all ranks it would meet what others send there
+    # attention has groups of its own: in that of all ranks its messages would meet those of others
     inner = maker.own("inner", inner_ranks)
     ulysses = maker.own("ulysses", topology.group(rank, "ulysses"))
-    members = {}
+    collectives = {}
     for axis in topology.collective_axes:
         if group := maker.own(axis, ranks := topology.group(rank, axis)):
             order = tuple(topology.index(r, *topology.inner_axes) for r in sorted(ranks))
-            members[tuple(topology.index(r, *topology.inner_axes) for r in ranks)] = Members(group, order)
+            collectives[tuple(topology.index(r, *topology.inner_axes) for r in ranks)] = CollectiveGroup(group, order)
     sp = maker.own_or_all("sp", sp_ranks)
     control = sp if sp is None or "cpu" in backends(sp) else maker.for_cpu(sp_ranks)
-    places = {r: place for place, r in enumerate(sorted(inner_ranks))}
-    _warm_up({inner, ulysses, sp, *(m.group for m in members.values())}, maker.made)
+    group_ranks = {r: number for number, r in enumerate(sorted(inner_ranks))}
+    _warm_up({inner, ulysses, sp, *(m.group for m in collectives.values())}, maker.made)
     return Groups(
         world=world,
         made=tuple(group for group in (*maker.made, world) if group is not all_ranks()),
@@ -137,10 +140,10 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
         sp_order=tuple(topology.index(r, *sp_axes) for r in sorted(sp_ranks)),
         inner=inner,
         inner_rank=topology.index(rank, *topology.inner_axes),
-        inner_order=tuple(places[r] for r in inner_ranks),
+        inner_order=tuple(group_ranks[r] for r in inner_ranks),
         ulysses=ulysses,
         control=control,
-        members=members,
+        collectives=collectives,
     )
 
 
@@ -148,26 +151,26 @@ _numbers = itertools.count(1)  # of sets of groups that this process has made
 
 
 class _Maker:
-    """Makes groups of this rank. All ranks must ask for the same ones in the same order, each for its own ranks. For a
-    device's communicators are split off that of the world, which all ranks do together."""
+    """Makes this rank's groups. All ranks must call the same methods in the same order, each with its own ranks. A
+    device's communicators are split off that of the world, which all ranks must do together."""
 
     def __init__(self, rank: int, world: Group) -> None:
         number = torch.tensor([next(_numbers)], device="cpu")
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
         self.rank, self.world, self.prefix = rank, world, f"ds_seqpar/{int(number)}"
-        self.device = bind(all_ranks())
-        self.found: dict[tuple[int, ...], Group] = {}
+        self.device = bind_device(all_ranks())
+        self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.made: list[Group] = []
 
     def own(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """A group that only this SequenceParallel uses; None for one rank."""
+        """A group that only this SequenceParallel uses; None where there is one rank."""
         ranks = tuple(sorted(ranks))
-        if len(ranks) > 1 and ranks not in self.found:
-            self.found[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
-        return self.found.get(ranks)
+        if len(ranks) > 1 and ranks not in self.by_ranks:
+            self.by_ranks[ranks] = self._make(purpose, ranks, dist.get_backend(), self.device)
+        return self.by_ranks.get(ranks)
 
     def own_or_all(self, purpose: str, ranks: Iterable[int]) -> Group | None:
-        """The group of all ranks, where it has these."""
+        """The group of all ranks if these are all, else a group as `own` makes it."""
         ranks = tuple(ranks)
         return all_ranks() if 1 < len(ranks) == dist.get_world_size() else self.own(purpose, ranks)
 
@@ -188,13 +191,14 @@ class _Maker:
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",
         )
-        distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
         self.made.append(group)
         return group
 
 
 def _torch_helper() -> Callable[..., tuple[Group, object]]:
-    """torch's own function under `new_group`, which is private. Raises ConfigError where this torch has another."""
+    """torch's private function that `new_group` calls. Raises ConfigError where this torch has none, or one with other
+    arguments."""
     arguments = (1, 0, [0], "gloo", None)
     named = dict.fromkeys(("group_name", "timeout", "device_id", "group_desc"))
     try:
@@ -209,7 +213,8 @@ def _torch_helper() -> Callable[..., tuple[Group, object]]:
 
 
 def _warm_up(used: set[Group | None], made: list[Group]) -> None:
-    """A communicator's first call must come from all its members; a schedule's first transfer need not."""
+    """Has each communicator called by all its members, as its first call must be; a schedule's first transfer need not
+    be."""
     for group in [group for group in (*made, all_ranks()) if group in used]:
-        if device := accelerated(group):
+        if device := communicator_device(group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,6 +1,6 @@
-"""What attention can be given, checked on this rank and then between ranks, before anything is sent.
+"""Checks what attention is given, on this rank and then between ranks, before anything is sent.
 
-Annotations say what a user is meant to give. The checks take what was given, which may be anything (`object`).
+Where a check takes `object`, a user may have given anything.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
 from ..errors import InputError, SeqParError, as_error
-from . import keeping
+from . import checkpoints
 from .agreement import Compared, Fields, agree
 from .comm import TorchComm
 from .runtime import Runtime
 
 
-def traceable(runtime: Runtime, q: object, k: object, v: object, asked: Asked) -> bool:
-    """Whether a compiler can take the ops: they need the right types, and heads that can be dealt. What else is wrong
-    the op finds that asks."""
+def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
+    """Whether attention can be an op of a compiled graph: it needs the right types, and heads that can be dealt to
+    members and stages. All else is checked when the agreement runs."""
     tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
-    values = isinstance(asked.mask, Mask) and (asked.shards is None or isinstance(asked.shards, UnevenShards))
-    numbers = all(x is None or isinstance(x, int | float) for x in (asked.scale, asked.softcap))
-    right = tensors and values and numbers and (asked.sinks is None or isinstance(asked.sinks, Tensor))
-    return right and _dealable(runtime, q.shape[2], k.shape[2])  # type: ignore[attr-defined]
+    values = isinstance(options.mask, Mask) and (options.shards is None or isinstance(options.shards, UnevenShards))
+    scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
+    typed = tensors and values and scalars and (options.sinks is None or isinstance(options.sinks, Tensor))
+    return typed and _can_be_dealt(runtime, q.shape[2], k.shape[2])  # type: ignore[attr-defined]
 
 
-def _dealable(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
+def _can_be_dealt(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
     degree, stages = runtime.members.degree, runtime.config.head_stages
     if kv_heads < 1 or q_heads % kv_heads or q_heads < degree:
         return False
@@ -44,17 +44,19 @@ def _dealable(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
 
 
 def mask_of(causal: bool, mask: Mask | None) -> Mask:
-    """The mask that is meant, where `causal` is the short form of one. What cannot be one stays as it is."""
+    """The mask if one is given, else that of `causal`, True or False. Anything else is left for a check to refuse."""
     if mask is not None:
         return mask
     return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
 
 
-WHAT = "attention inputs"
+COMPARED = "attention inputs"  # how a sentence names what ranks compare
 
 
-class Asked(NamedTuple):
-    """What a call of attention asks for beside its tensors. shards None: the configured layout."""
+class AttentionOptions(NamedTuple):
+    """What a call of attention is given beside q, k and v. shards: None for the configured layout. backward: whether a
+    backward may follow. lse: whether the caller asks for it. The others are as `SequenceParallel.attention` takes them.
+    """
 
     mask: Mask
     shards: UnevenShards | None
@@ -65,85 +67,86 @@ class Asked(NamedTuple):
     sinks: Tensor | None = None
 
 
-def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> None:
-    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence, where one
-    was given what attention cannot take, or other shapes, dtypes or settings than its peers. Collective over them."""
+def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence. It does so
+    if one of them got what attention cannot take, or other shapes, dtypes or settings than its peers. Collective."""
     if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
-        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, asked)
+        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
         return
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
-    group, error, kind = runtime.comm.groups.control, None, _kind_of(q, k, v, asked)
-    if kind is None or runtime.fit is None or runtime.fit[0] != kind:
-        error = attention_error(runtime, q, k, v, asked)
-        # where there is an error nothing of it may be fit to be shown
-        shown = {} if error or group is None else _given(runtime, q, k, v, asked)
-        given = Compared(WHAT, shown)
-        runtime.fit = None if error or kind is None else (kind, given)
+    group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
+    if key is None or runtime.checked is None or runtime.checked[0] != key:
+        error = attention_error(runtime, q, k, v, options)
+        # after an error the inputs may be nothing that can be described
+        fields = {} if error or group is None else _compared_fields(runtime, q, k, v, options)
+        compared = Compared(COMPARED, fields)
+        runtime.checked = None if error or key is None else (key, compared)
     else:
-        given, error = runtime.fit[1], derivatives_error(q, k, v)
+        compared, error = runtime.checked[1], derivatives_error(q, k, v)
     if error is None and group is None:
         return  # nobody to compare with
     # inside torch.func nothing can be sent, not even the refusal of it
-    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", WHAT):
-        agree(group, WHAT, given, error=error, call="attention", advice=_advice)
+    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", COMPARED):
+        agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
 
 
 def _advice(given: Mapping[int, Fields]) -> str:
-    from .causes import of_attention  # of ranks that differ, which few runs see
+    from .causes import of_attention  # here: few runs have ranks that differ
 
     return of_attention(given)
 
 
-def _kind_of(q: object, k: object, v: object, asked: Asked) -> tuple | None:
-    """All that the checks look at, but for derivatives: what has the same fits as well. None for what is odd."""
-    given = q, k, v, *(() if asked.sinks is None else (asked.sinks,))
-    if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in given):  # some others have no shape
+def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:
+    """All that the checks read but derivatives: inputs of the same key pass the same checks. None for tensors of other
+    classes, and nested ones."""
+    tensors = q, k, v, *(() if options.sinks is None else (options.sinks,))
+    if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # some others have no shape
         return None
-    kinds = [(x.layout, x.shape, x.dtype, x.device) for x in given]
-    # types first: a comparison ends where two differ, and others may be nothing to be compared
-    types = [type(x) for x in asked]
-    return types, kinds, asked[:-1], keeping.which_run()
+    kinds = [(x.layout, x.shape, x.dtype, x.device) for x in tensors]
+    # types first: a comparison of keys ends where two differ, and values of other types may not be comparable
+    types = [type(x) for x in options]
+    return types, kinds, options[:-1], checkpoints.which_run()
 
 
-def _given(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> dict[str, object]:
-    """What all ranks must have alike: with uneven shards not the lengths, which the shards give."""
-    given: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
-    if asked.shards is not None:
-        given = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
-        given["shards"] = f"of {asked.shards.size} ranks {hash(asked.shards) & 0xFFFFFFFF:08x}"
-    given |= {"causal": asked.mask.causal, "scale": asked.scale, "checkpoint": keeping.which_run()}
-    given |= {"backward": asked.backward, "return_lse": asked.lse}
-    if not asked.mask.scale_free:
-        given["mask"] = f"{asked.mask} {hash(asked.mask) & 0xFFFFFFFF:08x}"
-    if asked.sinks is not None:
-        given["sinks"] = describe(asked.sinks)
-    return given | ({"softcap": asked.softcap} if asked.softcap is not None else {})
+def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:
+    """What must be the same on all ranks, by name. With uneven shards these are not the lengths, which shards give."""
+    fields: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    if options.shards is not None:
+        fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
+        fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
+    fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": checkpoints.which_run()}
+    fields |= {"backward": options.backward, "return_lse": options.lse}
+    if not options.mask.scale_free:
+        fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"
+    if options.sinks is not None:
+        fields["sinks"] = describe(options.sinks)
+    return fields | ({"softcap": options.softcap} if options.softcap is not None else {})
 
 
-def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> SeqParError | None:
-    """Why this rank cannot take part in attention over these."""
+def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> SeqParError | None:
+    """Why this rank cannot compute attention over these inputs; None if it can."""
     try:
-        check_arguments(q, k, v, asked.mask, asked.scale, lengths_differ=asked.shards is not None)
-        check_softcap(asked.softcap)
-        check_sinks(asked.sinks, q)
-        if asked.shards is not None:
-            check_shards(asked.shards, runtime.compiler.recipe.size, runtime.config.layout)
+        check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
+        check_softcap(options.softcap)
+        check_sinks(options.sinks, q)
+        if options.shards is not None:
+            check_shards(options.shards, runtime.compiler.recipe.size, runtime.config.layout)
         q, k, _ = of_one_head_dim(q, k, v)
-        check_shares(runtime, q, k, asked.mask, asked.shards, asked.softcap or 0.0)
+        check_shares(runtime, q, k, options.mask, options.shards, options.softcap or 0.0)
     except Exception as error:  # a rank that raised alone would leave its peers waiting
         return as_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
 
 
 def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:
-    """Raises InputError for what attention cannot take on any number of ranks. lengths_differ: k and v may have another
-    length than q."""
+    """Raises InputError for tensors, a mask or a scale that attention cannot take on any number of ranks.
+    lengths_differ: whether k and v may have another length than q."""
     try:
         _check_settings(mask, scale)
         _check_tensors(q, k, v, lengths_differ)
     except SeqParError:
         raise
-    except Exception as error:  # out of a tensor or a number of an odd kind
+    except Exception as error:  # raised by a tensor or a number of another class
         raise as_error(
             "attention needs q, k, v, causal and scale that can be read; reading them failed", error
         ) from error
@@ -164,13 +167,13 @@ def _check_settings(mask: object, scale: object) -> None:
 
 
 def check_softcap(softcap: object) -> None:
-    """Raises InputError for what scores cannot be capped with."""
+    """Raises InputError for a softcap that is neither None nor a number above 0."""
     if softcap is not None and not _is_positive(softcap):
         raise InputError(f"attention needs a softcap that is a number above 0 (in fp32), or None; got {softcap!r:.80}")
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
-    """Raises InputError for what are not sinks of all of q's heads."""
+    """Raises InputError for sinks that are neither None nor one number for each of q's heads."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
@@ -183,30 +186,30 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def _is_positive(x: Any) -> bool:
-    """Whether it is a number above 0 in fp32. Below these a kernel has 0, and 0 times a mask's -inf is no number; above
-    them infinity."""
+    """Whether x is a number above 0 in fp32's range. A smaller one is 0 in a kernel, and 0 times a mask's -inf is NaN;
+    a larger one is infinity."""
     fp32, real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
     return real and bool(fp32.tiny <= x <= fp32.max)
 
 
 def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:
-    given = q, k, v
-    if wrong := [_kind(x) for x in given if _kind(x)]:
+    tensors = q, k, v
+    if kinds := [_unreadable(x) for x in tensors if _unreadable(x)]:
         raise InputError(
-            f"attention needs dense tensors of this rank's own tokens; got {wrong[0]}, call to_dense(), to_local() or "
+            f"attention needs dense tensors of this rank's own tokens; got {kinds[0]}, call to_dense(), to_local() or "
             "to_padded_tensor() on it"
         )
-    if not _of_four_dims(given):
+    if not _of_four_dims(tensors):
         raise InputError(
             "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
             f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
         )
-    _check_shapes(*given, lengths_differ)
-    check_derivatives(*given)
+    _check_shapes(*tensors, lengths_differ)
+    check_derivatives(*tensors)
 
 
-def _of_four_dims(given: tuple[object, object, object]) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:
-    return all(isinstance(x, Tensor) and x.dim() == 4 for x in given)
+def _of_four_dims(tensors: tuple[object, object, object]) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:
+    return all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None:
@@ -228,8 +231,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None
         )
 
 
-def _kind(x: object) -> str:
-    """What kind of tensor it is, where that is one whose elements a kernel cannot read; else nothing."""
+def _unreadable(x: object) -> str:
+    """The kind of a tensor whose elements a kernel cannot read; "" for any other object."""
     if not isinstance(x, Tensor):
         return ""
     if any(base.__name__ == "DTensor" for base in type(x).__mro__):
@@ -242,14 +245,14 @@ def _kind(x: object) -> str:
 def check_derivatives(*tensors: Tensor) -> None:
     """Raises InputError under forward-mode differentiation and torch.func transforms, which would see no derivative.
 
-    Under torch.compile nothing is asked: the compiler refuses them by itself.
+    Under torch.compile it checks nothing: the compiler refuses them by itself.
     """
     if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
         raise error
 
 
 def derivatives_error(*tensors: Tensor) -> InputError | None:
-    """Why these cannot be differentiated as they are meant to be."""
+    """Why attention cannot be differentiated here; None if it can, or if nobody differentiates it."""
     if torch._C._are_functorch_transforms_active():
         return InputError(
             "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
@@ -263,16 +266,17 @@ def derivatives_error(*tensors: Tensor) -> InputError | None:
 
 
 def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
-    """With zeros beside those that have fewer elements a head, which change no score and no other element of out."""
-    most = max(x.shape[-1] for x in tensors)
-    return [x if x.shape[-1] == most else functional.pad(x, (0, most - x.shape[-1])) for x in tensors]
+    """The tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and no element of out
+    but those that they add."""
+    largest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == largest else functional.pad(x, (0, largest - x.shape[-1])) for x in tensors]
 
 
 def check_shares(
     runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
 ) -> None:
-    """Heads, length, kernel and program. The kernel here, where the others can still be told: what it needs may be
-    installed on some ranks only."""
+    """Raises ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
+    is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
     config, members = runtime.config, runtime.config.ulysses
     check_heads(members, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     if shards is None:
@@ -299,7 +303,7 @@ def check_documents(mask: Mask, seq: int) -> None:
 
 
 def check_shards(shards: object, size: int, layout: str) -> None:
-    """Raises InputError for what are not shards of so many inner ranks, of as many blocks each as in the layout."""
+    """Raises InputError unless these are shards of `size` inner ranks, of as many blocks each as in the layout."""
     if not isinstance(shards, UnevenShards):
         got = type(shards).__name__
         raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
@@ -319,10 +323,10 @@ def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> Non
 
 
 def shape_of(x: object) -> str:
-    """The shape of a tensor, or what it is instead."""
+    """The shape of a tensor, or the class of any other object."""
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
 def describe(x: object) -> str:
-    """Shape and dtype of a tensor, or what it is instead."""
+    """Shape and dtype of a tensor, or the class of any other object."""
     return f"{shape_of(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,4 +1,4 @@
-"""Records when a rank executes the instructions of its programs. A walk without a recorder keeps nothing.
+"""Records when a rank executes the instructions of its programs. Without a recorder a walk records nothing.
 
 While a program runs, only time stamps ("marks") are taken; on accelerators they are events of the current stream. What
 each mark belongs to is read from the program afterwards.
@@ -67,11 +67,11 @@ class Recorder:
         self.work_type = WatchedWork if watch else TimedWork
         self.recorded: list[Span | TimedWalk] = []  # in the order in which they began
 
-    def advancing(self, walk: Walk) -> TimedWalk:
+    def timed(self, walk: Walk) -> TimedWalk:
         """A function to call in place of `walk.advance`. It records each instruction."""
-        walked = TimedWalk(walk, self.clock.mark, self.work_type)
-        self.recorded.append(walked)
-        return walked
+        timed = TimedWalk(walk, self.clock.mark, self.work_type)
+        self.recorded.append(timed)
+        return timed
 
     @contextlib.contextmanager
     def span(self, kind: str, label: str, bytes: int = 0) -> Iterator[None]:
@@ -83,21 +83,21 @@ class Recorder:
 
     def events(self) -> tuple[Event, ...]:
         """All events so far in the order in which they began: messages when they were posted. Waits for the device."""
-        found: list[Event] = []
+        events: list[Event] = []
         walks = 0
-        for one in self.recorded:
-            if isinstance(one, Span):
-                if one.end is not None:
-                    start, end = map(self.clock.seconds, (one.start, one.end))
-                    found.append(Event(self.rank, one.kind, start, end, one.label, bytes=one.bytes))
+        for recorded in self.recorded:
+            if isinstance(recorded, Span):
+                if recorded.end is not None:
+                    start, end = map(self.clock.seconds, (recorded.start, recorded.end))
+                    events.append(Event(self.rank, recorded.kind, start, end, recorded.label, bytes=recorded.bytes))
             else:
-                found += _WalkEvents(self.rank, walks, one, self.clock.seconds).events()
+                events += _WalkEvents(self.rank, walks, recorded, self.clock.seconds).events()
                 walks += 1
-        return tuple(found)
+        return tuple(events)
 
 
 class Span:
-    """What runs inside of `Recorder.span`. end: None while it runs, and where it raised."""
+    """The event of a `Recorder.span` context. end: None while the context runs, and if it raised."""
 
     def __init__(self, kind: str, label: str, bytes: int, start: Mark) -> None:
         self.kind, self.label, self.bytes, self.start = kind, label, bytes, start
@@ -105,7 +105,7 @@ class Span:
 
 
 class TimedWalk:
-    """A walk that is recorded. marks: of each instruction that ended. works: ticket -> its torch works, with marks."""
+    """A walk that is recorded. marks: start and end of each instruction that ended. works: ticket -> its works."""
 
     def __init__(self, walk: Walk, mark: Callable[[], Mark], work_type: type[TimedWork]) -> None:
         self.walk: Walk | None = walk
@@ -129,15 +129,15 @@ class TimedWalk:
 
 
 class TimedWork:
-    """A torch work that takes a mark when a wait for it ends. seen: that mark; None before."""
+    """A torch work that takes a mark when a wait for it ends. end: that mark; None before."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark]) -> None:
         self.work, self.mark = work, mark
-        self.seen: Mark | None = None
+        self.end: Mark | None = None
 
     def wait(self) -> None:
         self.work.wait()
-        self.seen = self.mark()
+        self.end = self.mark()
         self.work = None  # it may hold what was sent
 
 
@@ -165,10 +165,10 @@ class WatchedWork(TimedWork):
 class _WalkEvents:
     """Makes the events of one walk from its marks and its program. call: number of the walk."""
 
-    def __init__(self, rank: int, call: int, walked: TimedWalk, seconds: Callable[[Mark], float]) -> None:
-        self.rank, self.call, self.bound, self.works = rank, call, walked.bound, walked.works
-        self.program, self.seconds = walked.bound.program, seconds
-        self.marks = [(seconds(start), seconds(end)) for start, end in walked.marks]
+    def __init__(self, rank: int, call: int, timed: TimedWalk, seconds: Callable[[Mark], float]) -> None:
+        self.rank, self.call, self.bound, self.works = rank, call, timed.bound, timed.works
+        self.program, self.seconds = timed.bound.program, seconds
+        self.marks = [(seconds(start), seconds(end)) for start, end in timed.marks]
         self.done = list(zip(self.program.code, self.marks, strict=False))  # an error leaves fewer marks
         self.waits = {one.ticket: marks for one, marks in self.done if isinstance(one, op.Wait)}
 
@@ -177,29 +177,29 @@ class _WalkEvents:
         if not self.marks:
             return []
         name = f"{self.program.name} {self.program.direction}"
-        found = [self.event("walk", (self.marks[0][0], self.marks[-1][1]), name)]
+        events = [self.event("walk", (self.marks[0][0], self.marks[-1][1]), name)]
         labels: dict[int, str] = {}
         for one, marks in self.done:
             if isinstance(one, Started):
                 messages = self.messages(one, marks[0])
                 labels[one.ticket] = " ".join(m.label for m in messages if m.kind != "send") or messages[0].label
-                found += [self.event("post", marks, " ".join(m.label for m in messages), one.step), *messages]
+                events += [self.event("post", marks, " ".join(m.label for m in messages), one.step), *messages]
             elif isinstance(one, op.Wait):
-                found.append(self.event("wait", marks, labels[one.ticket], one.step))
+                events.append(self.event("wait", marks, labels[one.ticket], one.step))
             else:
                 what, blocks = _unit(one)
-                found.append(self.event(KINDS[type(one)], marks, label_of(one), one.step, what=what, blocks=blocks))
-        return found
+                events.append(self.event(KINDS[type(one)], marks, label_of(one), one.step, what=what, blocks=blocks))
+        return events
 
     def event(self, kind: str, marks: tuple[float, float], label: str, step: int = -1, **more: Any) -> Event:
         direction = self.program.direction
         return Event(self.rank, kind, *marks, label, call=self.call, direction=direction, step=step, **more)
 
     def messages(self, one: Started, start: float) -> list[Event]:
-        """The messages that an instruction starts: first those that arrive, then those that leave, as their works."""
-        waited, done = self.waits.get(one.ticket, (None, self.marks[-1][1]))
-        messages = self.described(one)
-        ends = [done if work.seen is None else self.seconds(work.seen) for work in self.works[one.ticket]]
+        """The events of the messages that an instruction starts: receives, then sends, in the order of their works."""
+        waited, last = self.waits.get(one.ticket, (None, self.marks[-1][1]))
+        messages = self.fields(one)
+        ends = [last if work.end is None else self.seconds(work.end) for work in self.works[one.ticket]]
         if len(ends) != len(messages):  # several messages may share one work; a collective's works are one message
             ends = ends[-1:] * len(messages)
         return [
@@ -207,8 +207,8 @@ class _WalkEvents:
             for (kind, label, more), end in zip(messages, ends, strict=True)
         ]
 
-    def described(self, one: Started) -> list[tuple[str, str, dict[str, Any]]]:
-        """Kind, label and further fields of the event of each message."""
+    def fields(self, one: Started) -> list[tuple[str, str, dict[str, Any]]]:
+        """(kind, label, further fields) for the event of each message."""
         if isinstance(one, op.ExchangeStart):
             sizes = self.bound.exchange_sizes(one.exchange)
             size = sizes.arriving(self.bound.heads.members.member) * sizes.itemsize
@@ -216,12 +216,12 @@ class _WalkEvents:
         if not isinstance(one, op.Post):
             kind, whole = one.collective.unit
             return [("move", one.label, {"what": kind, "blocks": (whole,), "bytes": _arriving(self.bound, one)})]
-        found = []
+        messages = []
         for kind, t in [*(("move", t) for t in one.receives), *(("send", t) for t in one.sends)]:
             (what, key), size = t.unit, self.bound.unit_bytes(t.slot, *t.unit)
             more = {"what": what, "blocks": (key,), "peer": t.peer, "bytes": size}
-            found.append((kind, self.route(kind, t), more))
-        return found
+            messages.append((kind, self.route(kind, t), more))
+        return messages
 
     def route(self, kind: str, transfer: Transfer) -> str:
         """The label of a message as the simulator writes it: unit:source>destination."""
@@ -238,7 +238,7 @@ def _arriving(bound: BoundProgram, one: op.GatherStart | op.ScatterStart) -> int
 
 
 def _unit(one: Instruction) -> tuple[str, tuple[Key, ...]]:
-    """The kind and the blocks that an instruction works on; of a product no kind, and the blocks of q and of kv."""
+    """(kind, blocks) of the unit that an instruction works on. A product has no kind, and the blocks of q and of kv."""
     match one:
         case op.Product(q=q, kv=kv):
             return "", (q, kv)

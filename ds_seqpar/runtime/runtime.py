@@ -1,4 +1,4 @@
-"""Joins programs, kernels and comm: what one rank needs to take part in attention, found again by a number."""
+"""Joins programs, kernels and communication: what one rank needs to take part in attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..compiler.shards import EvenShards, Shards
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
 from ..handles import handle_of
-from .call import BackwardCall, ForwardCall, Saved
+from .call import OPERANDS_AND_OUT, BackwardCall, ForwardCall, Saved
 from .comm import Comm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Recorder, Walk
@@ -27,27 +27,31 @@ NOT_RECORDED = contextlib.nullcontext()
 
 
 class Runtime:
-    """Settings, this rank's place and its transport. rank: the inner rank; members: of Ulysses. fit: what `inputs`
-    found fit last, and how ranks compare it; staged: what was staged last. recorder: who writes down when this rank
-    does what, while somebody asks for it. measured: the order of kernels of each `BlockSpec.case` that was measured."""
+    """Settings, this rank's place and its transport.
+
+    rank: the inner rank. members: Ulysses' degree and this rank's member number. checked: the key of the inputs that
+    `inputs` checked last, and the form in which ranks compare them. last_bound, last_stages: the arguments and the
+    result of the last `bound` of each direction, and of the last `fewest_stages`. recorder: records when this rank does
+    what, while somebody asks for it. measured: the order of kernels of each `BlockSpec.case` that was measured. handle:
+    of this object, for ops."""
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0,
         measured: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
         self.members = Members(config.ulysses, member)
-        self.fit: tuple | None = None
+        self.checked: tuple | None = None
         self.recorder: Recorder | None = None
-        self.staged: tuple[tuple, int] | None = None
+        self.last_stages: tuple[tuple, int] | None = None
         self.measured = measured or {}
         self.config, self.topology, self.rank, self.comm = config, topology, rank, comm
         self.compiler = Compiler(config.recipe(topology), rank, comm.early)
         self.size = self.compiler.recipe.size
-        self.last: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}  # by direction: what was asked for last
+        self.last_bound: dict[str, tuple[tuple, tuple[BoundProgram, Kernel]]] = {}
         self.handle = handle_of(self)
 
     def recorded(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Whatever is inside is one event of the record, if there is one."""
+        """A context that is one event of the record, if there is one."""
         return NOT_RECORDED if self.recorder is None else self.recorder.span(kind, label, bytes)
 
     def shards(self, tokens: int) -> Shards:
@@ -55,24 +59,25 @@ class Runtime:
         return EvenShards(self.config.layout, tokens * self.size, self.size)
 
     def bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *more: Any
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float = 0.0, *around: Any
     ) -> tuple[BoundProgram, Kernel]:
         """The program for a rank's own tensors, q (B, s, Hq, D), k and v of kv_heads, and the kernel that it calls.
-        more: stages, kept and lse, as `Compiler.bound_call` takes them."""
-        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, more, is_deterministic()
-        last = self.last.get(direction)
+        around: stages, kept and lse, as `Compiler.bound_call` takes them."""
+        key = q.shape, kv_heads, q.dtype, q.device, mask, shards, softcap, around, is_deterministic()
+        last = self.last_bound.get(direction)
         if last is None or last[0] != key:
-            last = self.last[direction] = key, self._bound(direction, q, kv_heads, mask, shards, softcap, more)
+            last = key, self._bound(direction, q, kv_heads, mask, shards, softcap, around)
+            self.last_bound[direction] = last
         return last[1]
 
     def _bound(
-        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, more: tuple
+        self, direction: str, q: Tensor, kv_heads: int, mask: Mask, shards: Shards, softcap: float, around: tuple
     ) -> tuple[BoundProgram, Kernel]:
         own = self.own_shape(q, kv_heads)
         inner = own.of_heads(*heads_of_member(own.q_heads, own.kv_heads, *self.members))
         spec = BlockSpec(q.device.type, q.dtype, inner.q_heads, inner.kv_heads, own.head_dim, softcap)
         kernel = select(self.config.kernel, spec, self.measured.get(spec.case(mask), ()), is_deterministic())
-        return self.compiler.bound_call(direction, mask, shards, own, self.members, kernel.support, *more), kernel
+        return self.compiler.bound_call(direction, mask, shards, own, self.members, kernel.support, *around), kernel
 
     def own_shape(self, q: Tensor, kv_heads: int) -> Shape:
         """The shape of a rank's own tensors."""
@@ -82,38 +87,39 @@ class Runtime:
     def fewest_stages(self, q: Tensor, k: Tensor, mask: Mask, shards: Shards) -> int:
         """`memory.fewest_stages` of heads for a rank's own q and k."""
         key = q.shape, k.shape, q.dtype, mask, shards
-        if self.staged is None or self.staged[0] != key:
+        if self.last_stages is None or self.last_stages[0] != key:
             from ..compiler.memory import fewest_stages  # which only "auto" asks for
 
             settings = self.config.ulysses, self.config.travel_dtype, self.own_shape(q, k.shape[2])
-            self.staged = key, fewest_stages(self.compiler.recipe, *settings, mask, shards)
-        return self.staged[1]
+            self.last_stages = key, fewest_stages(self.compiler.recipe, *settings, mask, shards)
+        return self.last_stages[1]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, shards: Shards, scores: Scores,
-        stages: int = 1, keep: int = 2, lse: bool = False,
+        stages: int = 1, saves: int = OPERANDS_AND_OUT, lse: bool = False,
     ) -> Walk:  # fmt: skip
-        """A walk of a rank's own tensors; ends as `ForwardCall` does. keep: 0 nothing; 1 the inner q, k and v; 2 the
-        inner out too."""
+        """A walk over a rank's own tensors, which returns what `ForwardCall` does. stages: of heads. saves, lse: as
+        `ForwardCall` takes them."""
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, SAVE_ALL, lse)
         own = _readable({"q": q, "k": k, "v": v})
-        return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, keep, lse), self.comm, self.recorder)
+        return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, saves, lse), self.comm, self.recorder)
 
     def backward(
         self, own: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
         scores: Scores,
     ) -> Walk:  # fmt: skip
-        """The same of what forward left; ends as `BackwardCall` does. own: do, and q, k, v and out where they are
-        needed."""
-        do, kept = own["do"], SaveChoice(bool(saved.arrived), bool(saved.outs))
-        more = len(saved.lses), kept if self.members.degree > 1 else SAVE_ALL
-        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *more)
-        call = BackwardCall(bound, kernel, scores, _readable(own), sinks, *saved)
+        """A walk over a rank's own tensors, which returns what `BackwardCall` does. own: do, and q, k, v and out where
+        forward did not save the inner ones. saved: what forward saved."""
+        do, kept = own["do"], SaveChoice(bool(saved.operands), bool(saved.outs))
+        around = len(saved.lses), kept if self.members.degree > 1 else SAVE_ALL
+        bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *around)
+        call = BackwardCall(bound, kernel, scores, _readable(own), sinks, saved)
         return Walk(bound, call, self.comm, self.recorder)
 
 
 def run(walk: Walk) -> list[Tensor]:
-    """Walks to the end. An error says where it happened: step, what comes before and after, and with whom."""
+    """The call's results, after a walk to the end. An error says where in the program it happened: the step, the
+    instructions before and after it, and with which ranks."""
     try:
         return walk.run()
     except CommunicationError as error:
@@ -125,5 +131,5 @@ def run(walk: Walk) -> list[Tensor]:
 
 
 def _readable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Kernels read a head's elements side by side."""
+    """The tensors with each head's elements side by side, as kernels read them."""
     return {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}

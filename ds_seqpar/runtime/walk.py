@@ -1,4 +1,4 @@
-"""Walks a program over tensors. One walker for every schedule, both directions, real and virtual ranks."""
+"""Executes a program over tensors. One walk serves every schedule, both directions, real and virtual ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from .work import ALL, Work
 
 
 class Recorder(Protocol):
-    def advancing(self, walk: Walk) -> Callable[[], None]:
-        """What to call in place of the walk's `advance`."""
+    def timed(self, walk: Walk) -> Callable[[], None]:
+        """A function to call in place of the walk's `advance`, which records the instruction."""
         ...
 
     def span(self, kind: str, label: str, bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-        """What happens inside is one event."""
+        """A context that is recorded as one event."""
         ...
 
 
 class Walk:
-    """One rank's part of one attention. at: the instruction that is next, or that failed. work: that of the stage that
-    it is in. recorder: who writes down when it does what."""
+    """One rank's part of one attention call. Each method that takes an instruction, `one`, executes it.
+
+    at: the number of the next instruction, or of the one that failed. work: of the stage that was entered; result: what
+    it returned. tickets: transfers that were started, until they are waited for. results: running results of units.
+    recorder: records when each instruction is executed."""
 
     work: Work
     result: Tensors
@@ -48,9 +51,9 @@ class Walk:
         self.at, self.recorder, self.entered = 0, recorder, False
 
     def run(self) -> list[Tensor]:
-        """Walks to the end, on a real rank, whose waits block by themselves. Returns the call's results."""
+        """Executes all instructions, on a real rank, whose waits block. Returns the call's results."""
         advance, count = (
-            self.advance if self.recorder is None else self.recorder.advancing(self),
+            self.advance if self.recorder is None else self.recorder.timed(self),
             len(self.program.code),
         )
         while self.at < count:
@@ -80,7 +83,7 @@ class Walk:
             message = self.buffers.elements(one.into, self.bound.exchange_sizes(exchange).dtype)
             pack_in(parts, self.call.heads.shares(exchange), message)
         else:
-            joined = join_out([self.call.give(field) for field in exchange.fields])
+            joined = join_out([self.call.pop_result(field) for field in exchange.fields])
             self.buffers.adopt(one.into, joined.contiguous())
 
     def exchange_start(self, one: op.ExchangeStart) -> None:
@@ -102,12 +105,12 @@ class Walk:
         self.entered = False
 
     def unpack_heads(self, one: op.UnpackHeads) -> None:
-        exchange, sizes = one.exchange, self.bound.exchange_sizes(one.exchange)
-        received = self.buffers.elements(one.received, sizes.dtype)
-        tokens = sizes.tokens[self.call.heads.members.member]
-        found = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, sizes.width)
-        for field, x in zip(exchange.fields, found, strict=True):
-            self.call.put(exchange.stage, field, x)
+        exchange, traffic = one.exchange, self.bound.exchange_sizes(one.exchange)
+        received = self.buffers.elements(one.received, traffic.dtype)
+        tokens = traffic.tokens[self.call.heads.members.member]
+        results = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, traffic.width)
+        for field, x in zip(exchange.fields, results, strict=True):
+            self.call.put_result(exchange.stage, field, x)
 
     def operand(self, unit: Unit, slot: int) -> Tensors:
         return self.own(unit) if slot <= OWN else self.buffers.tensors(slot, unit)
@@ -117,7 +120,7 @@ class Walk:
         return self.work.own(unit[0], rows, travels)
 
     def own_rows(self, kind: str, key: Key) -> slice:
-        """Where the tokens of an own block stand among the caller's."""
+        """The rows of this rank's tensors that an own block has."""
         return rows_in(self.bound.shards, side_of(kind), key[0])
 
     def pack(self, one: op.Pack) -> None:
@@ -155,8 +158,8 @@ class Walk:
         keys = [gather.part(rank) for rank in self.comm.order(gather.ranks)]
         for key, part in zip(keys, self.buffers.parts(one.received, gather.kind, keys), strict=True):
             for target, tensor in zip(whole, part, strict=True):
-                for place, piece in _rows(target, tensor, self.rows(gather.kind, gather.blocks, key)):
-                    place.copy_(piece)
+                for rows, piece in _rows_and_pieces(target, tensor, self.rows(gather.kind, gather.blocks, key)):
+                    rows.copy_(piece)
 
     def product(self, one: op.Product) -> None:
         launches = self.bound.launches(one.q, one.kv)
@@ -186,26 +189,29 @@ class Walk:
             running.copy_into(self.buffers.tensors(one.into, one.unit))
 
     def scatter_start(self, one: op.ScatterStart) -> None:
-        """An all-to-all of partials, merged where they arrive: the bytes of a reduce-scatter with our own reduction."""
+        """An all-to-all of partial results, which are merged where they arrive: the bytes of a reduce-scatter, with a
+        reduction of ours. The own part does not travel, so it is not rounded to the dtype that travels."""
         reduce, kind, rank = one.collective, one.collective.kind, self.program.rank
-        whole, mine = self.results.pop((kind, reduce.blocks)).placed(), reduce.part(rank)
+        whole, own = self.results.pop((kind, reduce.blocks)).placed(), reduce.part(rank)
         order = [reduce.part(peer) for peer in self.comm.order(reduce.ranks)]
-        others = [part for part in order if part != mine]
+        others = [key for key in order if key != own]
         for key, part in zip(others, self.buffers.parts(one.sent, kind, others), strict=True):
             for target, tensor in zip(part, whole, strict=True):
-                for place, piece in _rows(tensor, target, self.rows(kind, reduce.blocks, key)):
-                    piece.copy_(place)
-        own = self.rows(kind, reduce.blocks, mine)  # does not travel, so it is not rounded to what travels
-        self.running((kind, mine), one.own_part).absorb(*(torch.cat([x[:, r] for r in own], 1) for x in whole))
-        going = [0 if part == mine else self.bound.unit_bytes(one.sent, kind, part) for part in order]
-        coming = [0 if part == mine else self.bound.unit_bytes(one.received, kind, mine) for part in order]
+                for rows, piece in _rows_and_pieces(tensor, target, self.rows(kind, reduce.blocks, key)):
+                    piece.copy_(rows)
+        own_rows = self.rows(kind, reduce.blocks, own)
+        self.running((kind, own), one.own_part).absorb(
+            *(torch.cat([x[:, rows] for rows in own_rows], 1) for x in whole)
+        )
+        outgoing = [0 if key == own else self.bound.unit_bytes(one.sent, kind, key) for key in order]
+        incoming = [0 if key == own else self.bound.unit_bytes(one.received, kind, own) for key in order]
         self.tickets[one.ticket] = self.comm.all_to_all(
             reduce.ranks,
             kind,
-            self.bound.unit_size(one.received, kind, mine)[0] * len(others),
-            self.buffers.raw(one.sent, sum(going)),
-            self.buffers.raw(one.received, sum(coming)),
-            (going, coming),
+            self.bound.unit_size(one.received, kind, own)[0] * len(others),
+            self.buffers.raw(one.sent, sum(outgoing)),
+            self.buffers.raw(one.received, sum(incoming)),
+            (outgoing, incoming),
         )
 
     def fold(self, one: op.Fold) -> None:
@@ -218,7 +224,7 @@ class Walk:
         if self.program.parts == 1:
             self.result = self.work.finish([self.running(unit, slot) for unit, slot in one.results])
         else:
-            whole = self.work.whole()
+            whole = self.work.empty_results()
             for unit, slot in one.results:
                 rows = self.own_rows(*unit)
                 self.running(unit, slot).copy_into(tuple(x[:, rows] for x in whole[unit[0]]))
@@ -226,13 +232,14 @@ class Walk:
         self.results.clear()
 
     def rows(self, kind: str, whole: Key, part: Key) -> tuple[slice, ...]:
+        """The rows of a whole block that a part has."""
         return rows_of(self.bound.shards, side_of(kind), whole, part)
 
 
 EXECUTE = methods_of(Walk)
 
 
-def _rows(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
-    """The rows of the whole that a part has, each with the part's tokens."""
+def _rows_and_pieces(whole: Tensor, part: Tensor, rows: tuple[slice, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Views of those rows of the whole (B, n, ...), each with the piece of the part (B, m, ...) that belongs there."""
     pieces = part.split([row.stop - row.start for row in rows], dim=1)
     return [(whole[:, row], piece) for row, piece in zip(rows, pieces, strict=True)]

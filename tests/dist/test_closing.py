@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.runtime.inputs import Asked
+from ds_seqpar.runtime.inputs import AttentionOptions
 from tests import oracle
 from tests.dist.ranks import assert_exact, attention_error, lacking, leaves, make, refusal
 from tests.launch import on_each_of
@@ -91,7 +91,7 @@ def test_a_closed_one_says_so():
     local = leaves(sp, *whole[:3])
     for call in (
         lambda: sp.attention(*local),
-        lambda: sp.attention_agreed(*local, Asked(CAUSAL, None, None)),
+        lambda: sp.attention_agreed(*local, AttentionOptions(CAUSAL, None, None)),
         lambda: sp.gather(local[0].detach(), 1),
         lambda: sp.mean_loss(local[0].sum()),
         lambda: sp.shard_batch({"labels": whole[0][0, :, 0, :1].long().T}),

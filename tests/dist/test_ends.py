@@ -34,10 +34,10 @@ SequenceParallel(SequenceParallelConfig(size=4))
 """
 WORKING = """
 import os, threading, time
-from ds_seqpar.runtime import telling
-from ds_seqpar.runtime.telling import wait_until_idle
+from ds_seqpar.runtime import exits
+from ds_seqpar.runtime.exits import wait_until_idle
 
-telling.IDLE_PATIENCE = 1.0
+exits.IDLE_TIMEOUT = 1.0
 done = []
 def work(seconds):
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:

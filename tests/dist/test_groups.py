@@ -29,7 +29,10 @@ def of_case(config):
     with make(**config) as sp:
         groups = sp.groups
         named = {"world": dist.group.WORLD, "sp": groups.sp, "inner": groups.inner, "ulysses": groups.ulysses}
-        named |= {"control": groups.control, **{f"members {i}": m.group for i, m in enumerate(groups.members.values())}}
+        named |= {
+            "control": groups.control,
+            **{f"members {i}": c.group for i, c in enumerate(groups.collectives.values())},
+        }
         numbers = {id(group): number for number, group in reversed(list(enumerate(named.values())))}
         same = {name: None if group is None else numbers[id(group)] for name, group in named.items()}
         names = sorted(group.group_name for group in groups.made)
@@ -97,7 +100,7 @@ def test_a_rank_without_a_device_is_told_of_on_all():
 
     wrong = dist.get_rank() == WRONG
     if wrong:
-        devices.bind = nothing
+        devices.bind_device = nothing
     kind = "ConfigError" if wrong else "DisagreementError"
     assert lacking(refusal(make, size=2), kind, "LOCAL_RANK 1") == []
 
@@ -145,4 +148,4 @@ def test_a_rank_takes_its_own_device_or_is_refused(count, chosen, local_rank, vi
 def test_gloo_has_nothing_on_a_device():
     world = dist.group.WORLD
     assert devices.backends(world)["cpu"] == "gloo"
-    assert devices.accelerated(world) is devices.bind(world) is None
+    assert devices.communicator_device(world) is devices.bind_device(world) is None

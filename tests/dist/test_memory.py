@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.planner.calls import call_figures
-from ds_seqpar.runtime.keeping import keeping
+from ds_seqpar.runtime.checkpoints import replaying
 from ds_seqpar.runtime.kernels import BlockSpec, select
 from tests import live
 from tests.launch import on_warm_ranks as on_ranks
@@ -84,7 +84,7 @@ def _measured(setting, mask, kv_heads, kept=None):
 
         def attend(*tensors):
             if kept:
-                return checkpoint(keeping(lambda *x: sp.attention(*x, mask=mask)), *tensors, use_reentrant=False)
+                return checkpoint(replaying(lambda *x: sp.attention(*x, mask=mask)), *tensors, use_reentrant=False)
             return sp.attention(*tensors, mask=mask)
 
         seen = live.least(lambda: live.measure(attend, q, k, v, do))

@@ -62,7 +62,7 @@ def recorded(cases):
 def planned(sp):
     """By direction."""
     shards, plans = sp.runtime.shards(SEQ // sp.runtime.size), {}
-    for direction, (_, (bound, _)) in sp.runtime.last.items():
+    for direction, (_, (bound, _)) in sp.runtime.last_bound.items():
         compiler = sp.runtime.compiler
         plan = compiler.recipe.plan(direction, compiler.pattern(CAUSAL, shards), bound.shape)
         plans[direction] = plan.ranks[sp.runtime.rank], bound.program.code, sp.runtime.rank
@@ -189,7 +189,7 @@ def test_everybody_gathers_what_everybody_has(results, case):
 def without(folder):
     """What happens around a record, on two ranks."""
     sp = make(ulysses=1)
-    keeping = [(recorder.HostClock, "mark"), (recorder.Recorder, "advancing"), (recorder.Recorder, "span")]
+    keeping = [(recorder.HostClock, "mark"), (recorder.Recorder, "timed"), (recorder.Recorder, "span")]
     with sp.record() as record:
         step(sp)
         with pytest.raises(ConfigError, match=r"record.*got a second"), sp.record():
@@ -225,4 +225,4 @@ def test_what_a_watched_message_fails_with_is_raised_where_it_is_waited_for():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed by peer"):
             work.wait()
-    assert work.seen is None
+    assert work.end is None

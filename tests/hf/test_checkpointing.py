@@ -161,9 +161,9 @@ def test_functions_of_ones_own():
 
 
 def offloaded(stage):
-    """A step with and without offload: difference of gradients, then (bytes made, away) after one step and after two;
-    what was away at the end of forward."""
-    found, away = {}, None
+    """A step with and without offload: difference of gradients, then host bytes (allocated, in use) after one step and
+    after two; what was in use at the end of forward."""
+    found, in_use = {}, None
     for offload in (False, True):
         model = llama(num_key_value_heads=4)
         model.gradient_checkpointing_enable()
@@ -173,19 +173,19 @@ def offloaded(stage):
         batches = sp.shard_batches(window(section))
         if offload:
             loss = engine(**batches[0]).loss
-            away = sp.store.away
+            in_use = sp.store.bytes_in_use
             del loss
         found[offload] = step(engine, batches)["gradients"]
-    first = sp.store.made, sp.store.away
+    first = sp.store.bytes_allocated, sp.store.bytes_in_use
     step(engine, batches)
-    return gap(found[True], found[False]), away, first, (sp.store.made, sp.store.away)
+    return gap(found[True], found[False]), in_use, first, (sp.store.bytes_allocated, sp.store.bytes_in_use)
 
 
 def test_offloaded_checkpoints_come_back():
     """What leaves: a layer's input, attention's out and lse, the inner q, k and v; its memory is used again."""
     tokens, width, heads, kv_width = 2 * 48 // 2, 64, 8, 32
     layer = 4 * tokens * (2 * width + heads + width + 2 * kv_width)
-    for difference, away, first, second in on_ranks(2, offloaded, "3"):
+    for difference, in_use, first, second in on_ranks(2, offloaded, "3"):
         assert difference == 0
-        assert away == LAYERS * layer
+        assert in_use == LAYERS * layer
         assert first == second == (LAYERS * layer, 0)

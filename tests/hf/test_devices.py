@@ -26,7 +26,7 @@ def on_fake_cuda():
         tokens, foreign, mask = (torch.empty(1, SEQ, dtype=torch.int64, device="cuda") for _ in range(3))
         with pytest.raises(DataDependentOutputException):
             bool((foreign == 0).all())  # so that this test can fail
-        trusted.keep(batch["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
+        trusted.trust_copy(batch["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
         looks = []
         for positions, attention_mask in ((ours, None), (ours, None), (ours, mask), (foreign, mask)):
             agreement.later.found.clear()  # they could not be read
@@ -34,7 +34,7 @@ def on_fake_cuda():
             assert agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])[0] is positions
             looks.append(len(agreement.later.found))
         agreement.later.found.clear()
-        trusted.keep(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
+        trusted.trust_copy(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
         for placement in (packed["placement"], None):
             given = {"input_ids": tokens, "position_ids": ours, "placement": placement}
             agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])

@@ -33,7 +33,7 @@ def use(device: ctypes.CDLL, count: int):
 
 def use_groups():
     """Has torch's fake backend stand for NCCL, and ranks agree inside of a fake mode too."""
-    devices.ON_HOST = tuple(name for name in devices.ON_HOST if name != "fake")
+    devices.HOST_BACKENDS = tuple(name for name in devices.HOST_BACKENDS if name != "fake")
     agreement.greatest = really(agreement.greatest)
     warm_up = groups._warm_up
 
@@ -42,7 +42,7 @@ def use_groups():
             warm_up(*args)
 
     groups._warm_up = warm_up_fakes
-    ops._is_watched = lambda: False  # a fake mode watches, which a real device has not
+    ops._runs_as_op = lambda: False  # a fake mode watches, which a real device has not
 
 
 def really(function):

@@ -139,19 +139,19 @@ def _error(kernel, mask):
 
 
 @pytest.mark.parametrize(("name", "wrong"), [
-    ("left", lambda asked: asked.left + 1),
-    ("right", lambda asked: asked.right + 1),
-    ("scale", lambda asked: asked.scale * 1.01),
+    ("left", lambda call: call.left + 1),
+    ("right", lambda call: call.right + 1),
+    ("scale", lambda call: call.scale * 1.01),
 ])  # fmt: skip
 def test_a_wrong_argument_is_seen(name, wrong, monkeypatch):
-    asked, mask = flash.Asked.of, MASKS["windowed documents"]
+    made, mask = flash.OperatorCall.of, MASKS["windowed documents"]
     assert _error("cuda_flash_model", mask) < 1e-10
 
     def of(*given):
-        found = asked(*given)
+        found = made(*given)
         return dataclasses.replace(found, **{name: wrong(found)})
 
-    monkeypatch.setattr(flash.Asked, "of", of)
+    monkeypatch.setattr(flash.OperatorCall, "of", of)
     assert _error("cuda_flash_model", mask) > 1e-3
 
 

@@ -22,7 +22,7 @@ from tests.unit.plans import SHAPES
 
 @pytest.fixture
 def streams(monkeypatch):
-    monkeypatch.setattr(comm, "accelerated", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
+    monkeypatch.setattr(comm, "communicator_device", lambda group: torch.device("cuda", 0))  # as NCCL's groups are
     with no_device(), Streams().in_place_of_torch() as streams:
         yield streams
     if dist.is_initialized():
@@ -47,10 +47,10 @@ def walk(rank, size=4, ulysses=1, **settings):
     tokens = 2 * multiple(config.layout, size, ulysses) // size
     q, k, v, do = (torch.empty(1, tokens, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 4, 4, 8))
     for keep in range(3 if ulysses > 1 else 1):
-        given = ops._Given(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
-        out, *rest = ops._forward(given, q, k, v, None)
+        settings = ops._Settings(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
+        out, *rest = ops._forward(settings, q, k, v, None)
         saved = [*rest, *([] if keep > 1 else [out]), *([] if keep else [q, k, v])]
-        ops._backward(given, do, None, saved, 4)
+        ops._backward(settings, do, None, saved, 4)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -107,10 +107,29 @@ def test_checkpoints_in_host_memory(streams):
     assert len(streams.done) == 3  # what computes, what leaves, what comes back
 
 
+def test_a_copy_ahead_waits_for_nothing_that_is_computed_meanwhile(streams):
+    store = store_of(torch.device("cuda", 0))
+    packed = [store.pack(torch.zeros(4, 8, device="cuda")) for _ in range(3)]
+    before = streams.done[streams.current]
+    torch.zeros(1, device="cuda").add_(1)
+    last = store.unpack(packed.pop())
+    assert packed[1].on_device is not None
+    assert store.to_device.seen[streams.current] <= before < streams.done[streams.current]
+    last.sum()
+
+
 @pytest.mark.parametrize("left_out", ["record_stream", "wait_stream", "wait_event"])
 def test_checkpoints_need_every_wait(left_out, streams, monkeypatch):
     """So that the test above can fail."""
     of = torch.Tensor if left_out == "record_stream" else Stream
     monkeypatch.setattr(of, left_out, lambda *_: None)
     with pytest.raises(TooEarly):
+        offloaded()
+
+
+def test_what_came_back_is_not_overwritten_while_it_is_computed_with(streams, monkeypatch):
+    """Its memory belongs to the stream of copies, so `record_stream` must name the one that computes."""
+    record = torch.Tensor.record_stream
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, by: by is streams.current or record(x, by))
+    with pytest.raises(TooEarly, match="given to others"):
         offloaded()

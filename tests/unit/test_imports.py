@@ -44,7 +44,7 @@ LATER = {
 }
 MOST = 45  # modules of ours that `SequenceParallel` loads
 # what knows nothing of schedules
-TRANSPORT = {"comm", "groups", "devices", "agreement", "telling", "trusted", "kernels"}
+TRANSPORT = {"comm", "groups", "devices", "agreement", "exits", "trusted", "kernels"}
 
 
 def modules():

@@ -13,7 +13,7 @@ from ds_seqpar.planner.auto import Job, line_of, planned, request_of
 from ds_seqpar.planner.machine import DEFAULT, Machine, Wire
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model
-from ds_seqpar.runtime.devices import Host, own_host, shared_by
+from ds_seqpar.runtime.devices import Host, own_host, ranks_per_host
 from tests.words import missing
 
 Config = SequenceParallelConfig
@@ -266,12 +266,12 @@ def _host(name, cores=(0, 1), memory=2**34, device=""):
 
 
 def test_ranks_a_node_are_those_that_share_a_host():
-    assert shared_by([_host("a")] * 4) == 4
-    assert shared_by([_host("a"), _host("b"), _host("c")]) == 1
-    assert shared_by([_host("a")] * 2 + [_host("b")] * 2) == 2
+    assert ranks_per_host([_host("a")] * 4) == 4
+    assert ranks_per_host([_host("a"), _host("b"), _host("c")]) == 1
+    assert ranks_per_host([_host("a")] * 2 + [_host("b")] * 2) == 2
     for names in ("aab", "abab", "abba"):
         with pytest.raises(ConfigError, match="as many ranks on each host"):
-            shared_by([_host(name) for name in names])
+            ranks_per_host([_host(name) for name in names])
 
 
 def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):

@@ -22,7 +22,7 @@ from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
 from ds_seqpar.runtime.comm import Message
 from ds_seqpar.runtime.kernels import Scores
-from ds_seqpar.testing import _Ranks, _VirtualComm, _Waiting
+from ds_seqpar.testing import _Ranks, _Receives, _VirtualComm
 from tests.grids import cover, each_then_rest
 from tests.oracle import dense, errors, tensors
 from tests.unit.plans import SINGLE
@@ -164,7 +164,7 @@ def test_rows_and_columns_that_wait_for_one_another_are_named():
 # ---- changed programs over a transport with these rules
 
 
-class _Operation(_Waiting):
+class _Operation(_Receives):
     """What a rank started as one."""
 
     def __init__(self, wire, sends, receives):

@@ -17,23 +17,23 @@ def test_what_is_larger_than_a_piece_comes_back_and_its_pieces_serve_others(dtyp
     packed = store.pack(x)
     assert [piece.numel() for piece in packed.pieces] == [HOST_PIECE, HOST_PIECE // 4]
     assert torch.equal(store.unpack(packed), x)
-    made = store.made
-    assert store.away == made == 5 * HOST_PIECE // 4
+    allocated = store.bytes_allocated
+    assert store.bytes_in_use == allocated == 5 * HOST_PIECE // 4
     del packed
-    assert store.away == 0
+    assert store.bytes_in_use == 0
     whole = torch.randn(4, width, dtype=dtype)
     packed = store.pack(whole)  # takes the same piece
-    assert (store.made, store.away) == (made, HOST_PIECE)
+    assert (store.bytes_allocated, store.bytes_in_use) == (allocated, HOST_PIECE)
     assert torch.equal(store.unpack(packed), whole)
 
 
 class Full(Store):
     """With room for one piece."""
 
-    def take(self, size):
-        if self.away:
+    def allocate(self, size):
+        if self.bytes_in_use:
             raise MemoryError
-        return super().take(size)
+        return super().allocate(size)
 
 
 def test_what_finds_no_room_gives_back_what_it_has_taken():
@@ -46,4 +46,4 @@ def test_what_finds_no_room_gives_back_what_it_has_taken():
     finally:
         sys.unraisablehook = before
     assert not unraised
-    assert (store.made, store.away) == (HOST_PIECE, 0)
+    assert (store.bytes_allocated, store.bytes_in_use) == (HOST_PIECE, 0)

@@ -17,7 +17,7 @@ from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.runtime import work
 from ds_seqpar.runtime.kernels import KERNELS
-from ds_seqpar.runtime.work import project
+from ds_seqpar.runtime.work import out_with_rowsum
 from ds_seqpar.testing import attention
 from tests.grids import cover, grouped, whole
 from tests.oracle import dense, errors, spreads, tensors
@@ -299,7 +299,7 @@ def _rows(dtype, seed):
     do, out = (torch.randn(2, 12, 3, 16, generator=dice, dtype=torch.float64) for _ in range(2))
     do *= torch.tensor([*SCALES, 0.0] * 3, dtype=torch.float64)[:, None, None]
     do, out = do.to(dtype), out.to(dtype)
-    return do, out, (do.to(work.wide(dtype)) * out).sum(-1)
+    return do, out, (do.to(work.sum_dtype(dtype)) * out).sum(-1)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def _rows(dtype, seed):
 def test_the_projection_has_the_delta_of_the_true_output_and_is_no_longer(dtype, tolerance):
     for seed in range(20):
         do, out, delta = _rows(dtype, seed)
-        found = project(do, delta)
+        found = out_with_rowsum(do, delta)
         assert found.dtype == dtype
         assert found.isfinite().all()
         again = (do.double() * found.double()).sum(-1)
@@ -340,14 +340,14 @@ def test_a_projection_that_squares_small_numbers_would_be_noticed(monkeypatch):
         square = do.square().sum(-1, keepdim=True)
         return do * torch.where(square > 0, delta[..., None] / square, 0.0)
 
-    monkeypatch.setattr(work, "project", naive)
+    monkeypatch.setattr(work, "out_with_rowsum", naive)
     assert max(_travelling_q(1.0)) <= 1e-5
     assert max(_travelling_q(1e-25)) > 0.01
 
 
 def test_visitors_outputs_are_projections_and_the_own_is_the_true_one(monkeypatch):
     made = []
-    monkeypatch.setattr(work, "project", lambda do, delta: made.append(do.shape) or project(do, delta))
+    monkeypatch.setattr(work, "out_with_rowsum", lambda do, delta: made.append(do.shape) or out_with_rowsum(do, delta))
     inputs = tensors(1, 16, (2, 2), 8)
     for side, visitors in (("kv", 0), ("q", 4 * 3)):
         made.clear()

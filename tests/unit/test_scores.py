@@ -117,7 +117,7 @@ def test_any_cap_sinks_scale_and_window(data):
     ("q_len", "kv_len", "causal"), [(37, 37, True), (24, 56, True), (56, 24, True), (9, 40, False)]
 )
 def test_kernels_that_cap(name, q_len, kv_len, causal, monkeypatch):
-    monkeypatch.setattr(reference.Chunked, "most", 500)  # many pieces, the last one shorter
+    monkeypatch.setattr(reference.Chunked, "max_scores", 500)  # many pieces, the last one shorter
     kernel = KERNELS[name].capped(1.5)
     dice = torch.Generator().manual_seed(0)
     q, k, v, do = (
@@ -133,7 +133,7 @@ def test_kernels_that_cap(name, q_len, kv_len, causal, monkeypatch):
 
 
 def test_a_capped_kernel_never_holds_a_dense_matrix(monkeypatch):
-    monkeypatch.setattr(reference.Chunked, "most", 4096)
+    monkeypatch.setattr(reference.Chunked, "max_scores", 4096)
     made = []
     for name in ("attend", "gradients"):
         inner = getattr(reference, name)

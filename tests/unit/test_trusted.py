@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from ds_seqpar.runtime.trusted import is_trusted, keep, remember
+from ds_seqpar.runtime.trusted import is_trusted, trust, trust_copy
 
 
 class Maker:
@@ -13,7 +13,7 @@ class Maker:
 
 def test_only_the_object_by_its_maker_and_as_it_was():
     maker, other = Maker(), Maker()
-    x = remember(torch.arange(4), maker)
+    x = trust(torch.arange(4), maker)
     assert is_trusted(x, maker)
     assert not is_trusted(x, other)
     assert not is_trusted(x.clone(), maker)
@@ -26,23 +26,23 @@ def test_only_the_object_by_its_maker_and_as_it_was():
 
 def test_a_copy_on_its_way_to_a_device_is_kept():
     maker = Maker()
-    x, copied, late = remember(torch.arange(4), maker), torch.arange(4), torch.arange(4)
-    keep(x, copied)
+    x, copied, late = trust(torch.arange(4), maker), torch.arange(4), torch.arange(4)
+    trust_copy(x, copied)
     assert is_trusted(copied, maker)
     x.zero_()
-    keep(x, late)
+    trust_copy(x, late)
     assert not is_trusted(late, maker)
 
 
 def test_nothing_is_trusted_once_its_maker_is_gone():
-    x = remember(torch.arange(4), Maker())
+    x = trust(torch.arange(4), Maker())
     assert not is_trusted(x, None)
-    keep(x, moved := torch.arange(4))
+    trust_copy(x, moved := torch.arange(4))
     assert not is_trusted(moved, None)
 
 
 def test_tensors_that_keep_no_version_are_not_trusted():
     maker = Maker()
     with torch.inference_mode():
-        x = remember(torch.arange(4), maker)
+        x = trust(torch.arange(4), maker)
     assert not is_trusted(x, maker)

@@ -1,4 +1,4 @@
-"""Block kernels, the preferred first. `select` takes the first that can, or raises with every kernel's reasons."""
+"""The kernels. `select` chooses one by name, or the first that can compute a block."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ...compiler import cuts
 from ...compiler.cuts import KernelSupport
 from ...errors import ConfigError, KernelError, choose
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
-from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps, is_deterministic
+from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, is_deterministic
 
-# the rule of "auto": fast ones for GPUs, of which memory-efficient attention takes what flash does not; then the CPU's
+# the order in which "auto" tries them: the fast ones for GPUs, where memory-efficient attention takes what flash does
+# not, then those for CPUs
 ORDER: tuple[Kernel, ...] = (FlashAttn(), CudaFlash(), Cudnn(), CudaEfficient(), CpuFlash(), Chunked(), Reference())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 
 
 def register(kernel: Kernel) -> None:
-    """From now on the kernel can be chosen by its name, on this rank: do it on every one, before any configuration is
-    made. Raises ConfigError where the name is taken."""
+    """Adds a kernel, which can then be chosen by its name on this rank. Call it on every rank, before any configuration
+    is made. Raises ConfigError where the name is taken."""
     if kernel.name in cuts.KERNELS:
         raise ConfigError(f"a kernel needs a name of its own; got {kernel.name}, rename it")
     KERNELS[kernel.name] = kernel
@@ -28,7 +29,7 @@ def register(kernel: Kernel) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes a kernel off again. Raises ConfigError where there is none of this name."""
+    """Removes a kernel that was registered. Raises ConfigError where there is none of this name."""
     choose("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     cuts.KERNELS.remove(name)
@@ -37,11 +38,11 @@ def remove(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), deterministic: bool | None = None) -> Kernel:
-    """The kernel of that name, or for "auto" the first without a reason against it; with the softcap of the spec.
-    measured: names, the fastest first, that go before the others of "auto". deterministic: `is_deterministic()`, by
-    which what was chosen is kept, since reasons ask it too.
+    """The kernel of that name, or for "auto" the first without a reason against it, with the softcap of the spec.
 
-    Raises KernelError with the reasons of every kernel that was asked.
+    measured: names of kernels that "auto" tries first, the fastest first. deterministic: `is_deterministic()`, which
+    kernels read, and which is an argument so that a cached choice holds for its value only.
+    Raises KernelError with the reasons of every kernel that was tried.
     """
     possible = candidates(spec)
     names = [name] if name != "auto" else dict.fromkeys([*(x for x in measured if x in possible), *possible])
@@ -49,29 +50,30 @@ def select(name: str, spec: BlockSpec, measured: tuple[str, ...] = (), determini
     for candidate, against in reasons.items():
         if not against:
             kernel = KERNELS[candidate]
-            return kernel.capped(spec.softcap) if spec.softcap and caps(kernel) else kernel
-    words = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
+            return kernel.capped(spec.softcap) if spec.softcap and can_cap(kernel) else kernel
+    sentence = "; ".join(f"{candidate} {' and '.join(against)}" for candidate, against in reasons.items())
     slow = "chunked" not in reasons and not _reasons(KERNELS["chunked"], spec)
     advice = ', or name "kernel": "chunked", which takes it slowly' if name == "auto" and slow else ""
-    raise KernelError(f"no attention kernel takes {spec}: {words}{advice}")
+    raise KernelError(f"no attention kernel takes {spec}: {sentence}{advice}")
 
 
-def here(device: str) -> tuple[str, ...]:
-    """The kernels that this rank has for such a device. Ranks may differ in what is installed, and in their GPUs."""
+def available(device: str) -> tuple[str, ...]:
+    """The names of the kernels that this rank can run on a device of that type. Ranks may differ in what is installed,
+    and in their GPUs."""
     common = [BlockSpec(device, dtype, 1, 1, 64) for dtype in (torch.bfloat16, torch.float32)]
     return tuple(name for name, kernel in KERNELS.items() if not all(kernel.reasons(spec) for spec in common))
 
 
 def candidates(spec: BlockSpec) -> list[str]:
-    """Those of "auto": without a GPU's slow ones, which are for who names them. The dense score matrix of "reference"
-    would end the memory that sequence parallelism is there to save. "chunked" is there for a softcap, which few kernels
-    know."""
+    """The names of the kernels that "auto" tries. On GPUs the slow kernels must be named: the dense matrix of
+    "reference" would take the memory that sequence parallelism saves. "chunked" is tried for a softcap, which few
+    kernels have."""
     slow = {"reference", "chunked"} - ({"chunked"} if spec.softcap else set())
     return [name for name in KERNELS if spec.device == "cpu" or name not in slow]
 
 
 def _reasons(kernel: Kernel, spec: BlockSpec) -> list[str]:
-    return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not caps(kernel))
+    return kernel.reasons(spec) + ["cannot cap scores"] * (spec.softcap > 0 and not can_cap(kernel))
 
 
 __all__ = [
@@ -80,8 +82,8 @@ __all__ = [
     "Kernel",
     "KernelSupport",
     "Scores",
+    "available",
     "candidates",
-    "here",
     "is_deterministic",
     "register",
     "remove",

@@ -1,10 +1,10 @@
-"""Calls of a kernel, added into running results.
+"""Adds the results of kernel calls to running results.
 
-A running result is empty; or narrow: the kernel's own tensors, adopted as they came; or wide (fp32, fp64 for fp64) once
-a second result is added to it. Every tensor has its tokens on dim 1.
+A running result is empty at first. Then it is narrow: the tensors that the kernel returned. Once a second result is
+added it is wide: fp32, or fp64 for fp64. Every tensor has its tokens on dim 1.
 
 Results over disjoint keys are merged by an online softmax. An attention sink (gpt-oss) is one more score a head, of
-value 0. It is merged into (out, lse) once, after all partial results. Backward then reads them as they stand.
+value 0. It is merged into (out, lse) once, after all partial results, and backward reads the merged ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from .reference import Kernel
 
 Tensors = tuple[Tensor, ...]
 INF = float("inf")
-CAUSAL = ("causal", "upper")  # kinds of calls: upper is causal in reverse order
+CAUSAL = ("causal", "upper")  # kinds of calls that are causal to a kernel: upper in reverse order
 
 
 class Rows(NamedTuple):
-    """`groups` groups of `size` neighbouring tokens, the first token of each `step` after that of the one before."""
+    """Rows in `groups` groups of `size` neighbouring rows. start: the first row; step: from one group's first row to
+    the next one's."""
 
     start: int
     size: int
@@ -37,18 +38,21 @@ class Rows(NamedTuple):
             return x
         if self.groups == 1:
             return x.narrow(1, self.start, self.size)
-        held = x.narrow(1, self.start, self.step * (self.groups - 1) + self.size)
-        return held.unfold(1, self.size, self.step).movedim(-1, 2)
+        span = x.narrow(1, self.start, self.step * (self.groups - 1) + self.size)
+        return span.unfold(1, self.size, self.step).movedim(-1, 2)
 
     @property
     def end(self) -> int:
+        """The row after the last one."""
         return self.start + self.step * (self.groups - 1) + self.size
 
     def all_of(self, tokens: int) -> bool:
+        """Whether these are all of so many rows, each once."""
         return self.size * self.groups == tokens and self.end - self.start == tokens
 
     def apart(self) -> Iterator[tuple[slice, Rows]]:
-        """Parts of each group, such that those of one part share no token."""
+        """Cuts the groups into parts, each the same slice of every group, so that the rows of one part share no
+        token."""
         step = self.step if self.groups > 1 else self.size
         for first in range(0, self.size, step):
             last = min(self.size, first + step)
@@ -56,10 +60,10 @@ class Rows(NamedTuple):
 
 
 class Running:
-    """The running result of one block: tensors that start as `blank`.
+    """The running result of one block: tensors whose rows are `blank` until something is added.
 
-    make: gives uninitialised wide tensors, in the place that the result is sent from; called once at most, and only
-    where they are needed.
+    make: returns uninitialised wide tensors, in the memory that the result is sent from. It is called once at most, and
+    only if they are needed.
     """
 
     blank: tuple[float, float] = (0.0, 0.0)
@@ -67,40 +71,40 @@ class Running:
     def __init__(self, make: Callable[[], Tensors]) -> None:
         self._make = make
         self._held: Tensors | None = None
-        self._rows: Rows | None = None  # what is held is of those rows only
-        self._end = 0  # rows from that one on are blank: what is held has not been written there
-        self._placed = False  # whether what is held is in a place that `make` or a peer's message gave
+        self._rows: Rows | None = None  # the only rows that the held tensors have; None: all
+        self._end = 0  # the first of the rows at the end that are blank, and not yet written in the held tensors
+        self._placed = False  # whether the held tensors are in memory of `make` or of a message
 
     @property
     def held(self) -> Tensors | None:
-        """The tensors as they are now; None while empty."""
+        """The held tensors; None while the result is empty."""
         return self._held
 
     def expect(self, rows: Rows) -> None:
-        """Called before a kernel computes what `add` will be given for those rows. What they are added to becomes wide
-        first, so that it is never there narrow and wide beside the kernel's result."""
+        """Prepares for an `add` to those rows, before the kernel is called. Rows that will be added to become wide now,
+        so that narrow and wide ones are never in memory together with the kernel's result."""
         if self._held is not None and rows.start < self._end:
             self._widen()
 
     def add(self, new: Tensors, rows: Rows, of: int) -> None:
-        """A kernel's tensors for those rows of `of`, (B, size, ...); or for several groups, which may share rows, (B,
-        groups, size, ...). Kept as they are where they are the first; they may be changed."""
+        """Adds a kernel's tensors (B, size, ...) for those rows of `of` rows. For several groups, which may share rows,
+        they are (B, groups, size, ...). The first tensors are held as they are, and may be changed later."""
         if self._held is None and rows.groups == 1:
             self._held, self._rows, self._end = new, None if rows.all_of(of) else rows, rows.end
         elif self._held is None and rows.all_of(of):
             self._held, self._end = tuple(x.flatten(1, 2) for x in new), of
         else:
-            for part, where in rows.apart():
-                self._join(tuple(x[:, :, part] if rows.groups > 1 else x for x in new), where, of)
+            for part, its_rows in rows.apart():
+                self._join(tuple(x[:, :, part] if rows.groups > 1 else x for x in new), its_rows, of)
 
     def _join(self, new: Tensors, rows: Rows, of: int) -> None:
-        """Adds to rows of which none is there twice; blank ones take it as it is."""
+        """Adds to rows that are all different. Blank rows are overwritten."""
         blank = rows.start >= self._end
         if not blank:
             self._widen()
         elif self._held is None or self._rows is not None:
-            tokens = 2 if rows.groups > 1 else 1  # the last dimension of tokens
-            self._move(tuple(x.new_empty(x.shape[0], of, *x.shape[tokens + 1 :]) for x in new))
+            token_dims = 2 if rows.groups > 1 else 1
+            self._move(tuple(x.new_empty(x.shape[0], of, *x.shape[1 + token_dims :]) for x in new))
         self._write_blank(rows.start if blank and rows.step <= rows.size else rows.end)
         into = tuple(map(rows.of, self._held or ()))
         if blank:
@@ -111,7 +115,8 @@ class Running:
         self._end = max(self._end, rows.end)
 
     def absorb(self, *arrived: Tensor) -> None:
-        """Another rank's part for all rows, given away: where it is wide, what is held here is added to it there."""
+        """Adds another rank's part, of all rows. Its tensors may be changed: if they are wide, the held tensors are
+        added to them, and they are held from then on."""
         if self._held is None:
             self._held, self._placed = arrived, True
         elif self._is_wide(arrived):
@@ -123,11 +128,11 @@ class Running:
         self._end = arrived[0].shape[1]
 
     def merge(self, *arrived: Tensor) -> None:
-        """The same, but added to what is held here: what arrived is needed for something else."""
+        """Adds another rank's part, of all rows, and does not change its tensors."""
         self._combine(self._settled(), arrived)
 
     def placed(self) -> Tensors:
-        """The wide tensors, in the place that they are sent from."""
+        """The wide tensors, in the memory that they are sent from."""
         held = self._settled()
         if not self._placed:
             self._move(self._make(), placed=True)
@@ -139,28 +144,28 @@ class Running:
             target.copy_(x)
 
     def finish(self, *dtypes: torch.dtype | None) -> Tensors:
-        """The tensors in those dtypes (None: as they are), contiguous, in memory of their own; blank where nothing was
-        added. Nothing is cast or copied that is a kernel's own result and in that dtype."""
+        """The tensors in those dtypes (None: in their own), contiguous, each in memory of its own. Rows to which
+        nothing was added are blank. A kernel's tensors that have the dtype are neither cast nor copied."""
         if self._held is None or self._rows is not None:
             self._widen()
         self._write_blank()
         held = list(self._held or ())
         self._held = None
-        return tuple(_own(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
+        return tuple(_owned(held.pop(0), dtype, self._placed) for dtype in dtypes)  # each freed before the next
 
     def _settled(self) -> Tensors:
-        """The tensors, which become wide and of all rows."""
+        """The held tensors, after they have become wide and have all rows."""
         self._widen()
         self._write_blank()
         return self._held or ()
 
     def _widen(self) -> None:
-        """What is held becomes wide tensors for all rows."""
+        """Makes the held tensors wide, with all rows."""
         if self._held is None or self._rows is not None or not self._is_wide(self._held):
             self._move(self._make(), placed=True)
 
     def _move(self, into: Tensors, placed: bool = False) -> None:
-        """Moves what is held into these tensors."""
+        """Copies the held tensors into these, which are held from then on."""
         rows, held = self._rows or Rows(0, self._end), self._held
         self._held, self._rows, self._placed = into, None, placed
         if held is None:
@@ -172,7 +177,7 @@ class Running:
         self._end = rows.end
 
     def _write_blank(self, end: int | None = None) -> None:
-        """Up to that row, or the last one."""
+        """Writes blanks into the blank rows before row `end`; None: into all of them."""
         if self._held and self._end >= (self._held[0].shape[1] if end is None else end):
             return
         for x, value in zip(self._held or (), self.blank, strict=False):
@@ -185,6 +190,7 @@ class Running:
         return tensors[0].dtype in (torch.float32, torch.float64)
 
     def _combine(self, into: Tensors, new: Tensors) -> None:
+        """Adds new tensors to tensors of the same rows, in place."""
         raise NotImplementedError
 
 
@@ -205,8 +211,9 @@ class Sum(Running):
             in_pieces(torch.Tensor.add_, x, part)
 
 
-def _own(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
-    """copy: an op's results must share no memory, and those in one message do."""
+def _owned(x: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
+    """x in the dtype (None: in its own), contiguous. copy: whether it must be copied, since tensors of one message
+    share memory, and results of an op must not."""
     if copy or dtype not in (None, x.dtype):
         return x.to(dtype or x.dtype, memory_format=torch.contiguous_format, copy=copy)
     return x.contiguous()
@@ -221,26 +228,26 @@ def _sides(call: Tile) -> tuple[Rows, Rows]:
     return Rows(q0, q1 - q0, groups, q_step), Rows(k0, k1 - k0, groups, k_step)
 
 
-def _take(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """Those rows with the groups as part of the batch, in reverse order for upper. A view where it can be one."""
+def _operand(x: Tensor, rows: Rows, upper: bool) -> Tensor:
+    """The rows of x as a kernel takes them: groups as a part of the batch, reversed for upper. A view if possible."""
     if not upper and rows.size == x.shape[1]:
         return x
-    found = rows.of(x)
+    x = rows.of(x)
     if rows.groups > 1:
-        found = found.flatten(0, 1)
-    return found.flip(1) if upper else found
+        x = x.flatten(0, 1)
+    return x.flip(1) if upper else x
 
 
-def _give(x: Tensor, rows: Rows, upper: bool) -> Tensor:
-    """A result for what `_take` took, in the order and shape of the rows."""
+def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
+    """The inverse of `_operand`: a kernel's result in the shape of the rows and in their order."""
     if upper:
         x = x.flip(1)
     return x.unflatten(0, (-1, rows.groups)) if rows.groups > 1 else x
 
 
 class Accumulating(Kernel, Protocol):
-    """A kernel that takes all tiles of a product and adds to running results where they lie: `KernelSupport.tiles`. Its
-    methods stand in place of `forward` and `backward` below, which have the meaning of the arguments."""
+    """A kernel that takes all tiles of a product, and adds to running results itself: `KernelSupport.tiles`. Its methods
+    are called in place of `forward` and `backward` below, with their arguments."""
 
     def forward_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running
@@ -256,17 +263,16 @@ def _accumulates(kernel: Kernel) -> TypeGuard[Accumulating]:
     return kernel.support.tiles
 
 
-def _more(call: Tile) -> dict[str, Any]:
-    """What only kernels are asked that take bands, or windows."""
+def _keywords(call: Tile) -> dict[str, Any]:
+    """The arguments that only kernels for bands, or for windows, take."""
     return {"width": call.width} if call.kind == "band" else {"segments": call.segments} if call.segments else {}
 
 
 def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile], scale: float, into: Running
 ) -> None:
-    """Adds what the calls make visible to `into`, a `Softmax`. q (B, Sq, Hq, D); k and v (B, Sk, Hkv, D), strided as
-    they like but for a last dimension without gaps. calls: those of `compiler.cuts.launches` for this kernel.
-    """
+    """Adds attention over the calls' tiles to `into`, a `Softmax`. q (B, Sq, Hq, D), k and v (B, Sk, Hkv, D), of any
+    strides but 1 in the last dimension. calls: those of `compiler.cuts.launches` for what this kernel takes."""
     if _accumulates(kernel):
         kernel.forward_tiles(q, k, v, calls, scale, into)
         return
@@ -277,18 +283,18 @@ def forward(
 
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Tile, scale: float) -> Tensors:
     (rows, columns), upper = _sides(call), call.kind == "upper"
-    operands = (_take(q, rows, upper), _take(k, columns, upper), _take(v, columns, upper))
-    found = kernel.forward(*operands, call.kind in CAUSAL, scale, **_more(call))
+    operands = (_operand(q, rows, upper), _operand(k, columns, upper), _operand(v, columns, upper))
+    results = kernel.forward(*operands, call.kind in CAUSAL, scale, **_keywords(call))
     del operands  # copies, where they are in reverse order
-    return tuple(_give(x, rows, upper) for x in found)
+    return tuple(_result(x, rows, upper) for x in results)
 
 
 def backward(
     kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     calls: Sequence[Tile], scale: float, dq: Running, dkv: Running,
 ) -> None:  # fmt: skip
-    """Adds the calls' part of the gradients to the `Sum`s dq (dq,) and dkv (dk, dv). do and out as q, lse (B, Sq, Hq)
-    wide: out and lse are those of the whole rows, not of these calls."""
+    """Adds the gradients of the calls' tiles to the `Sum`s dq, of (dq,), and dkv, of (dk, dv). do and out as q, lse (B,
+    Sq, Hq) wide. out and lse are those of whole rows, not only of these calls."""
     if _accumulates(kernel):
         kernel.backward_tiles(do, q, k, v, out, lse, calls, scale, dq, dkv)
         return
@@ -301,11 +307,11 @@ def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, 
     sides = (rows, rows, columns, columns, rows, rows)
     dq.expect(rows)
     dkv.expect(columns)
-    do, q, k, v, out, lse = [_take(x, side, upper) for x, side in zip(operands, sides, strict=True)]
-    grads = [*kernel.backward(do, q, k, v, out, lse, call.kind in CAUSAL, scale, **_more(call))]
+    do, q, k, v, out, lse = [_operand(x, side, upper) for x, side in zip(operands, sides, strict=True)]
+    grads = [*kernel.backward(do, q, k, v, out, lse, call.kind in CAUSAL, scale, **_keywords(call))]
     del do, q, k, v, out, lse
     for index, side in enumerate((rows, columns, columns)):
-        grads[index] = _give(grads[index], side, upper)
+        grads[index] = _result(grads[index], side, upper)
     dq.add((grads[0],), rows, operands[1].shape[1])
     dkv.add(tuple(grads[1:]), columns, operands[2].shape[1])
 
@@ -316,9 +322,9 @@ def _add_gradients(kernel: Kernel, operands: Tensors, call: Tile, scale: float, 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merges (new_out, new_lse) into (out, lse), in place.
 
-    out (B, S, H, D) and lse (B, S, H): fp32, or fp64 for fp64 attention; new_out in any dtype. A row that neither has
-    touched (lse -inf on both sides) stays out 0, lse -inf; the usual sigmoid form gives NaN there. Further dimensions
-    before the last of out are fine.
+    out (B, S, H, D) and lse (B, S, H): fp32, or fp64 for fp64 attention; new_out in any dtype. There may be further
+    dimensions before the last one of out. A row that saw no key on either side (lse -inf) keeps out 0 and lse -inf; the
+    usual form with a sigmoid gives NaN there.
     """
     in_pieces(_merge_, out, new_out, lse, new_lse)
 
@@ -332,9 +338,9 @@ def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
 
 
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
-    """Applies an elementwise function that works in place to pieces of the tensors, of which the first is the largest.
-    So its temporaries, and torch's own where dtypes differ, are a 16th of that at most. There are never more than 32
-    pieces, for devices where a call costs more than its elements. The first tensor's last dimension stays whole."""
+    """Applies an elementwise in-place function to pieces of the tensors, of which the first is the largest. So the
+    function's temporaries, and torch's own where dtypes differ, take at most a 16th of its size. There are never more
+    than 32 pieces, since on a device a call may cost more than its elements. The last dimension is not cut."""
     x = tensors[0]
     limit = limit or max(PIECE, x.numel() // 16)
     dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
@@ -350,14 +356,15 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 
 
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """In place. out (B, S, H, D) in any dtype, lse (B, S, H) wide, sinks (H,). A row that saw no key stays 0."""
+    """Merges sinks (H,) into out (B, S, H, D), of any dtype, and lse (B, S, H), wide, in place. The out of a row that
+    saw no key stays 0."""
     sinks = sinks.to(lse.dtype)
     out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, sinks))
 
 
 def sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient (H,) of the sinks, of these rows, given what `merge_sinks_` left. It is their weight exp(sink - lse)
-    times (0 - delta), as that of any key of value 0. delta (B, S, H): rowsum(do * out)."""
+    """The part (H,) of the sinks' gradient that is of these rows. lse: after `merge_sinks_`. delta (B, S, H): rowsum(do
+    * out). A row's part is the sink's weight, exp(sink - lse), times (0 - delta), as for any key of value 0."""
     weights = torch.exp(sinks.to(lse.dtype) - lse)
     return -(weights * delta).sum((0, 1)).to(sinks.dtype)

@@ -1,11 +1,11 @@
-"""Fast attention: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three and the flash-attn package's.
+"""Fast kernels: PyTorch's flash attention for CPUs, and for CUDA PyTorch's three kernels and the flash-attn package's.
 
-That for CPUs takes fp64, fp32, bf16 and fp16, GQA natively, and aligns a causal mask top-left. A band is a mask on a
-block of few rows, of which the hidden part is computed too.
+The kernel for CPUs takes fp64, fp32, bf16 and fp16, takes GQA without repeating heads, and aligns a causal mask to the
+upper left corner. It computes a band as a mask over a block of few rows, whose hidden part it computes too.
 
-Those for CUDA are one class around operators that differ in arguments. A causal block that they are given is square,
-since most align it to the lower right corner. They are not yet measured on a GPU: `tests/cuda_models.py` has a model of
-each operator, through which the wrappers are exact.
+The kernels for CUDA are subclasses around operators that differ in arguments. Their causal blocks are square, since
+most operators align the mask to the lower right corner. None has been measured on a GPU yet. `tests/cuda_models.py` has
+a model of each operator, and with the models the kernels are exact.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .reference import BlockSpec, Reference, is_deterministic
 
 class CpuFlash:
     name = "cpu_flash"
-    support = KernelSupport(band=512, rows=192)  # of wider bands squares cost less; fewer than 192 rows are slow
+    support = KernelSupport(band=512, rows=192)  # wider bands cost more than squares; fewer than 192 rows are slow
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = []
+        reasons = []
         if spec.device != "cpu":
-            found.append(f"runs on the CPU, not on {spec.device}")
+            reasons.append(f"runs on the CPU, not on {spec.device}")
         if spec.dtype not in self.tolerance:
-            found.append(f"takes floating point, not {spec.dtype}")
-        return found
+            reasons.append(f"takes floating point, not {spec.dtype}")
+        return reasons
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, width: int = 0
@@ -62,7 +62,7 @@ class CpuFlash:
 
 
 def _band(q: Tensor, k: Tensor, width: int) -> Tensor | None:
-    """What is added to the scores of a block: 0 where a row sees a column, and -inf elsewhere."""
+    """What is added to a block's scores: 0 where a row sees a column, and -inf elsewhere. None for width 0: no band."""
     if not width:
         return None
     above = torch.full((q.shape[1], k.shape[1]), float("-inf"), dtype=q.dtype).triu_(width)
@@ -77,10 +77,10 @@ HALF = {torch.bfloat16: 8, torch.float16: 8}
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What an operator is asked beside its operands: the softmax scale, and the window (-1: no limit). For several
-    blocks also the first row and column of each (int32, on the device), and the largest block. sequences: of the
-    batch."""
+class OperatorCall:
+    """A call of an operator, beside its tensors. scale: of the softmax. left, right: the window, -1 for no limit. rows,
+    columns: of the block, or of the largest of several blocks. first_rows, first_columns: where each of several blocks
+    begins (int32, on the device). sequences: of the batch, for several blocks."""
 
     scale: float
     left: int
@@ -92,16 +92,16 @@ class Asked:
     sequences: int = 1
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, causal: bool, scale: float, segments: Segments | None) -> Asked:
+    def of(cls, q: Tensor, k: Tensor, causal: bool, scale: float, segments: Segments | None) -> OperatorCall:
         if segments is None:
             return cls(scale, -1, 0 if causal else -1, q.shape[1], k.shape[1])
         window = scale, segments.left, segments.right
         if len(segments.rows) == 1:
             return cls(*window, q.shape[1], k.shape[1])
-        each = segments.rows * q.shape[0], segments.columns * q.shape[0]
-        firsts = torch.tensor([[*itertools.accumulate(x, initial=0)] for x in each], dtype=torch.int32)
+        sizes = segments.rows * q.shape[0], segments.columns * q.shape[0]
+        firsts = torch.tensor([[*itertools.accumulate(x, initial=0)] for x in sizes], dtype=torch.int32)
         first_rows, first_columns = firsts.to(q.device, non_blocking=True)  # no wait for the device
-        # flash-attn supposes that blocks of one row at most have one each
+        # flash-attn takes a largest block of one row to mean that every block has one row
         longest = max(2, *segments.rows), max(segments.columns)
         return cls(*window, *longest, first_rows, first_columns, q.shape[0])
 
@@ -117,35 +117,37 @@ class Asked:
         """(B, n, ...) -> (B * n, ...) where there are several blocks."""
         return x if self.first_rows is None else x.flatten(0, 1)
 
-    def part(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor) -> Tensor:
+        """The inverse of `join`."""
         return x if self.first_rows is None else x.unflatten(0, (self.sequences, -1))
 
 
 class CudaKernel:
-    """multiples: of a head's size, a dtype: others are filled up with zeros, which change nothing. one_shape: whether
-    it makes a graph for every shape of a block, which documents of any lengths would have it do in every step."""
+    """A kernel around an operator for CUDA. multiples: dtype -> what head_dim must be a multiple of; heads are padded
+    with zeros, which change nothing. graph_per_shape: whether the operator makes a graph for every shape of a block,
+    which documents of any lengths would have it do in every step."""
 
     name: str
     support = KernelSupport(square=True, windows=2, segments=True)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF
-    largest = 256  # size of a head
-    one_shape = False
+    max_head_dim = 256
+    graph_per_shape = False
     ran_on = NOWHERE
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = []
+        reasons = []
         if spec.device != "cuda":
-            found.append(f"runs on CUDA, not on {spec.device}")
+            reasons.append(f"runs on CUDA, not on {spec.device}")
         if spec.dtype not in self.tolerance:
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.tolerance)
-            found.append(f"takes {names}, not {spec.dtype_name}")
-        if spec.head_dim > self.largest:
-            found.append(f"takes head_dim up to {self.largest}, not {spec.head_dim}")
+            reasons.append(f"takes {names}, not {spec.dtype_name}")
+        if spec.head_dim > self.max_head_dim:
+            reasons.append(f"takes head_dim up to {self.max_head_dim}, not {spec.head_dim}")
         old = spec.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
         if old and self.needs_ampere(spec.dtype):
-            found.append("needs a GPU of compute capability 8.0 (Ampere) or later")
-        return found
+            reasons.append("needs a GPU of compute capability 8.0 (Ampere) or later")
+        return reasons
 
     def needs_ampere(self, dtype: torch.dtype) -> bool:
         return True
@@ -153,123 +155,127 @@ class CudaKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, segments: Segments | None = None
     ) -> tuple[Tensor, Tensor]:
-        asked = Asked.of(q, k, causal, scale, segments)
-        out, lse = self.attend(asked, *(asked.join(self.filled(x)) for x in (q, k, v)))
+        call = OperatorCall.of(q, k, causal, scale, segments)
+        out, lse = self.attend(call, *(call.join(self.padded(x)) for x in (q, k, v)))
         lse = lse.transpose(-1, -2)
-        if segments and 0 in segments.columns:  # rows without a key: an lse of inf, where the sum of nothing has -inf
+        if segments and 0 in segments.columns:  # for rows without a key operators give an lse of inf; it is -inf
             lse = lse.masked_fill(lse.isposinf(), -torch.inf)
-        return asked.part(out)[..., : q.shape[3]], asked.part(lse)
+        return call.split(out)[..., : q.shape[3]], call.split(lse)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
         segments: Segments | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        asked = Asked.of(q, k, causal, scale, segments)
-        wide = asked.join(lse).transpose(-1, -2).contiguous()
-        grads = self.gradients(asked, wide, *(asked.join(self.filled(x)) for x in (do, q, k, v, out)))
-        dq, dk, dv = (asked.part(x)[..., : q.shape[3]] for x in grads)
+        call = OperatorCall.of(q, k, causal, scale, segments)
+        wide = call.join(lse).transpose(-1, -2).contiguous()
+        grads = self.gradients(call, wide, *(call.join(self.padded(x)) for x in (do, q, k, v, out)))
+        dq, dk, dv = (call.split(x)[..., : q.shape[3]] for x in grads)
         return dq, dk, dv
 
-    def filled(self, x: Tensor) -> Tensor:
-        lacking = -x.shape[3] % self.multiples.get(x.dtype, 1)
-        return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
+    def padded(self, x: Tensor) -> Tensor:
+        missing = -x.shape[3] % self.multiples.get(x.dtype, 1)
+        return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
-    def attend(self, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, m, Hq, D), k and v (B, n, Hkv, D) -> out as q, lse (B, Hq, m); or several blocks without a B."""
+    def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q (B, m, Hq, D), k and v (B, n, Hkv, D) -> out as q, lse (B, Hq, m). Several blocks come without B."""
         raise NotImplementedError
 
     def gradients(
-        self, asked: Asked, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of dq, dk and dv. lse is contiguous."""
+        """The gradients dq, dk and dv, of tensors as in `attend`. lse is contiguous."""
         raise NotImplementedError
 
 
 class CudaFlash(CudaKernel):
-    """Runs what `torch.nn.attention.activate_flash_attention_impl` has put in its place, too (FlashAttention 3, 4)."""
+    """PyTorch's flash attention, or what `torch.nn.attention.activate_flash_attention_impl` puts in its place
+    (FlashAttention 3 or 4)."""
 
     name = "cuda_flash"
 
-    def attend(self, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *asked.lengths, 0.0, asked.causal, False, **self.options(asked)
+            q, k, v, *call.lengths, 0.0, call.causal, False, **self.keywords(call)
         )
         return out, lse
 
     def gradients(
-        self, asked: Asked, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        random_state = _random_state(q), _random_state(q)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            do, q, k, v, out, lse, *asked.lengths, 0.0, asked.causal, _unused(q), _unused(q), **self.options(asked)
+            do, q, k, v, out, lse, *call.lengths, 0.0, call.causal, *random_state, **self.keywords(call)
         )
         return dq, dk, dv
 
-    def options(self, asked: Asked) -> dict[str, Any]:
-        if asked.causal or asked.left == asked.right == -1:
-            return {"scale": asked.scale}  # FlashAttention 4 takes no window, even one without limits
-        return {"scale": asked.scale, "window_size_left": asked.left, "window_size_right": asked.right}
+    def keywords(self, call: OperatorCall) -> dict[str, Any]:
+        if call.causal or call.left == call.right == -1:
+            return {"scale": call.scale}  # FlashAttention 4 takes no window, even one without limits
+        return {"scale": call.scale, "window_size_left": call.left, "window_size_right": call.right}
 
 
 class CudaEfficient(CudaKernel):
-    """PyTorch's memory-efficient attention: fp32, large heads and GPUs before Ampere. It takes as many key/value heads
-    as query heads, and a window with a causal edge."""
+    """PyTorch's memory-efficient attention, for fp32, large heads and GPUs before Ampere. The operator takes as many
+    key/value heads as query heads, and a window with a causal edge."""
 
     name = "cuda_efficient"
     support = KernelSupport(square=True, windows=1)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     multiples = HALF | {torch.float32: 4}
-    largest = 1024
+    max_head_dim = 1024
 
     def needs_ampere(self, dtype: torch.dtype) -> bool:
         return dtype == torch.bfloat16
 
-    def attend(self, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (_repeated(x, q) for x in (k, v))
+    def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (_repeat_heads(x, q) for x in (k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            q, k, v, None, None, None, None, None, 0.0, self.mask(asked), True, **self.options(asked)
+            q, k, v, None, None, None, None, None, 0.0, self.mask(call), True, **self.keywords(call)
         )
-        return out, lse[..., : q.shape[1]]  # which comes in blocks of 32 rows
+        return out, lse[..., : q.shape[1]]  # the operator pads rows to a multiple of 32
 
     def gradients(
-        self, asked: Asked, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, (k, v) = k.shape[2], (_repeated(x, q) for x in (k, v))
+        heads, (k, v) = k.shape[2], (_repeat_heads(x, q) for x in (k, v))
         lse = torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=torch.inf)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            do, q, k, v, None, out, None, None, asked.rows, asked.columns, lse, 0.0, _unused(q), _unused(q),
-            self.mask(asked), False, **self.options(asked),
+            do, q, k, v, None, out, None, None, call.rows, call.columns, lse, 0.0, _random_state(q), _random_state(q),
+            self.mask(call), False, **self.keywords(call),
         )  # fmt: skip
         if heads == q.shape[2]:
             return dq, dk, dv
         return dq, *(x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
 
-    def mask(self, asked: Asked) -> int:
-        """0 none; causal from the upper left corner, by which torch's own calls go, or from the lower right one."""
-        return 0 if asked.right else 1 if asked.rows == asked.columns else 2
+    def mask(self, call: OperatorCall) -> int:
+        """The operator's mask: 0 none, 1 causal from the upper left corner, as torch calls it, 2 from the lower
+        right."""
+        return 0 if call.right else 1 if call.rows == call.columns else 2
 
-    def options(self, asked: Asked) -> dict[str, Any]:
-        return {"scale": asked.scale} | ({"window_size": asked.left + 1} if asked.left >= 0 else {})
+    def keywords(self, call: OperatorCall) -> dict[str, Any]:
+        return {"scale": call.scale} | ({"window_size": call.left + 1} if call.left >= 0 else {})
 
 
 class Cudnn(CudaKernel):
-    """cuDNN's attention, for a measurement or its name to choose: full and causal blocks of two rows and keys or more.
+    """cuDNN's attention, which is used where it is named, or was measured as the fastest. It takes full and causal
+    blocks of at least two rows and two keys.
 
-    trailing: whether the operator's lse has one more dimension, as its forward has given it and its backward wants it.
+    lse_is_4d: whether the operator's lse has a fourth dimension. Forward sees it, and backward gives it.
     """
 
     name = "cudnn"
     support = KernelSupport(square=True)
-    largest = 128
-    one_shape = True
-    trailing = True
+    max_head_dim = 128
+    graph_per_shape = True
+    lse_is_4d = True
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = super().reasons(spec)
+        reasons = super().reasons(spec)
         if is_deterministic():
-            found.append("has no deterministic backward")
+            reasons.append("has no deterministic backward")
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
-            found.append("reads an lse of other strides while TORCH_CUDNN_SDPA_AVOID_RECOMPILE is 1")
-        return found + ["is not there on AMD's GPUs"] * (torch.version.hip is not None)
+            reasons.append("reads an lse of other strides while TORCH_CUDNN_SDPA_AVOID_RECOMPILE is 1")
+        return reasons + ["is not there on AMD's GPUs"] * (torch.version.hip is not None)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, segments: Segments | None = None
@@ -286,28 +292,28 @@ class Cudnn(CudaKernel):
             return Reference().backward(do, q, k, v, out, lse, causal, scale)
         return super().backward(do, q, k, v, out, lse, causal, scale, segments)
 
-    def attend(self, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, asked.causal, False, scale=asked.scale
+            *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, call.causal, False, scale=call.scale
         )
-        self.trailing = lse.dim() == 4
+        self.lse_is_4d = lse.dim() == 4
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
     def gradients(
-        self, asked: Asked, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # older ones want do and out of the same strides
+        # older versions want do and out of the same strides
         operands = (x.transpose(1, 2) for x in (do.contiguous(), q, k, v, out.contiguous()))
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *operands, lse.unsqueeze(-1) if self.trailing else lse, _unused(q), _unused(q), None, None, None,
-            asked.rows, asked.columns, 0.0, asked.causal, scale=asked.scale,
+            *operands, lse.unsqueeze(-1) if self.lse_is_4d else lse, _random_state(q), _random_state(q),
+            None, None, None, call.rows, call.columns, 0.0, call.causal, scale=call.scale,
         )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
 
 
 class FlashAttn(CudaKernel):
-    """The flash-attn package, from 2.7 on."""
+    """The kernel of the flash-attn package, version 2.7 or later."""
 
     name = "flash_attn"
 
@@ -318,59 +324,59 @@ class FlashAttn(CudaKernel):
         return type(self)(softcap)
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = super().reasons(spec)
+        reasons = super().reasons(spec)
         version = _version("flash-attn") if importlib.util.find_spec("flash_attn") else None
-        if version is None:  # a folder of that name is none, either
-            found.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
+        if version is None:  # None too for a folder of that name that is no package
+            reasons.append("needs the flash-attn package (pip install 'ds_seqpar[flash]')")
         elif version < Version("2.7"):
-            found.append("needs flash-attn 2.7 or later")
-        return found
+            reasons.append("needs flash-attn 2.7 or later")
+        return reasons
 
-    def attend(self, asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        function, lengths = self.function("forward", asked)
-        out, lse, *_ = function(q, k, v, *lengths, return_softmax=False, **self.options(asked))
+    def attend(self, call: OperatorCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        function, lengths = self.function("forward", call)
+        out, lse, *_ = function(q, k, v, *lengths, return_softmax=False, **self.keywords(call))
         return out, lse
 
     def gradients(
-        self, asked: Asked, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, call: OperatorCall, lse: Tensor, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        function, lengths = self.function("backward", asked)
+        function, lengths = self.function("backward", call)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         exact = torch.are_deterministic_algorithms_enabled()  # as torch's own flash attention has it
-        function(do, q, k, v, out, lse, *grads, *lengths, deterministic=exact, **self.options(asked))
+        function(do, q, k, v, out, lse, *grads, *lengths, deterministic=exact, **self.keywords(call))
         return grads
 
-    def function(self, direction: str, asked: Asked) -> tuple[Any, tuple]:
-        """A function of the package, and the lengths that it takes."""
+    def function(self, direction: str, call: OperatorCall) -> tuple[Any, tuple]:
+        """The package's function for one block or several, and the lengths that it takes."""
         package = importlib.import_module("flash_attn.flash_attn_interface")
-        if asked.first_rows is None:
+        if call.first_rows is None:
             return getattr(package, f"_flash_attn_{direction}"), ()
-        return getattr(package, f"_flash_attn_varlen_{direction}"), asked.lengths
+        return getattr(package, f"_flash_attn_varlen_{direction}"), call.lengths
 
-    def options(self, asked: Asked) -> dict[str, Any]:
+    def keywords(self, call: OperatorCall) -> dict[str, Any]:
         return {
             "dropout_p": 0.0,
-            "softmax_scale": asked.scale,
-            "causal": asked.causal,
-            "window_size_left": asked.left,
-            "window_size_right": asked.right,
+            "softmax_scale": call.scale,
+            "causal": call.causal,
+            "window_size_left": call.left,
+            "window_size_right": call.right,
             "softcap": self.softcap,
             "alibi_slopes": None,
         }
 
 
-def _unused(q: Tensor) -> Tensor:
-    """A random state: read only where dropout > 0."""
+def _random_state(q: Tensor) -> Tensor:
+    """A random state for operators, which read it only where dropout > 0."""
     return torch.empty(0, dtype=torch.int64, device=q.device)
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Each key/value head for all of its query heads."""
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """k or v with each head repeated for all of its query heads."""
     return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
 def _version(package: str) -> Version | None:
-    """Of an installed package; None where it is not."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return Version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:

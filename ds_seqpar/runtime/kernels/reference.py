@@ -1,7 +1,7 @@
-"""What a kernel is, and the definition in torch's own operations, for any device.
+"""What a kernel is, and two kernels in torch's own operations, for any device.
 
-The definition comes with a dense score matrix, for tests and odd cases. It also comes a few query rows at a time, for
-what no fast kernel does, such as a softcap.
+`Reference` makes the dense matrix of scores; it is the definition that others are tested by. `Chunked` computes a few
+query rows at a time, for what no fast kernel does, such as a softcap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...compiler.masks import Mask
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """What a kernel must be able to take. softcap: the bound of scores, 0 for none."""
+    """The blocks that a kernel must be able to take. softcap: the bound of scores, 0 for none."""
 
     device: str
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class BlockSpec:
         return cls(q.device.type, q.dtype, q.shape[2], kv_heads, q.shape[3], softcap)
 
     def case(self, mask: Mask) -> str:
-        """What calibration measures kernels by, as "bfloat16 128 causal"."""
+        """The case that calibration measures kernels in, as "bfloat16 128 causal"."""
         return f"{self.dtype_name} {self.head_dim} {mask.kind}"
 
     @property
@@ -49,8 +49,8 @@ class BlockSpec:
 
 
 class Scores(NamedTuple):
-    """What a query's score of a key is: x = scale * (q . k), and softcap * tanh(x / softcap) where a softcap is given
-    (Gemma 2)."""
+    """How the score of a query and a key is computed: x = scale * (q . k), and with a softcap softcap * tanh(x /
+    softcap) (Gemma 2)."""
 
     scale: float
     softcap: float = 0.0
@@ -59,13 +59,13 @@ class Scores(NamedTuple):
 class Kernel(Protocol):
     """Attention of one block, full or causal, and its gradient.
 
-    name: as in the configuration. tolerance: greatest max|a-b|/max|b| against fp64 that its conformance tests allow, a
-    dtype. ran_on: where the conformance suite has passed. support: what else it can be called for:
+    name: as in the configuration. tolerance: dtype -> the greatest max|a-b|/max|b| against fp64 that its conformance
+    tests allow. ran_on: where the conformance suite has passed. support: what else it can be called for:
 
-    - bands: both methods have one more argument, `width: int = 0`. Where it is not 0, row i sees those of the columns i
-      .. i + width - 1 that there are;
-    - windows: one more argument, `segments: Segments | None = None`;
-    - all tiles of a product: it is `Accumulating`.
+    - bands: both methods have one more argument, `width: int = 0`. Where it is not 0, row i sees columns i to
+      i + width - 1, as far as they exist;
+    - windows: both methods have one more argument, `segments: Segments | None = None`;
+    - all tiles of a product at once: the kernel is `Accumulating`.
     """
 
     name: str
@@ -95,15 +95,15 @@ class Capping(Kernel, Protocol):
     """A kernel that can cap scores."""
 
     def capped(self, softcap: float) -> Kernel:
-        """The same with that softcap: see `Scores`."""
+        """The same kernel with a softcap, as `Scores` has it."""
         ...
 
 
-def caps(kernel: Kernel) -> TypeGuard[Capping]:
+def can_cap(kernel: Kernel) -> TypeGuard[Capping]:
     return hasattr(kernel, "capped")
 
 
-# ---- the definition
+# ---- two kernels in torch's own operations
 
 
 class Reference:
@@ -111,7 +111,7 @@ class Reference:
     support = PLAIN_KERNEL
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # noqa: RUF012
     ran_on = "CPU"
-    most = sys.maxsize  # scores that are there at once
+    max_scores = sys.maxsize  # scores in memory at once
 
     def __init__(self, softcap: float = 0.0) -> None:
         self.softcap = softcap
@@ -120,13 +120,13 @@ class Reference:
         return type(self)(softcap)
 
     def reasons(self, spec: BlockSpec) -> list[str]:
-        found = [] if spec.dtype in self.tolerance else [f"takes floating point, not {spec.dtype}"]
-        return found + ["takes tensors that hold numbers, not meta"] * (spec.device == "meta")
+        reasons = [] if spec.dtype in self.tolerance else [f"takes floating point, not {spec.dtype}"]
+        return reasons + ["takes tensors that hold numbers, not meta"] * (spec.device == "meta")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(q), []
-        for rows, seen in _pieces(q, k, causal, self.most):
-            part, part_lse = attend(q[:, rows], k[:, seen], v[:, seen], causal, scale, self.softcap, rows.start)
+        for rows, columns in _row_pieces(q, k, causal, self.max_scores):
+            part, part_lse = attend(q[:, rows], k[:, columns], v[:, columns], causal, scale, self.softcap, rows.start)
             out[:, rows] = part
             lse.append(part_lse)
         return out, torch.cat(lse, dim=1)
@@ -136,30 +136,31 @@ class Reference:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        for rows, seen in _pieces(q, k, causal, self.most):
-            given = do[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, rows]
-            dq[:, rows], part_dk, part_dv = gradients(*given, causal, scale, self.softcap, rows.start)
-            dk[:, seen] += part_dk
-            dv[:, seen] += part_dv
+        for rows, columns in _row_pieces(q, k, causal, self.max_scores):
+            operands = do[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, rows]
+            dq[:, rows], part_dk, part_dv = gradients(*operands, causal, scale, self.softcap, rows.start)
+            dk[:, columns] += part_dk
+            dv[:, columns] += part_dv
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 class Chunked(Reference):
-    """The reference's arithmetic without its dense matrix: its temporaries do not grow with the product of lengths."""
+    """The reference without its dense matrix: its temporaries do not grow with the product of lengths."""
 
     name = "chunked"
-    most = 1 << 22  # where a single row has no more: 16 MiB in fp32
+    max_scores = 1 << 22  # 16 MiB in fp32; one row may have more
 
 
 def is_deterministic() -> bool:
-    """Whether torch refuses what is not deterministic, which is a reason against some kernels."""
+    """Whether torch is set to refuse what is not deterministic, as some kernels are."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`Kernel.forward`, wide. first: the number of q's first row, which sees columns 0 .. first where causal."""
+    """`Kernel.forward`, with results in fp32 (fp64 for fp64). first: the number of q's first row, which sees columns 0
+    to `first` where causal."""
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.einsum("bkgqs,bskd->bqkgd", torch.exp(scores - lse[..., None]), _wide(v))
@@ -170,7 +171,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, softcap: float, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`Kernel.backward`, wide."""
+    """`Kernel.backward`, with results in fp32 (fp64 for fp64). first: as `attend` takes it."""
     heads = k.shape[2]
     scores = _scores(q, k, causal, scale, softcap, first)
     p = torch.exp(scores - rearrange(lse, "b q (k g) -> b k g q 1", k=heads))
@@ -189,25 +190,25 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """Wide, each key/value head's query heads together."""
+    """(B, q, Hq, D) -> (B, q, Hkv, Hq / Hkv, D) in fp32 (fp64 for fp64): each key/value head's query heads together."""
     return rearrange(_wide(x), "b q (k g) d -> b q k g d", k=kv_heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, softcap: float, first: int) -> Tensor:
-    """(B, Hkv, Hq / Hkv, Sq, Sk)."""
+    """The scores, (B, Hkv, Hq / Hkv, Sq, Sk); -inf where a row does not see a column."""
     scores = torch.einsum("bqkgd,bskd->bkgqs", _grouped(q, k.shape[2]), _wide(k)) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if causal:
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(first)
-        scores = scores.masked_fill(~seen, float("-inf"))
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(first)
+        scores = scores.masked_fill(~visible, float("-inf"))
     return scores
 
 
-def _pieces(q: Tensor, k: Tensor, causal: bool, most: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, the columns that they see), all rows; a piece has so many scores at most, and one row at least."""
+def _row_pieces(q: Tensor, k: Tensor, causal: bool, max_scores: int) -> Iterator[tuple[slice, slice]]:
+    """Cuts the rows into pieces of `max_scores` at most, but one row at least: (rows, the columns that they see)."""
     rows, columns = q.shape[1], k.shape[1]
-    size = max(1, most // (q.shape[0] * q.shape[2] * columns))
+    size = max(1, max_scores // (q.shape[0] * q.shape[2] * columns))
     for start in range(0, rows, size):
         end = min(start + size, rows)
         yield slice(start, end), slice(0, min(end, columns) if causal else columns)
