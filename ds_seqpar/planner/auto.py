@@ -4,7 +4,7 @@ says so. Torch-free."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .. import limits
@@ -140,7 +140,7 @@ def choose(request: Request) -> Choice:
 
 
 def line_of(choice: Choice) -> str:
-    """The choice, the runner-up, and what would have to change for it to win."""
+    """One line for a person: the choice, its predicted time and memory, and the runner-up with its ratio."""
     request, best = choice.request, choice.best
     machine, needed = request.machine, taken(best.memory, request.room)
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
@@ -157,10 +157,7 @@ def line_of(choice: Choice) -> str:
     elif spared is not None:
         line += f", {needed / GIB:.3g} of {machine.usable / GIB:.3g} GiB a rank"
     for other in choice.ranked[1:2]:
-        times = other.seconds / best.seconds
-        change = to_win(request, best, other)
-        line += f"; next is {other.candidate}, {times:.2f} times as long"
-        line += f", which would win with {change}" if change else ", whatever links and lengths are, within 8 times"
+        line += f"; next is {other.candidate}, {other.seconds / best.seconds:.2f} times as long"
     return line
 
 
@@ -170,47 +167,3 @@ def spared_by(choice: Choice) -> dict[str, Any] | None:
     plain, best = SequenceParallelConfig(), choice.best.config
     changed = {name: getattr(best, name) for name in left if getattr(best, name) != getattr(plain, name)}
     return changed if left else None
-
-
-TIMES = (2, 4, 8)
-
-
-def to_win(request: Request, best: Prediction, other: Prediction) -> str:
-    """The smallest of a few changes, of links and of the length, with which `other` is predicted to be faster than
-    `best`; "" where none is enough. By closed forms, in proportion to what was found for both as things are."""
-    now = _predicted(request, best, other)
-    for words, changed in changes(request) if len(now) == 2 else ():
-        then = _predicted(changed, best, other)
-        if len(then) == 2 and then[1] * (other.seconds / now[1]) < then[0] * (best.seconds / now[0]):
-            return words
-    return ""
-
-
-def _predicted(request: Request, *ones: Prediction) -> list[float]:
-    """Seconds by the closed form, of those that fit."""
-    found = [predict(request, one.candidate) for one in ones]
-    return [one.seconds for one in found if isinstance(one, Prediction)]
-
-
-def changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Small ones first."""
-    several = request.world > request.machine.per_node
-    for times in TIMES:
-        for word, factor in (("slower", 1 / times), ("faster", float(times))):
-            if several:
-                yield f"links between nodes {times} times {word}", _with_links(request, "between", factor)
-            yield f"links inside nodes {times} times {word}", _with_links(request, "inside", factor)
-        if not request.documents:
-            yield f"sequences {times} times as long", dataclasses.replace(request, seq=request.seq * times)
-            if request.seq % (times * 2 * request.world) == 0:
-                yield f"sequences 1/{times} as long", dataclasses.replace(request, seq=request.seq // times)
-
-
-def _with_links(request: Request, name: str, factor: float) -> Request:
-    """The same with links "inside" nodes or "between" them of so many times the rate. A node's shared one goes with the
-    latter."""
-    machine, wire = request.machine, getattr(request.machine, name)
-    changed: dict[str, Any] = {name: dataclasses.replace(wire, rate=wire.rate * factor)}
-    if name == "between" and machine.uplink is not None:
-        changed["uplink"] = machine.uplink * factor
-    return dataclasses.replace(request, machine=dataclasses.replace(machine, **changed))

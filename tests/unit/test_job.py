@@ -8,7 +8,6 @@ from ds_seqpar import parallel
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner import auto
 from ds_seqpar.planner.auto import Job, line_of, planned, request_of
 from ds_seqpar.planner.machine import DEFAULT, Machine, Wire
 from ds_seqpar.planner.plan import plan
@@ -217,48 +216,6 @@ def test_the_line_names_the_choice_and_the_runner_up():
     assert missing(line, f"{other.candidate}, {other.seconds / best.seconds:.2f} times") == []
     assert 0 < line.index(f"{best.candidate}, ") < line.index(f"{other.candidate}, ")
     assert "\n" not in line
-
-
-def test_what_would_let_the_runner_up_win_does():
-    """The change that is named is the first of those tried with which it is faster, by closed forms of both."""
-    slow = dataclasses.replace(_seen(per_node=2), duplex=True)
-    request = request_of(Config(), dataclasses.replace(JOB, seq=32768), 32768, 8, slow)
-    for other in plan(request).ranked[1:]:
-        best = plan(request).best
-        words = auto.to_win(request, best, other)
-        tried = list(auto.changes(request))
-        enough = [said for said, changed in tried if _wins(request, changed, best, other)]
-        assert words == (enough[0] if enough else "")
-
-
-def _wins(request, changed, best, other):
-    def seconds(its, one):
-        found = auto.predict(its, one.candidate)
-        return float("inf") if isinstance(found, str) else found.seconds
-
-    if seconds(changed, best) == float("inf"):
-        return False
-    scale = {one: one.seconds / seconds(request, one) for one in (best, other)}
-    return seconds(changed, other) * scale[other] < seconds(changed, best) * scale[best]
-
-
-def test_changes_are_small_ones_first_and_real():
-    request = request_of(Config(), JOB, 65536, 16, _seen())
-    found = list(auto.changes(request))
-    (first, _), (second, _) = found[:2]
-    assert missing(first, "between", "2 times slower") == missing(second, "inside", "2 times slower") == []
-
-    def changed(*words):
-        (one,) = [it for said, it in found if not missing(said, *words)]
-        return one
-
-    machine = request.machine
-    assert changed("between", "4 times slower").machine.between.rate == machine.between.rate / 4
-    assert changed("inside", "8 times faster").machine.inside.rate == machine.inside.rate * 8
-    assert changed("sequences", " 2 times").seq == 131072
-    assert changed("sequences", "1/4").seq == 16384
-    one_node = dict(auto.changes(request_of(Config(), JOB, 65536, 8, _seen())))
-    assert not any("between" in words for words in one_node)
 
 
 def _host(name, cores=(0, 1), memory=2**34, device=""):
