@@ -49,9 +49,9 @@ class Flops:
 
     def of(self, lengths: Sequence[int]) -> float:
         """lengths: tokens of the documents that are trained on."""
-        from ds_seqpar.planner.request import pairs_of
+        from ds_seqpar.planner.request import visible_pairs
 
-        pairs = sum(pairs_of(lengths, window) for window in self.windows)
+        pairs = sum(visible_pairs(lengths, window) for window in self.windows)
         return self.each_token * sum(lengths) + self.each_pair * pairs
 
 

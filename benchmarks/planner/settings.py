@@ -63,9 +63,9 @@ def rows(name: str, seq: int) -> list[list[str]]:
         found.setdefault(section, []).append((f"`{place}`", seconds, size))
     said = f"{name}, {NODES[name] * Machine.load(MACHINES[0]).per_node}", f"{seq:,}"
     return [
-        [*said, places, section, seconds, size]
+        [*said, coordinates, section, seconds, size]
         for section, its in found.items()
-        for places, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
+        for coordinates, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
     ]
 
 

@@ -22,7 +22,7 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.tiles import Tile
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError, KernelError
-from ..planner.machine import PER_PRODUCT
+from ..planner.machine import FLOPS_PER_PAIR
 from ..runtime.call import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
 from ..runtime.devices import host_memory, name_of, own_device, ranks_a_node
@@ -185,7 +185,7 @@ class Calibration:
         """dtype -> direction -> kind -> (tokens, flops/s of what the mask leaves)."""
         found: dict[str, Any] = {}
         for name, dtype, kernel in self.kernels():
-            found[name] = {way: {"full": [], "causal": []} for way in PER_PRODUCT}
+            found[name] = {way: {"full": [], "causal": []} for way in FLOPS_PER_PAIR}
             for kind in ("full", "causal"):
                 took = 0.0
                 for tokens in TILES[self.kind]:
@@ -205,7 +205,7 @@ class Calibration:
         }
         pairs = Tile(0, tokens, 0, tokens, kind).products * heads * dim
         for way, seconds in took.items():
-            found[way][kind].append([tokens, PER_PRODUCT[way] * pairs / seconds])
+            found[way][kind].append([tokens, FLOPS_PER_PAIR[way] * pairs / seconds])
         return sum(took.values())
 
     def gemm(self) -> dict[str, float]:

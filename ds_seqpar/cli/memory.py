@@ -16,7 +16,7 @@ from ..deepspeed_checks import check_deepspeed
 from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
 from ..errors import ConfigError, nearest
 from ..files import parse_json, shown
-from ..planner.attended import shortened
+from ..planner.attention_memory import on_fewer_ranks
 from ..planner.footprint import (
     HOST_PARTS,
     PARTS,
@@ -27,10 +27,10 @@ from ..planner.footprint import (
     fits,
     footprint,
     longest,
-    taken,
+    rank_bytes,
 )
 from ..planner.machine import Machine, presets
-from ..planner.request import Room, Step
+from ..planner.request import Room, TrainingStep
 from .numbers import numbers_of
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -95,7 +95,7 @@ def room_of(args: argparse.Namespace, world: int) -> Room | None:
     return None
 
 
-def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
+def step_of(args: argparse.Namespace) -> tuple[TrainingStep, dict[str, Any]]:
     """The step, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
     seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
     content = content_of(args)
@@ -110,9 +110,9 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     model = numbers_of(args.model)
     filled = fill_in(content, model.hidden)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
-    few = shortened(resolved)
+    few = on_fewer_ranks(resolved)
     limits.check_followed(few.size // few.ulysses, few.overlap)
-    return Step(model=model, config=resolved, world=ranks, seq=seq, **run_of(args, content)), filled
+    return TrainingStep(model=model, config=resolved, world=ranks, seq=seq, **run_of(args, content)), filled
 
 
 def run_of(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
 def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
     """Replaces the "auto" of a configuration, where memory depends on it, and returns by its key what each counts as.
     The Trainer takes sizes of buckets from the model; what it takes from its arguments can only be supposed."""
-    supposed = {
+    guessed = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,
         "fp16.enabled": not content.get("bf16", {}).get("enabled"),
@@ -179,7 +179,7 @@ def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
     }
     filled = {}
-    for name, value in supposed.items():
+    for name, value in guessed.items():
         section, _, key = name.rpartition(".")
         inside = content.get(section, {}) if section else content
         if inside.get(key) == "auto":
@@ -195,7 +195,7 @@ def told(filled: dict[str, Any]) -> list[str]:
     return ["", f'what the configuration leaves "auto" counts as {values}'] if filled else []
 
 
-def table(found: Footprint, slope: float, step: Step) -> list[str]:
+def table(found: Footprint, slope: float, step: TrainingStep) -> list[str]:
     peak = found.peak
     lines = [f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence", ""]
     lines += [f"{'part':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(peak, PARTS)]
@@ -218,7 +218,7 @@ def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:
 
 def fit_lines(found: Footprint, room: Room, most: Longest) -> list[str]:
     """What ranks and their node need beside what they have, and the longest sequence that fits."""
-    lines = [f"a rank needs {taken(found, room) / GIB:.1f} GiB of {room.limit / GIB:.1f}"]
+    lines = [f"a rank needs {rank_bytes(found, room) / GIB:.1f} GiB of {room.limit / GIB:.1f}"]
     if room.apart:
         node = found.host.total * room.together / GIB
         lines += [f"the host of a node's {room.together} ranks needs {node:.1f} GiB of {room.host / GIB:.1f}"]

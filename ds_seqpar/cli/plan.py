@@ -17,10 +17,10 @@ from ..errors import ConfigError
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
 from ..planner.machine import DEFAULT, Machine, presets
-from ..planner.plan import ALIKE, SIMULATED, Choice, over_floor, plan
+from ..planner.plan import ALIKE, SIMULATED, PlanResult, plan, received_over_least
 from ..planner.plan import section_of as section
 from ..planner.request import Request
-from ..planner.search import Prediction, in_words, timelines
+from ..planner.search import Prediction, settings_in_words, timelines
 from ..planner.steptime import TIMES
 from .memory import DIGITS, add_options, content_of, count, fill_in, gibibytes, run_of, told
 from .numbers import numbers_of
@@ -102,7 +102,7 @@ def _documents(file: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _timeline(choice: Choice) -> Timeline:
+def _timeline(choice: PlanResult) -> Timeline:
     ranks, inner = choice.best.candidate.size, choice.best.candidate.inner
     if 12 * ranks * inner > SIMULATED:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _timeline(choice: Choice) -> Timeline:
     return found["backward"].after(found["forward"])
 
 
-def table(choice: Choice) -> str:
+def table(choice: PlanResult) -> str:
     request, best = choice.request, choice.best
     more = len(choice.rejected) - REASONS
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
@@ -146,15 +146,15 @@ def table(choice: Choice) -> str:
     )
 
 
-def _rank_hours(choice: Choice) -> str:
+def _rank_hours(choice: PlanResult) -> str:
     """Of the best: what a buyer of GPU hours pays for."""
     hours = choice.best.seconds * choice.request.world / 3600
     return f"{hours:.3g} rank hours a sequence, {hours * 1e9 / choice.request.seq:,.0f} for a billion tokens"
 
 
-def _row(choice: Choice, one: Prediction) -> list[str]:
+def _row(choice: PlanResult, one: Prediction) -> list[str]:
     layers = choice.request.model.layers
-    over = over_floor(choice, one)
+    over = received_over_least(choice, one)
     words = f"{one.candidate}{_extras(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
@@ -166,7 +166,7 @@ def _row(choice: Choice, one: Prediction) -> list[str]:
 def _extras(one: Prediction) -> str:
     words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
     words += ["overlap"] * one.config.overlap
-    words += in_words(one.spared)
+    words += settings_in_words(one.spared)
     return f" ({', '.join(words)})" if words else ""
 
 
@@ -184,7 +184,7 @@ def _links(best: Prediction, layers: int) -> list[str]:
     return lines
 
 
-def _parts(choice: Choice) -> list[str]:
+def _parts(choice: PlanResult) -> list[str]:
     best = choice.best
     took, peak = best.time, best.memory.peak
     lines = [f"one step, of {took.sequences} sequence{'s'[: took.sequences > 1]}: {took.seconds:.3f} s"]
@@ -201,7 +201,7 @@ def _parts(choice: Choice) -> list[str]:
     return lines
 
 
-def as_json(choice: Choice) -> dict[str, Any]:
+def as_json(choice: PlanResult) -> dict[str, Any]:
     """Seconds and bytes."""
     return {
         "section": choice.section,
@@ -212,7 +212,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _numbers(choice: Choice, one: Prediction) -> dict[str, Any]:
+def _numbers(choice: PlanResult, one: Prediction) -> dict[str, Any]:
     ways = {"forward": one.forward, "backward": one.backward}
     return {
         "section": section(one),
@@ -221,6 +221,6 @@ def _numbers(choice: Choice, one: Prediction) -> dict[str, Any]:
         "simulated": one.simulated,
         "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host.total},
         "travels": one.travels,
-        "bytes_over_floor": over_floor(choice, one),
+        "bytes_over_floor": received_over_least(choice, one),
         "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},
     }

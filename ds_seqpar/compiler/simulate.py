@@ -3,7 +3,7 @@
 Model: a rank does one thing at a time. Transfers run beside it, each on the links that it takes, and a link carries one
 at a time. A transfer starts when both ends have posted it and all its links are free. `Prices` says what takes how
 long, and which links there are. `Costs` has one link in and one out a rank, and only products and transfers take time;
-`planner.prices` has a machine with nodes.
+`planner.call_costs` has a machine with nodes.
 """
 
 from __future__ import annotations

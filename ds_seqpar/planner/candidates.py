@@ -46,7 +46,7 @@ class Candidate:
         own = {**self.settings, "overlap": self.overlap, **settings}
         return SequenceParallelConfig(**own).resolve(self.topology.world_size, heads)
 
-    def same(self, documents: bool) -> tuple:
+    def plan_key(self, documents: bool) -> tuple:
         """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and equal
         layouts. Without documents layouts of the same runs are equal. One ring is one, whoever makes it; a rank alone
         does the same work by any schedule."""
@@ -55,19 +55,19 @@ class Candidate:
         if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
             kind = self.schedule.parts, self.schedule.travellers, self.schedule.takes(0, 1)
             inner: tuple = kind if long else ()
-            places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
-            return inner, places, self.size, layout
+            coordinates = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
+            return inner, coordinates, self.size, layout
         inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
         order = tuple(axis for axis in self.topology.axes if axis[1] > 1)
         return self.schedule.build, inner, order, layout
 
     @property
-    def plain(self) -> bool:
+    def has_default_layout(self) -> bool:
         """Whether tokens lie as the schedule has them by itself."""
         return self.layout == self.schedule.default_layout
 
     @property
-    def turns(self) -> int:
+    def ring_ranks(self) -> int:
         """Ranks along axes that nothing is gathered over."""
         axes = set(self.topology.inner_axes) - set(self.schedule.collective_axes)
         return self.topology.size(*axes)
@@ -79,7 +79,7 @@ class Candidate:
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         kind = " x ".join(filter(None, (ulysses, name))) or "alone"
         words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
-        if not self.plain:
+        if not self.has_default_layout:
             words += f", {self.layout}"
         return words + (f", {self.placement}" if self.placement != "auto" else "")
 
@@ -88,16 +88,16 @@ def _word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-Shape = tuple[int, int, Schedule, Own]  # size, ulysses, and a schedule with its own settings
+ParallelShape = tuple[int, int, Schedule, Own]  # size, ulysses, and a schedule with its own settings
 
 
-def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Shape]:
+def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[ParallelShape]:
     """All of them, of sizes whose programs can be followed, in one order. given: settings that are no choice any more:
     a size, a schedule, a shape ..."""
     for size, ulysses in degrees(world, heads, given):
         for schedule in _schedules(given):
             for own in schedule.shapes(size // ulysses):
-                wanted = {name: given[name] for name in own if _fixed(given, name)}
+                wanted = {name: given[name] for name in own if _is_given(given, name)}
                 if all(own[name] == (tuple(x) if isinstance(x, list) else x) for name, x in wanted.items()):
                     yield size, ulysses, schedule, own
 
@@ -116,10 +116,12 @@ def candidates(
 ) -> Iterator[Candidate]:
     """All shapes in all placements and layouts; plain: in the first of each, where none is given."""
     for shape in shapes(world, heads, given):
-        yield from _placed(world, shape, given, 1 if plain else None)
+        yield from _candidates_of_shape(world, shape, given, 1 if plain else None)
 
 
-def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Candidate]:
+def _candidates_of_shape(
+    world: int, shape: ParallelShape, given: Mapping[str, Any], most: int | None
+) -> Iterator[Candidate]:
     size, ulysses, schedule, own = shape
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
     layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
@@ -139,16 +141,16 @@ def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None
 def _schedules(given: Mapping[str, Any]) -> list[Schedule]:
     """What "auto" is comes first, so that it stands for others whose plan is the same."""
     plain = schedules.schedule(given.get("schedule", "auto"))
-    return [plain] if _fixed(given, "schedule") else list(dict.fromkeys((plain, *schedules.SCHEDULES.values())))
+    return [plain] if _is_given(given, "schedule") else list(dict.fromkeys((plain, *schedules.SCHEDULES.values())))
 
 
-def _fixed(given: Mapping[str, Any], name: str) -> bool:
+def _is_given(given: Mapping[str, Any], name: str) -> bool:
     return given.get(name, "auto") != "auto"
 
 
 def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[Any]:
     """The value that is given, or every one."""
-    return [given[name]] if _fixed(given, name) else list(every)
+    return [given[name]] if _is_given(given, name) else list(every)
 
 
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -165,7 +167,7 @@ def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
     return f"a length that is a multiple of {share} is needed"
 
 
-def checked(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
+def check_given(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
     """Raises ConfigError for settings that the runtime would refuse whatever is chosen for the others."""
     SequenceParallelConfig(**given).resolve(world, heads)
     if isinstance(given.get("placement", "auto"), str):

@@ -2,8 +2,8 @@
 
 A step has a few moments at which the most can be alive; each is a sum of parts, and the greatest is the peak. A layer
 is followed operation by operation as transformers writes it (norms in fp32, RoPE, gate, up, down), its attention by
-`planner.calls`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel takes for
-itself is not in it. docs/archive/2026-11-24-memory.md has the formulas.
+`planner.attention_call`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel
+takes for itself is not in it. docs/archive/2026-11-24-memory.md has the formulas.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..compiler.layout import multiple
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..config import HOST_PIECE, most_logits
-from .attended import attention_figures, away, stages_inside, tokens_of
-from .request import Room, Step
-from .states import States, rounded, states
+from .attention_memory import attention_figures, is_offloaded, projecting_stages, tokens_on_rank
+from .request import Room, TrainingStep
+from .states import States, pinned_bytes, states
 
 PARTS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
@@ -73,27 +73,27 @@ class Footprint:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def footprint(step: Step, attention: Figures | None = None) -> Footprint:
+def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
     """Of the rank with the most. attention: what it takes, where that is known; default: what it does."""
-    found = _Step(step)
+    found = _StepMemory(step)
     if attention is not None:
         found.attention = attention
     return found.found()
 
 
-def taken(found: Footprint, room: Room) -> int:
+def rank_bytes(found: Footprint, room: Room) -> int:
     """Bytes of a rank's own memory at the peak; with those of its host's memory where that is the same."""
     host = 0 if room.apart else found.host.total - found.host.parts.get("rounding", 0)
     return found.peak.total + host
 
 
-def hosted(found: Footprint, room: Room) -> bool:
+def fits_host(found: Footprint, room: Room) -> bool:
     """Whether a node's host has room for what its ranks keep there."""
     return not room.apart or found.host.total * room.together <= room.host
 
 
 def fits(found: Footprint, room: Room) -> bool:
-    return taken(found, room) <= room.limit and hosted(found, room)
+    return rank_bytes(found, room) <= room.limit and fits_host(found, room)
 
 
 class Longest(NamedTuple):
@@ -104,7 +104,7 @@ class Longest(NamedTuple):
     full: str
 
 
-def longest(step: Step, room: Room) -> Longest:
+def longest(step: TrainingStep, room: Room) -> Longest:
     """The longest sequence with which a step fits, to 0.1 %."""
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
 
@@ -122,14 +122,14 @@ def longest(step: Step, room: Room) -> Longest:
         least, most = (middle, most) if fits(at(middle), room) else (least, middle)
     if most * unit > limits.TOKENS:
         return Longest(least * unit, "")
-    return Longest(least * unit, "rank" if taken(at(most), room) > room.limit else "host")
+    return Longest(least * unit, "rank" if rank_bytes(at(most), room) > room.limit else "host")
 
 
-def bytes_a_token(step: Step) -> float:
+def bytes_a_token(step: TrainingStep) -> float:
     """What one more token of a rank adds to the peak: from this length to twice as many."""
-    short = _Step(step)
+    short = _StepMemory(step)
     padded = short.tokens * step.config.size  # a length that ranks share equally, so that twice as many are more
-    long = _Step(dataclasses.replace(step, seq=2 * padded))
+    long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
     return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
 
 
@@ -137,11 +137,11 @@ def _moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = PART
     return Moment(name, {part: parts[part] for part in known if parts.get(part)})
 
 
-class _Step:
-    def __init__(self, step: Step) -> None:
+class _StepMemory:
+    def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
         m, self.size = step.model, ITEMSIZE[step.dtype]
-        self.tokens, self.stages = tokens_of(step), stages_inside(step)
+        self.tokens, self.stages = tokens_on_rank(step), projecting_stages(step)
         self.rows = self.tokens * step.batch
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
@@ -212,7 +212,7 @@ class _Step:
     def saved_attention(self) -> int:
         """What attention's backward needs of it: q, k and v, or the inner ones; out and lse. Stages project again."""
         if self.stages > 1:
-            return 0 if away(self.step) else self.attention.kept
+            return 0 if is_offloaded(self.step) else self.attention.kept
         return self.attention.kept + (self.q + self.kv) * self.attention.inputs
 
     @property
@@ -316,7 +316,7 @@ class _Step:
         head = m.embedding * self.size
         waiting = min(zero.reduce_bucket_size, m.parameters) * self.size if zero.stage else 0
         whole = head * (3 if m.tied else 1)
-        own = self.states.stays * 4
+        own = self.states.elements_on_device * 4
         return [
             self.moment(
                 "backward: embedding", done=m.parameters, gathered=self.gathered(m.embedding), grads=whole,
@@ -338,7 +338,7 @@ class _Step:
             host["checkpoints"] = layers * self.hidden
             host["kept attention"] = layers * sum(kept) or (self.attention.kept if self.stages > 1 else 0)
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
-        host["rounding"] = sum(count * (rounded(size) - size) for count, size in pinned)
+        host["rounding"] = sum(count * (pinned_bytes(size) - size) for count, size in pinned)
         in_host = _moment("in host memory", host, HOST_PARTS)
         return Footprint(_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives)
 

@@ -22,7 +22,7 @@ CORE = "cpu"  # the preset whose rates are those of one core
 PRESETS = Path(__file__).with_name("machines.json")
 # kinds of tile that tables have
 NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
-PER_PRODUCT = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
 Table = tuple[tuple[float, float], ...]  # (tokens, flops/s), ascending
 
 
@@ -103,7 +103,7 @@ class Machine:
         return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
 
     @classmethod
-    def supposed(cls, device: str, dtype: str) -> Machine:
+    def guessed(cls, device: str, dtype: str) -> Machine:
         """Where nobody says which: the preset that is named after the device ("NVIDIA H100 80GB HBM3"), or `DEFAULT`.
         A dtype without rates is taken to be as fast as bfloat16."""
         model = {name.partition("-")[0].upper(): name for name in presets()}
@@ -165,7 +165,7 @@ class Machine:
     def tile_seconds(self, dtype: str, direction: str, tile: Tile, heads: int, head_dim: int, batch: int = 1) -> float:
         """Of one kernel call: what a mask hides in the tile costs nothing, but a masked or small tile is slower."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-        flops = PER_PRODUCT[direction] * tile.products * heads * head_dim * batch
+        flops = FLOPS_PER_PAIR[direction] * tile.products * heads * head_dim * batch
         return flops / self.tile_rate(dtype, direction, NEAREST[tile.kind], math.sqrt(rows * columns))
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
@@ -267,7 +267,7 @@ def _attention(given: Given) -> dict[str, dict[str, dict[str, Table]]]:
     return {
         dtype: {
             way: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
-            for way, kinds in ways.object(tuple(PER_PRODUCT)).items()
+            for way, kinds in ways.object(tuple(FLOPS_PER_PAIR)).items()
         }
         for dtype, ways in given.object().items()
     }

@@ -16,23 +16,23 @@ from ..compiler.masks import Mask
 from ..config import even_ulysses
 from ..deepspeed_json import Offload
 from ..errors import ConfigError
-from .candidates import Candidate, candidates, checked, degrees, refusal, shapes
-from .footprint import Footprint, fits, footprint, taken
+from .candidates import Candidate, candidates, check_given, degrees, refusal, shapes
+from .footprint import Footprint, fits, footprint, rank_bytes
 from .request import Request
 from .search import (
     DIRECTIONS,
     Estimate,
     Estimator,
     Prediction,
-    configured,
-    floor,
-    instructions,
+    config_of_candidate,
     least_memory,
-    memory_settings,
-    overlapped,
+    least_received_bytes,
+    least_seconds_with_overlap,
+    memory_options,
     predict,
-    simulated,
-    staged,
+    simulated_instructions,
+    with_head_stages,
+    with_simulated_time,
 )
 
 FINALISTS = 6
@@ -49,7 +49,7 @@ SAME = "in time and memory the same as"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
+class PlanResult:
     """ranked: the fastest first, all that fit and were looked at to the end. rejected: what was not chosen, and why,
     as sentences with how many they are about. simulated: whether the best is; else its time is its closed form's.
     legal: how many configurations there are; considered: of different plans."""
@@ -86,21 +86,21 @@ def section_of(one: Prediction) -> dict[str, Any]:
     return found
 
 
-def plan(request: Request) -> Choice:
+def plan(request: Request) -> PlanResult:
     """Raises ConfigError where nothing fits, with the nearest that would."""
-    choice = chosen(request)
+    choice = find_plan(request)
     if not choice.ranked:
-        raise ConfigError(shortage(request, choice.rejected))
+        raise ConfigError(nothing_fits(request, choice.rejected))
     return choice
 
 
-def chosen(request: Request) -> Choice:
+def find_plan(request: Request) -> PlanResult:
     """The same; where nothing fits nothing is ranked."""
-    checked(request.given, request.world, request.heads)
+    check_given(request.given, request.world, request.heads)
     search = _Search(request)
-    finalists = search.closed()
+    finalists = search.by_lower_bound()
     ranked = search.finals(finalists)
-    return Choice(
+    return PlanResult(
         request=request,
         ranked=tuple(ranked),
         rejected=tuple(search.reasons(ranked)),
@@ -149,7 +149,7 @@ class _Search:
                 self.refuse(candidate, reason)
                 continue
             self.legal += 1
-            key = candidate.same(documents)
+            key = candidate.plan_key(documents)
             if key not in seen:
                 seen.add(key)
                 self.considered += 1
@@ -170,9 +170,9 @@ class _Search:
         for candidate in self.distinct():
             if candidate.size not in least:
                 least[candidate.size] = least_memory(self.request, candidate.size)
-            needed = taken(least[candidate.size], self.request.room)
+            needed = rank_bytes(least[candidate.size], self.request.room)
             if needed > self.request.limit:
-                self.refuse(candidate, self.request.shortage(needed))
+                self.refuse(candidate, self.request.memory_shortage(needed))
             else:
                 yield candidate
 
@@ -182,19 +182,19 @@ class _Search:
         first, then, last = list[Estimate](), list[Estimate](), list[Estimate]()
         for entry in sorted(map(Estimator(self.request), self.sized()), key=_promise):
             candidate = entry.candidate
-            kind = *candidate.degree, candidate.schedule.name, candidate.plain
+            kind = *candidate.degree, candidate.schedule.name, candidate.has_default_layout
             kinds.update((candidate.degree, kind))
             if kinds[candidate.degree] == 1:
                 first.append(entry)
-            elif kinds[kind] <= (EACH if candidate.plain else 1):
-                (then if candidate.plain else last).append(entry)
+            elif kinds[kind] <= (EACH if candidate.has_default_layout else 1):
+                (then if candidate.has_default_layout else last).append(entry)
             else:
                 self.dropped[candidate.size] += 1
         return first + then + last
 
     # ---- by the closed form
 
-    def closed(self) -> list[Prediction]:
+    def by_lower_bound(self) -> list[Prediction]:
         """Those that fit, the fastest first."""
         for estimate in self.estimated():
             self.look(estimate)
@@ -210,7 +210,7 @@ class _Search:
         if isinstance(one, str):
             self.refused[str(candidate), one] += 1
             return
-        self.steps += estimate.work + (candidate.inner**2 // 2 if candidate.overlap else 0)
+        self.steps += estimate.bound_steps + (candidate.inner**2 // 2 if candidate.overlap else 0)
         if (same := self.numbers.setdefault(_numbers(one), one)) is not one:
             self.refused[str(candidate), f"{SAME} {same.candidate}"] += 1
         else:
@@ -219,9 +219,9 @@ class _Search:
     def hopeless(self, estimate: Estimate) -> str:
         """Why it need not be looked at beside what is found, or ""."""
         best = sorted(map(SECONDS, self.found))[:FINALISTS]
-        if len(best) == FINALISTS and estimate.least > best[-1]:
+        if len(best) == FINALISTS and estimate.least_seconds > best[-1]:
             return "computing attention alone takes longer than all that others do"
-        if best and (self.steps + estimate.work > self.most or estimate.seconds > FAR * best[0]):
+        if best and (self.steps + estimate.bound_steps > self.most or estimate.seconds > FAR * best[0]):
             return "receives so much that it is expected to be slower"
         return ""
 
@@ -238,11 +238,11 @@ class _Search:
         ranked: list[Prediction] = []
         slower = 1.0
         for one in finalists:
-            exact = self.simulated(one)
+            exact = self.simulate(one)
             slower = max(slower, exact.seconds / one.seconds) if exact else slower
             ranked.append(exact or one)
         for one in [] if "overlap" in self.request.given else self.overlapping(found):
-            if exact := self.simulated(one):
+            if exact := self.simulate(one):
                 ranked.append(exact)
             else:
                 self.refused["overlap", "looking for the order of its products would take too long"] += 1
@@ -250,13 +250,13 @@ class _Search:
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
         return _plainest(self.different(ranked))
 
-    def simulated(self, one: Prediction) -> Prediction | None:
+    def simulate(self, one: Prediction) -> Prediction | None:
         """None where that would take more instructions than are left."""
-        cost = instructions(self.request, one)
+        cost = simulated_instructions(self.request, one)
         if cost > self.room:
             return None
         self.room -= cost
-        return simulated(self.request, one)
+        return with_simulated_time(self.request, one)
 
     def staging(self, ranked: list[Prediction]) -> list[Prediction]:
         """The fastest with Ulysses, in stages that hide its exchanges."""
@@ -265,7 +265,7 @@ class _Search:
             return []
         chances = [one for one in sorted(ranked, key=SECONDS) if one.config.ulysses > 1 and not one.config.overlap]
         few = [one for one in chances[:STAGED] if one.candidate.inner <= OVERLAPPED]
-        found = [self.simulated(other) for one in few for other in staged(self.request, one)]
+        found = [self.simulate(other) for one in few for other in with_head_stages(self.request, one)]
         return [one for one in found if one]
 
     def different(self, ranked: list[Prediction]) -> list[Prediction]:
@@ -278,7 +278,9 @@ class _Search:
 
     def overlapping(self, found: list[Prediction]) -> list[Prediction]:
         """Those with overlap that may be faster than the best without."""
-        least = [(overlapped(self.request, one), n) for n, one in enumerate(found) if _gathers(one.candidate)]
+        least = [
+            (least_seconds_with_overlap(self.request, one), n) for n, one in enumerate(found) if _gathers(one.candidate)
+        ]
         chances = [found[n] for bound, n in sorted(least) if bound < found[0].seconds]
         for one in chances:
             if one.candidate.inner > OVERLAPPED:
@@ -304,7 +306,7 @@ class _Search:
 def _promise(estimate: Estimate) -> tuple:
     """In steps of 2 %, which estimates are off by; then by what a sequence takes of links; then the plainest."""
     candidate = estimate.candidate
-    links = estimate.moved * candidate.size
+    links = estimate.message_seconds * candidate.size
     return (
         round(50 * math.log(estimate.seconds)),
         links,
@@ -335,14 +337,14 @@ def _plainest(ranked: list[Prediction]) -> list[Prediction]:
     return first + [one for one in ranked if one not in first]
 
 
-def over_floor(choice: Choice, one: Prediction) -> float | None:
+def received_over_least(choice: PlanResult, one: Prediction) -> float | None:
     """Bytes that the busiest rank receives in forward over the least that there is; None where that is none."""
-    least = floor(choice.request, one)
+    least = least_received_bytes(choice.request, one)
     stages = one.config.head_stages
     return stages * one.forward.received / least if least else None
 
 
-def shortage(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
+def nothing_fits(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
     """What would fit, where nothing does, in one sentence. rejected: who, and why."""
     sizes = [f"{who}: {why}" for who, why in rejected if "GiB" in why]
     said = sizes[-1] if sizes else ": ".join(rejected[0]) if rejected else "there is no candidate"
@@ -360,7 +362,7 @@ def nearest_fits(request: Request) -> list[str]:
         if _fits(more, more.world):
             found.append(f"{more.world} ranks")
             break
-    if (away := away_optimiser(request)) is not None and _fits(away, request.world):
+    if (away := with_optimiser_on_host(request)) is not None and _fits(away, request.world):
         found.append("zero_optimization.offload_optimizer with device cpu")
     if not request.documents:
         shorter = request.seq
@@ -372,7 +374,7 @@ def nearest_fits(request: Request) -> list[str]:
     return found
 
 
-def away_optimiser(request: Request) -> Request | None:
+def with_optimiser_on_host(request: Request) -> Request | None:
     """The same with the optimiser in host memory, where it could go there."""
     if request.zero.optimiser_away or not (request.zero.stage and request.machine.apart):
         return None
@@ -382,15 +384,15 @@ def away_optimiser(request: Request) -> Request | None:
 
 def _fits(request: Request, size: int) -> bool:
     """Whether the leanest of this size fit: a ring, alone and inside Ulysses as far as it divides heads equally."""
-    if taken(least_memory(request, size), request.room) > request.limit:
+    if rank_bytes(least_memory(request, size), request.room) > request.limit:
         return False
     for ulysses in {1, max(even_ulysses(size, *request.heads))}:
         plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
         candidate = next(candidates(request.world, request.heads, plain))
         if refusal(candidate, request.seq, bool(request.documents)):
             continue
-        for spared in memory_settings(request, ulysses)[-3:]:
-            config = configured(request, candidate, **spared)
+        for spared in memory_options(request, ulysses)[-3:]:
+            config = config_of_candidate(request, candidate, **spared)
             if fits(footprint(request.step(config, Mask())), request.room):
                 return True
     return False

@@ -50,7 +50,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """What a step is made of. config: resolved; seq: tokens of the whole sequence; batch: sequences at once."""
 
     model: Model
@@ -64,7 +64,7 @@ class Step:
     mask: Mask = CAUSAL
 
 
-def pairs_of(lengths: Iterable[int], window: int | None = None) -> int:
+def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     """(query, key) pairs that causal attention sees in documents of these lengths. window: in tokens."""
     found = 0
     for n in lengths:
@@ -111,7 +111,7 @@ class Request:
     sequences: int | None = None
     sizes: tuple[int, ...] = ()
     memory: int | None = None
-    regardless: bool = False
+    ignores_memory: bool = False
 
     def __post_init__(self) -> None:
         for what, value, most in (
@@ -162,24 +162,24 @@ class Request:
     @property
     def room(self) -> Room:
         room = Room.of(self.machine, self.world, self.memory)
-        return room._replace(limit=2**62, host=math.inf) if self.regardless else room
+        return room._replace(limit=2**62, host=math.inf) if self.ignores_memory else room
 
-    def shortage(self, needed: float) -> str:
+    def memory_shortage(self, needed: float) -> str:
         """Why what needs so many bytes of a rank does not fit."""
         return f"needs at least {needed / 2**30:.1f} GiB on each rank, which has {self.limit / 2**30:.1f}"
 
     @functools.cached_property
     def pairs(self) -> int:
         """(query, key) pairs that are visible."""
-        return pairs_of(self.documents or (self.seq,), self.window)
+        return visible_pairs(self.documents or (self.seq,), self.window)
 
-    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> Step:
-        return Step(
+    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> TrainingStep:
+        return TrainingStep(
             model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,
             zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
         )  # fmt: skip
 
-    def seconds_each(self, seconds: float, together: int) -> float:
+    def seconds_a_sequence(self, seconds: float, together: int) -> float:
         """For each sequence, where a step takes so many seconds and trains so many sequences together."""
         if self.sequences is None:
             return seconds / together

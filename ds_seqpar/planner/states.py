@@ -21,11 +21,11 @@ class States:
     device: Mapping[str, int]
     host: Mapping[str, int]
     pinned: tuple[tuple[int, int], ...]
-    stays: int
+    elements_on_device: int
     drives: int = 0
 
 
-def rounded(size: int) -> int:
+def pinned_bytes(size: int) -> int:
     """Bytes that torch takes for pinned memory of this size: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
@@ -41,17 +41,19 @@ def states(model: Model, zero: Zero, world: int, size: int) -> States:
             "gradients": own * size if stage == 3 else 0,
             "optimiser": 2 * own * moments,
         }
-        found = States(device, {}, (), stays=own)
+        found = States(device, {}, (), elements_on_device=own)
     else:
-        found = _third(zero, own, size) if stage == 3 else _first(model, zero, own, size)
+        found = (
+            _offloaded_at_stage_3(zero, own, size) if stage == 3 else _offloaded_before_stage_3(model, zero, own, size)
+        )
     if zero.parameters_away:
-        found = _without_parameters(found, zero, own, size)
+        found = _with_parameters_offloaded(found, zero, own, size)
     if stage == 3:
         found = dataclasses.replace(found, device={**found.device, "buckets": zero.reduce_bucket_size * size})
     return found
 
 
-def _first(model: Model, zero: Zero, own: int, size: int) -> States:
+def _offloaded_before_stage_3(model: Model, zero: Zero, own: int, size: int) -> States:
     """With the optimiser in host memory, stages 1 and 2. A gradient passes a buffer on either side, as large as the
     largest parameter. New parameters wait in their own dtype."""
     largest = size * max(model.embedding, model.hidden * model.intermediate)
@@ -62,10 +64,10 @@ def _first(model: Model, zero: Zero, own: int, size: int) -> States:
         "optimiser": 2 * MASTER * own,
     }
     pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * own), (1, size * own), (1, largest))
-    return States(device, host, pinned, stays=0)
+    return States(device, host, pinned, elements_on_device=0)
 
 
-def _third(zero: Zero, own: int, size: int) -> States:
+def _offloaded_at_stage_3(zero: Zero, own: int, size: int) -> States:
     """The same at stage 3, where sub-groups may stay behind. Gradients are there twice: in the parameters' dtype, and
     in fp32 for the optimiser."""
     offload, group = zero.offload_optimizer, min(own, zero.sub_group_size)
@@ -73,21 +75,21 @@ def _third(zero: Zero, own: int, size: int) -> States:
         buffers = MASTER * offload.buffer_count * group
         host = {"gradients": size * own, "buffers": buffers}
         pinned = _pinned(offload.pin_memory, (1, size * own))
-        return States({"parameters": size * own}, host, pinned, stays=0, drives=4 * MASTER * own)
+        return States({"parameters": size * own}, host, pinned, elements_on_device=0, drives=4 * MASTER * own)
     group = max(1, group)
-    stays = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
-    away = own - stays
+    elements_on_device = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
+    away = own - elements_on_device
     device = {
-        "parameters": size * own + MASTER * stays,
-        "gradients": MASTER * stays,
-        "optimiser": 2 * MASTER * stays,
+        "parameters": size * own + MASTER * elements_on_device,
+        "gradients": MASTER * elements_on_device,
+        "optimiser": 2 * MASTER * elements_on_device,
     }
     host = {"parameters": MASTER * away, "gradients": MASTER * away + size * own, "optimiser": 2 * MASTER * away}
     gradients = (away // group, MASTER * group), (1, MASTER * (away % group))
-    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), stays)
+    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), elements_on_device)
 
 
-def _without_parameters(found: States, zero: Zero, own: int, size: int) -> States:
+def _with_parameters_offloaded(found: States, zero: Zero, own: int, size: int) -> States:
     """With the share of parameters in host memory, where it is always pinned, or on drives but for `max_in_cpu`."""
     offload = zero.offload_param
     kept = min(own, offload.max_in_cpu) if offload.device == "nvme" else own

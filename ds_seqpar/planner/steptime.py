@@ -12,11 +12,11 @@ from ..compiler.balance import shards_of
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, Shards
-from .attended import stages_inside
-from .calls import Call
-from .closed import Closed
+from .attention_call import AttentionCall
+from .attention_memory import projecting_stages
+from .lower_bound import LowerBound
 from .machine import Machine
-from .request import Step
+from .request import TrainingStep
 from .states import MASTER, states
 
 TIMES = {
@@ -58,11 +58,11 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def call_of(step: Step) -> Call:
+def call_of(step: TrainingStep) -> AttentionCall:
     """Attention of one layer of a step, on the heads of its first stage."""
     m, inner, stages = step.model, step.config.size // step.config.ulysses, step.config.head_stages
     kv_heads = math.ceil(m.kv_heads / stages)
-    return Call(
+    return AttentionCall(
         config=step.config,
         world=step.world,
         mask=step.mask,
@@ -75,7 +75,7 @@ def call_of(step: Step) -> Call:
     )
 
 
-def _shards(step: Step, inner: int) -> Shards:
+def _shards(step: TrainingStep, inner: int) -> Shards:
     if step.mask.documents:
         ends = (*step.mask.documents, step.seq)
         return shards_of(step.config.layout, tuple(b - a for a, b in itertools.pairwise(ends)), inner)
@@ -83,20 +83,20 @@ def _shards(step: Step, inner: int) -> Shards:
 
 
 def step_time(
-    step: Step, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
+    step: TrainingStep, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
     carried: tuple[float, float] = (0.0, 0.0),
 ) -> StepTime:  # fmt: skip
     """forward, backward: seconds of attention of one layer, all stages together. kept: of its memory, for what
-    checkpoints bring to host memory. carried: of those, `carried_seconds`."""
+    checkpoints bring to host memory. carried: of those, `attention_link_seconds`."""
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
     passes = 2 * (m.projections + m.mlp) * rows
     # backward computes each tile again, which is what a checkpoint does anyway
     tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
-    if stages_inside(step) > 1 and not (step.checkpointing and step.config.keep_attention):  # and so do stages
+    if projecting_stages(step) > 1 and not (step.checkpointing and step.config.keep_attention):  # and so do stages
         tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
     again = step.checkpointing and not step.config.keep_attention
-    touched = rows * touched_bytes(step)
+    touched = rows * elementwise_bytes(step)
     small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much
     work = machine.gemm_seconds(dtype, passes) + small, machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * small
     once = work[0] if step.checkpointing else 0.0
@@ -116,7 +116,7 @@ def step_time(
         "host": layers * sum(hooks) + (OTHER_MODULES / LAYER_MODULES * sum(hook_seconds(step, machine, (0.0, 0.0)))
                                        if not machine.ahead else 0.0),
         "ZeRO": zero_seconds(step, machine, (beside[0], beside[1])),
-        "copies": copied_bytes(step) / machine.elementwise_rate,
+        "copies": zero_copied_bytes(step) / machine.elementwise_rate,
         "optimiser": optimiser_seconds(step, machine),
         "offload": offload_seconds(step, machine, kept, (beside[0], beside[1])),
         "drives": drive_seconds(step, machine),
@@ -124,29 +124,31 @@ def step_time(
     return StepTime(parts, step.world // step.config.size * step.batch)
 
 
-def optimiser_seconds(step: Step, machine: Machine) -> float:
+def optimiser_seconds(step: TrainingStep, machine: Machine) -> float:
     """Of the elements that stay on the device, and of those that its host steps."""
-    own = _own(step)
-    stays = states(step.model, step.zero, step.world, ITEMSIZE[step.dtype]).stays
+    own = _owned_parameters(step)
+    elements_on_device = states(step.model, step.zero, step.world, ITEMSIZE[step.dtype]).elements_on_device
     each = HOST_OPTIMISER_BYTES + ITEMSIZE[step.dtype]
     rate = machine.host_rate / min(step.world, machine.per_node)
-    return OPTIMISER_BYTES * stays / machine.elementwise_rate + each * (own - stays) / rate
+    return OPTIMISER_BYTES * elements_on_device / machine.elementwise_rate + each * (own - elements_on_device) / rate
 
 
-def offload_seconds(step: Step, machine: Machine, kept: Figures | None, beside: tuple[float, float]) -> float:
+def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, beside: tuple[float, float]) -> float:
     """Of copies between a rank and its host, which has a link that carries both ways at once. kept: of attention's
     memory, for what checkpoints bring there; beside: seconds of a layer, forward and backward, that copies of pinned
     memory run beside."""
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
-    rows, own = math.ceil(step.seq / config.size) * step.batch, _own(step)
-    away = own - states(step.model, zero, step.world, size).stays
+    rows, own = math.ceil(step.seq / config.size) * step.batch, _owned_parameters(step)
+    is_offloaded = own - states(step.model, zero, step.world, size).elements_on_device
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
         checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
-        lent = kept.kept if kept and stages_inside(step) > 1 else 0  # from when a layer is computed again
+        lent = kept.kept if kept and projecting_stages(step) > 1 else 0  # from when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
     # stage 3 brings gradients as they come, and once more in fp32
-    gradients = (MASTER * away + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
+    gradients = (
+        (MASTER * is_offloaded + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
+    )
     pinned = zero.offload_optimizer.pin_memory
     forward, backward = max(checkpoint, fetched), lent + max(checkpoint + fetched, gradients if pinned else 0.0)
     found = sum(
@@ -154,15 +156,15 @@ def offload_seconds(step: Step, machine: Machine, kept: Figures | None, beside: 
     )
     alone = 0.0 if pinned else layers * gradients
     if zero.optimiser_away != zero.parameters_away:  # the new parameters are not where they are kept
-        alone += size * (away if zero.optimiser_away else own)
+        alone += size * (is_offloaded if zero.optimiser_away else own)
     return layers * found + alone / machine.offload_rate
 
 
-def drive_seconds(step: Step, machine: Machine) -> float:
+def drive_seconds(step: TrainingStep, machine: Machine) -> float:
     """Of states on drives: the optimiser's once a step; parameters are read twice, and written."""
     if not step.zero.drives or machine.nvme_rate is None:
         return 0.0
-    zero, own, moved = step.zero, _own(step), 0
+    zero, own, moved = step.zero, _owned_parameters(step), 0
     if zero.offload_optimizer.device == "nvme":
         moved += DRIVE_BYTES * own
     if zero.offload_param.device == "nvme":
@@ -170,12 +172,12 @@ def drive_seconds(step: Step, machine: Machine) -> float:
     return moved * min(step.world, machine.per_node) / machine.nvme_rate
 
 
-def _own(step: Step) -> int:
+def _owned_parameters(step: TrainingStep) -> int:
     """Parameters whose states a rank has."""
     return step.model.parameters // (step.world if step.zero.stage else 1)
 
 
-def carried_seconds(machine: Machine, world: int, attention: Closed) -> float:
+def attention_link_seconds(machine: Machine, world: int, attention: LowerBound) -> float:
     """How long attention of a layer has the links busy that ZeRO's collectives wait for: those between nodes, where
     there are any."""
     if world <= machine.per_node:
@@ -184,7 +186,7 @@ def carried_seconds(machine: Machine, world: int, attention: Closed) -> float:
     return min(attention.links, attention.between / rate)
 
 
-def touched_bytes(step: Step) -> float:
+def elementwise_bytes(step: TrainingStep) -> float:
     """Bytes that a layer's forward reads and writes for a token where it multiplies no matrix, operation by operation
     as transformers writes it."""
     m, size = step.model, ITEMSIZE[step.dtype]
@@ -196,7 +198,7 @@ def touched_bytes(step: Step) -> float:
     return 2 * m.hidden * (norm + residual) + rotated * rope + m.intermediate * activation
 
 
-def hook_seconds(step: Step, machine: Machine, device: tuple[float, float]) -> tuple[float, float]:
+def hook_seconds(step: TrainingStep, machine: Machine, device: tuple[float, float]) -> tuple[float, float]:
     """Of the host in a layer, forward and backward, that its device (so many seconds) does not work beside."""
     if machine.zero is None or step.zero.stage < 3:
         return 0.0, 0.0
@@ -207,7 +209,7 @@ def hook_seconds(step: Step, machine: Machine, device: tuple[float, float]) -> t
     return max(0.0, found[0] - device[0]), max(0.0, found[1] - device[1])
 
 
-def gathered_seconds(machine: Machine, world: int, size: float) -> float:
+def gather_seconds(machine: Machine, world: int, size: float) -> float:
     """Of an all-gather after which each of all ranks has `size` bytes, or of a reduce-scatter of as many. Every node
     takes in what others have, by all its links to them, and shares it out inside."""
     per_node = min(world, machine.per_node)
@@ -229,10 +231,10 @@ def collective_seconds(machine: Machine, world: int, kind: str, size: float, cou
     if its is not None and its.ranks == world:
         wire = {"gather": its.gather, "reduce": its.reduce, "all_reduce": its.all_reduce}[kind]
         return count * wire.latency + size / wire.rate
-    return (2 if kind == "all_reduce" else 1) * count * gathered_seconds(machine, world, size / count)
+    return (2 if kind == "all_reduce" else 1) * count * gather_seconds(machine, world, size / count)
 
 
-def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> float:
+def zero_seconds(step: TrainingStep, machine: Machine, beside: tuple[float, float]) -> float:
     """beside: seconds of a layer, forward and backward, that transfers can run beside."""
     m, zero, size, world = step.model, step.zero, ITEMSIZE[step.dtype], step.world
     if world == 1:
@@ -267,7 +269,7 @@ def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> f
     return took + (gather(m.parameters) if zero.stage else 0.0)  # and then the new parameters
 
 
-def copied_bytes(step: Step) -> float:
+def zero_copied_bytes(step: TrainingStep) -> float:
     """Read and written by ZeRO around its collectives, operation by operation as DeepSpeed writes it."""
     if step.world == 1:
         return 0.0

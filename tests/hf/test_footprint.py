@@ -8,7 +8,7 @@ import torch
 import ds_seqpar
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.footprint import footprint
-from ds_seqpar.planner.request import Step
+from ds_seqpar.planner.request import TrainingStep
 from hf_integration.job import numbers
 from tests import live
 from tests.hf.llama import llama
@@ -85,7 +85,7 @@ def measured(world, section, stage, checkpointing, away):
         peaks.append(seen.peak)
     numbered = numbers(model.config)
     said = footprint(
-        Step(
+        TrainingStep(
             model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=Zero.of(zero),
             checkpointing=checkpointing,
         )
