@@ -102,7 +102,7 @@ def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) 
     carried = [
         stages * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS
     ]
-    return step_time(step, machine, forward, backward, carried=(carried[0], carried[1])).seconds
+    return step_time(step, machine, forward, backward, attention_links=(links[0], links[1])).seconds
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -21,7 +21,7 @@ from ..planner.plan import ALIKE, SIMULATED, PlanResult, plan, received_over_lea
 from ..planner.plan import section_of as section
 from ..planner.request import Request
 from ..planner.search import Prediction, settings_in_words, timelines
-from ..planner.steptime import TIMES
+from ..planner.steptime import STEP_PARTS
 from .memory import DIGITS, add_options, content_of, count, fill_in, gibibytes, run_of, told
 from .numbers import numbers_of
 
@@ -188,7 +188,7 @@ def _parts(choice: PlanResult) -> list[str]:
     best = choice.best
     took, peak = best.time, best.memory.peak
     lines = [f"one step, of {took.sequences} sequence{'s'[: took.sequences > 1]}: {took.seconds:.3f} s"]
-    lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
+    lines += [f"  {seconds:10.3f} s  {name}: {STEP_PARTS[name]}" for name, seconds in took.parts.items() if seconds]
     lines += ["", f"memory: {peak.total / GIB:.2f} GiB on each rank at the peak ({peak.name})"]
     sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
     lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]

@@ -250,9 +250,9 @@ def _layer_step(**more):
 FREE, BUSY = (0.0, 0.0), (1e3, 1e3)  # seconds in which attention has the links busy
 
 
-def _parts(machine=HOST, carried=FREE, **more):
+def _parts(machine=HOST, attention_links=FREE, **more):
     """The parts of a step whose attention takes 10 and 20 s, in seconds."""
-    return step_time(_layer_step(**more), machine, 10.0, 20.0, carried=carried).parts
+    return step_time(_layer_step(**more), machine, 10.0, 20.0, attention_links=attention_links).parts
 
 
 def test_work_without_matrices_is_priced_by_its_bytes():
@@ -288,7 +288,7 @@ def test_without_streams_reductions_are_waited_for_and_gathers_run_beside_work()
     found = _parts(zero=zero)["ZeRO"]  # a layer's work is longer than its gather
     assert found == pytest.approx(reduced + 2 * (1e-3 + 2 * ends / 1e9))
     layer = 1e-3 + 2 * m.layer_parameters / 1e9
-    assert _parts(zero=zero, carried=BUSY)["ZeRO"] == pytest.approx(found + 4 * 2 * layer)
+    assert _parts(zero=zero, attention_links=BUSY)["ZeRO"] == pytest.approx(found + 4 * 2 * layer)
 
 
 def test_zero_copies_what_travels():
@@ -306,15 +306,15 @@ def test_states_that_are_away_step_at_the_hosts_rate_and_their_copies_run_beside
     pageable = Zero(stage=3, offload_optimizer=Offload(device="cpu", pin_memory=False))
     both = dataclasses.replace(AWAY, offload_param=Offload(device="cpu"))  # parameters are fetched twice
     # bytes of a parameter whose copies are waited for: new parameters, and what nothing hides
-    for zero, carried, size in (
+    for zero, attention_links, size in (
         (AWAY, FREE, 2),
         (AWAY, BUSY, 8),
         (pageable, FREE, 8),
         (both, FREE, 0),
         (both, BUSY, 8),
     ):
-        found = _parts(H100, carried, zero=zero)["offload"]
-        assert found == pytest.approx(size * own / H100.offload_rate), (zero, carried)
+        found = _parts(H100, attention_links, zero=zero)["offload"]
+        assert found == pytest.approx(size * own / H100.offload_rate), (zero, attention_links)
     drives = Zero(stage=3, offload_optimizer=Offload(device="nvme"))
     assert _parts(H100, zero=drives)["drives"] == pytest.approx(32 * own * 8 / H100.nvme_rate)
     with pytest.raises(ConfigError, match=r"nvme_rate.*has none"):
