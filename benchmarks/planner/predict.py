@@ -99,9 +99,7 @@ def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) 
     forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside
     forward += len(distances(step.config.size)) * wire.latency
-    carried = [
-        stages * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS
-    ]
+    links = [stages * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS]
     return step_time(step, machine, forward, backward, attention_links=(links[0], links[1])).seconds
 
 

@@ -140,16 +140,14 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     backward) beside which copies of pinned memory run."""
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
     rows, own = math.ceil(step.seq / config.size) * step.batch, _owned_parameters(step)
-    is_offloaded = own - states(step.model, zero, step.world, size).elements_on_device
+    on_host = own - states(step.model, zero, step.world, size).elements_on_device
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
         checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
         lent = kept.kept if kept and projecting_stages(step) > 1 else 0  # offloaded when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
     # stage 3 copies gradients as they come, and once more in fp32
-    gradients = (
-        (MASTER * is_offloaded + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
-    )
+    gradients = (MASTER * on_host + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
     pinned = zero.offload_optimizer.pin_memory
     forward, backward = max(checkpoint, fetched), lent + max(checkpoint + fetched, gradients if pinned else 0.0)
     of_layer = sum(
@@ -157,7 +155,7 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     )
     not_hidden = 0.0 if pinned else layers * gradients  # bytes
     if zero.optimiser_away != zero.parameters_away:  # the new parameters are copied to where parameters are kept
-        not_hidden += size * (away if zero.optimiser_away else own)
+        not_hidden += size * (on_host if zero.optimiser_away else own)
     return layers * of_layer + not_hidden / machine.offload_rate
 
 
