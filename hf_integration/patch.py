@@ -95,7 +95,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         module.config = ConfigView(module.config)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
-        stages.stage(module)
+        stages.use_stages(module)
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
     ropes = rope.embeddings(inner.base_model)
@@ -153,7 +153,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for module in attentions(inner):
         if hasattr(module, SP):  # not one that was put in later
             module.config = module.config.own
-            stages.unstage(module)
+            stages.remove_stages(module)
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
@@ -161,7 +161,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     if patch.experts is not None:
         patch.experts.close()
     tiling.untile(inner)
-    noise.release(inner)
+    noise.restore_modules(inner)
     del inner.base_model._sequence_parallel_patch
     return model
 
@@ -280,12 +280,12 @@ def _sources(patch: _Patch, module: nn.Module) -> list[Any]:
     if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
         return []
     model = patch.agreement.model()
-    return noise.sources(module if model is None else model)
+    return noise.noisy_modules(module if model is None else model)
 
 
 def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        noise.begin(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
+        noise.begin_forward(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
 
 
 def _before_head(
@@ -329,7 +329,7 @@ def _before_base(
         rope.tell(patch.ropes, None)
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
-        _begin(patch, noise.seed_of(sources, shared=False), given)
+        _begin(patch, noise.prepare_and_seed(sources, shared=False), given)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
         given = whole_calls.enter(module, patch.agreement, given)

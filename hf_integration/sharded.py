@@ -77,9 +77,9 @@ class Agreement:
         error: SeqParError | None = InputError(wrong) if wrong else self.later.error()
         seed = 0
         try:
-            if sources is None and back and model is not None and noise.sources(model):
+            if sources is None and back and model is not None and noise.noisy_modules(model):
                 raise ConfigError(COMPILED)
-            seed = noise.seed_of(sources or [], shared=True)
+            seed = noise.prepare_and_seed(sources or [], shared=True)
         except ConfigError as reason:
             error = error or reason
         if error is None and tokens is not None:
@@ -88,7 +88,7 @@ class Agreement:
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        value["dropout"] = noise.in_words(sources or [])
+        value["dropout"] = noise.modules_in_words(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
         number = seed if self.sp.rank == 0 else 0
         found = agree(

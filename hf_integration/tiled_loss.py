@@ -26,7 +26,7 @@ from ds_seqpar.config import most_logits
 from ds_seqpar.errors import ConfigError, InputError
 
 from .graphs import between_graphs
-from .tiles import Deferred, Source, Sums, ceil_of, tiled_sum, trained
+from .tiles import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 STAGED = "_sequence_parallel_staged"  # an attribute of an attention module that has stages: its hook
@@ -213,7 +213,7 @@ def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
         )
 
     def forward(x: Tensor) -> Tensor:
-        sums = Sums(trained(head))
+        sums = GradientSums(trained_parameters(head))
         plain = before is None and type(head).forward is nn.Linear.forward
         return in_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else own, x, sums)
 
@@ -251,7 +251,7 @@ def _sum_of_tiles(
     logits: list[Tensor],
     head: Callable[..., Tensor],
     x: Tensor,
-    sums: Sums,
+    sums: GradientSums,
 ) -> Tensor:
     """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
     logits: takes those of tiles, where they are wanted."""
@@ -289,4 +289,4 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
 
 def _loss_tiles(model: Any, x: Tensor) -> int:
     tiles, vocab = getattr(model, TILING).loss, model.config.vocab_size
-    return ceil_of(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles
+    return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles

@@ -24,7 +24,7 @@ from ds_seqpar.runtime.keeping import is_checkpointed
 from .families import attentions, is_of_liger, unwrapped
 from .graphs import between_graphs
 from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
-from .tiles import ceil_of, tiled, trained
+from .tiles import tile_count, tiled, trained_parameters
 
 # attribute of a tiled module: the forward that the instance had in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
@@ -230,7 +230,8 @@ def before_leaf(module: Any, args: tuple) -> tuple | None:
     input without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
     if (tiling := getattr(module, TILING, None)) is not None:
         tiling.lend(module)
-    if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
+    needs_grad = args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad
+    if needs_grad and trained_parameters(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
 
@@ -241,7 +242,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     (x,) = (*args, *kwargs.values())
     untiled, tiling = _untiled_forward(module), getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]
-    tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
+    tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     if tiling.local or tiles == 1:
         return untiled(module, x)
     is_norm = _is_norm(module)
@@ -252,7 +253,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     source = None if is_norm else tiling.source(x, module)
     # what an MLP's own norm is of is made in the layer: a checkpoint's second run makes it for one backward alone
     used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
-    return tiled(lambda tile, _: untiled(module, tile), x, trained(module), tiles, source, used_up)
+    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
 
 
 def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> bool:
@@ -267,4 +268,4 @@ def normed(module: nn.Module, x: Tensor) -> Tensor:
     source = None if tiling is None else tiling.source(x, module)
     if source is None:
         return x
-    return tiled(lambda tile, _: tile, x, [], ceil_of(x.shape[0] * x.shape[1], x.shape[2]), source)
+    return tiled(lambda tile, _: tile, x, [], tile_count(x.shape[0] * x.shape[1], x.shape[2]), source)

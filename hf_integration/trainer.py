@@ -240,7 +240,7 @@ class SequenceParallelMixin(Behind):
             error = checks.data_error(self)
         agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         agree(self.sp.control_world, "training arguments", checks.settings(self))
-        run = resuming.Run.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        run = resuming.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
         folder = resuming.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
         return super().train(folder, *args, **kwargs)
 

@@ -41,11 +41,11 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[s
 def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> TrainingStep:
     """The step that a contender of `memory.ranks` makes, as the planner knows it."""
     from benchmarks.memory.ranks import divided
-    from hf_integration.job import numbers
+    from hf_integration.job import config_sizes
 
     own, section = divided(options, seq)
     trained: Any = {
-        "model": numbers(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
+        "model": config_sizes(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
         "zero": Zero.of(model.settings()["zero_optimization"]), "checkpointing": own["checkpointing"],
     }  # fmt: skip
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)

@@ -9,7 +9,7 @@ import ds_seqpar
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
-from hf_integration.job import numbers
+from hf_integration.job import config_sizes
 from tests import live
 from tests.hf.llama import llama
 from tests.launch import on_ranks
@@ -83,7 +83,7 @@ def measured(world, section, stage, checkpointing, away):
         with Within(*tensors()) as seen:
             step()
         peaks.append(seen.peak)
-    numbered = numbers(model.config)
+    numbered = config_sizes(model.config)
     said = footprint(
         TrainingStep(
             model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=Zero.of(zero),
