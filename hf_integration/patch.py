@@ -44,7 +44,7 @@ from .families import (
     vocabulary,
     windows,
 )
-from .losses import Experts, check_output, has_experts
+from .losses import ExpertBalance, check_output, has_experts
 from .sharded import tokens_of
 from .slices import PARTS
 
@@ -64,7 +64,7 @@ class _Patch:
     agreement: sharded.Agreement
     layers: tuple[Any, ...]
     ropes: tuple[nn.Module, ...] = ()
-    experts: Experts | None = None
+    experts: ExpertBalance | None = None
     whole: bool = False
     local: bool = False
 
@@ -101,7 +101,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
     ropes = rope.embeddings(inner.base_model)
     hooks += [handle for module in ropes for handle in rope.hook(module)]
     sp.vocabularies[inner] = vocabulary
-    experts = Experts(sp) if has_experts(inner) else None
+    experts = ExpertBalance(sp) if has_experts(inner) else None
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp,
@@ -268,7 +268,7 @@ def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
         patch.sp.size == 1
         and given.get("shift_labels") is None
         and given.get("placement") is None
-        and not (given.get("labels") is not None and whole_calls.is_brought(tokens_of(given)))
+        and not (given.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(given)))
     ):
         return True
     cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
@@ -300,7 +300,7 @@ def _before_head(
     if patch.experts is not None:
         check_output(inner, given)
     if whole_calls.is_whole(patch.sp, given):
-        return (), whole_calls.enter(module, patch.agreement, given)
+        return (), whole_calls.shard_inputs(module, patch.agreement, given)
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
     return args, kwargs
@@ -314,7 +314,7 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
     call = whole_calls.call_of(module, kwargs)
     if patch.experts is not None and module is not inner.base_model:
         output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)
-    return output if call is None else whole_calls.leave(patch.sp, call, output)
+    return output if call is None else whole_calls.gather_outputs(patch.sp, call, output)
 
 
 def _before_base(
@@ -332,7 +332,7 @@ def _before_base(
         _begin(patch, noise.prepare_and_seed(sources, shared=False), given)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
-        given = whole_calls.enter(module, patch.agreement, given)
+        given = whole_calls.shard_inputs(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
     positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, sources)
     _begin(patch, seed, given)

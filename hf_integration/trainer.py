@@ -165,7 +165,7 @@ class SequenceParallelMixin(Behind):
         self._look_at_loss(base)
 
     def _look_at_loss(self, base: nn.Module) -> None:
-        whole_calls.look_at_loss(base, "the Trainer" if self.check_loss else None)
+        whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
 
     # ---- data: the whole batches of this rank's group
 
@@ -252,7 +252,7 @@ class SequenceParallelMixin(Behind):
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(model, whole_calls.brought(inputs, self.args.device), *args, **kwargs)
+        return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # the steps since the last log, which the Trainer adds to `train_loss` rank by rank
@@ -315,7 +315,7 @@ class SequenceParallelMixin(Behind):
         found, error = (None, None, None), None
         try:
             with evaluated(model, "loss" if loss_only and not own else None):
-                brought = whole_calls.brought(batch, self.args.device)
+                brought = whole_calls.moved_batch(batch, self.args.device)
                 found = self._own_prediction_step(model, brought, loss_only, *args)
         except (SeqParError, RuntimeError):
             raise  # the one on all ranks; after the other a rank cannot go on, not even to say so
