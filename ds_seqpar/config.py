@@ -15,7 +15,7 @@ from .compiler.cuts import KERNELS
 from .compiler.exchange import Kept, kept_of
 from .compiler.layout import Axes, Topology, divisors, place
 from .compiler.schedules.base import PLACEMENTS, TRAVELLERS, Schedule, Value, is_count
-from .errors import SECTION, ConfigError, InputError, choose, in_words, nearest
+from .errors import SECTION, ConfigError, InputError, check_choice, in_words, nearest
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
@@ -140,7 +140,7 @@ class SequenceParallelConfig:
                 raise ConfigError(f"{SECTION}.placement must be a list of names of axes; got {self.placement!r}")
             object.__setattr__(self, "placement", tuple(self.placement))
         else:
-            choose(f"{SECTION}.placement", self.placement, PLACEMENTS)
+            check_choice(f"{SECTION}.placement", self.placement, PLACEMENTS)
         if self.travel_dtype == "fp16":
             raise ConfigError(
                 f'{SECTION}.travel_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
@@ -149,7 +149,7 @@ class SequenceParallelConfig:
         for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
                              ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS),
                              ("memory", ("given", "auto"))):  # fmt: skip
-            choose(f"{SECTION}.{field}", getattr(self, field), names)
+            check_choice(f"{SECTION}.{field}", getattr(self, field), names)
         schedules.schedule(self.schedule)
 
     def __getattr__(self, name: str) -> Value | str:

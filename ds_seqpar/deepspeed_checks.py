@@ -9,7 +9,7 @@ from typing import Any
 
 from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, Zero, section_of
 from .errors import ConfigError
-from .files import Given, ask
+from .files import Given, call_library
 
 OURS = {SECTION, *REFUSED, *BATCH_SIZES}
 SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16")  # which must be objects
@@ -34,7 +34,7 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
         Zero.of(content.get("zero_optimization", {}))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    ask("DeepSpeed", place, content, _settled)
+    call_library("DeepSpeed", place, content, _settled)
 
 
 def _settled(content: dict[str, Any]) -> Any:

@@ -49,7 +49,7 @@ def in_words(names: Iterable[str], last: str = "or") -> str:
     return f"{', '.join(most)} {last} {end}" if most else end
 
 
-def choose(kind: str, word: str, known: Iterable[str]) -> None:
+def check_choice(kind: str, word: str, known: Iterable[str]) -> None:
     """Raises ConfigError unless `word` is one of `known`; the message names the nearest right word."""
     known = sorted(known)
     if word not in known:

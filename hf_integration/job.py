@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ds_seqpar.errors import ConfigError, nearest
-from ds_seqpar.files import Given, ask, read_json
+from ds_seqpar.files import Given, call_library, read_json
 from ds_seqpar.limits import check_model
 
 from .checkpointing import layers_of
@@ -119,7 +119,7 @@ def numbers_of(place: str) -> Model:
     kind = Given(where, content.get("model_type"), "model_type")
     if kind.text() not in CONFIG_MAPPING:
         raise kind.wrong(f"one that transformers knows{nearest(kind.value, CONFIG_MAPPING)}")
-    return ask("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
+    return call_library("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
 
 
 def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:

@@ -163,12 +163,12 @@ def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: Pl
         return
     rows, own = tokens.shape[:2]
     length = own * sp.size if placement is None else placement.tokens // (placement.rows or 1)
-    held = torch.arange(own, device="cpu") if local else sp.held(length, placement, sp.rank)
+    positions_held = torch.arange(own, device="cpu") if local else sp.held(length, placement, sp.rank)
     if placement is None or placement.rows is None:
         row = torch.arange(rows, device="cpu")[:, None]
     else:
-        rows, row, held = placement.rows, (held // length)[None], held % length
-    modules = (sp.data_rank * rows + row) * SAMPLE + held  # rows of a step are dealt to groups in their order
+        rows, row, positions_held = placement.rows, (positions_held // length)[None], positions_held % length
+    modules = (sp.data_rank * rows + row) * SAMPLE + positions_held  # rows of a step are dealt to groups in their order
     _current.set(Draw(seed=seed, tokens=modules.to(tokens.device, non_blocking=True), length=length))
 
 

@@ -251,7 +251,7 @@ def _placed(
     """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_placed)(sp, q, k, v, asked, parts, placement)
-    mask = placement.masked(asked.mask.window)
+    mask = placement.mask_with_window(asked.mask.window)
     return sp.attention_agreed(q, k, v, asked._replace(mask=mask, shards=placement.shards), parts)
 
 

@@ -90,7 +90,7 @@ def _stage_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: boo
     if sp.config.head_stages != "auto":
         return sp.config.head_stages
     if isinstance(given, Placement):
-        mask, shards = given.masked(mask.window), given.shards
+        mask, shards = given.mask_with_window(mask.window), given.shards
     cast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     q, k = (torch.empty(*x.shape[:2], n, module.head_dim, dtype=dtype, device="meta") for n in (q_heads, kv_heads))

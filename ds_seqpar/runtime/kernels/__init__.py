@@ -8,7 +8,7 @@ import torch
 
 from ...compiler import cuts
 from ...compiler.cuts import Takes
-from ...errors import ConfigError, KernelError, choose
+from ...errors import ConfigError, KernelError, check_choice
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, caps, is_deterministic
 
@@ -29,7 +29,7 @@ def register(kernel: Kernel) -> None:
 
 def remove(name: str) -> None:
     """Takes a kernel off again. Raises ConfigError where there is none of this name."""
-    choose("a kernel that is removed", name, KERNELS)
+    check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     cuts.KERNELS.remove(name)
     select.cache_clear()
