@@ -33,8 +33,6 @@ MODEL = {
 MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DRAWN = 64  # ranks in a picture: more could not be distinguished
 DOCUMENTS = 2**12  # of a sequence: the planner deals them to ranks anew for each shape, in milliseconds for each
-    2**12
-)  # of a sequence: the planner deals them to ranks anew for each shape, in milliseconds for each document
 SHAPES = 10_000  # of schedules on all sizes and Ulysses degrees: of more, `plan` tries one layout and placement each
 
 

@@ -163,13 +163,14 @@ def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: Pl
         return
     rows, own = tokens.shape[:2]
     length = own * sp.size if placement is None else placement.tokens // (placement.rows or 1)
-    positions_held = torch.arange(own, device="cpu") if local else sp.held(length, placement, sp.rank)
+    positions = torch.arange(own, device="cpu") if local else sp.held(length, placement, sp.rank)
     if placement is None or placement.rows is None:
         row = torch.arange(rows, device="cpu")[:, None]
     else:
-        rows, row, positions_held = placement.rows, (positions_held // length)[None], positions_held % length
-    modules = (sp.data_rank * rows + row) * SAMPLE + positions_held  # rows of a step are dealt to groups in their order
-    _current.set(Draw(seed=seed, tokens=modules.to(tokens.device, non_blocking=True), length=length))
+        rows, row, positions = placement.rows, (positions // length)[None], positions % length
+    # rows of a step are dealt to groups in their order
+    counters = ((sp.data_rank * rows + row) * SAMPLE + positions).to(tokens.device, non_blocking=True)
+    _current.set(Draw(seed=seed, tokens=counters, length=length))
 
 
 def restore_modules(model: nn.Module) -> None:

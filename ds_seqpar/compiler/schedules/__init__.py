@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ...errors import SECTION, ConfigError, choose
+from ...errors import SECTION, ConfigError, check_choice
 from .. import layout
 from .base import Schedule, Setting
 
@@ -34,13 +34,13 @@ def register(schedule: Schedule) -> None:
 
 def remove(name: str) -> None:
     """Takes a schedule off again. Raises ConfigError where there is none of this name."""
-    choose("a schedule that is removed", name, SCHEDULES)
+    check_choice("a schedule that is removed", name, SCHEDULES)
     layout.remove(*SCHEDULES.pop(name).own_layouts)
 
 
 def schedule(name: str) -> Schedule:
     """The schedule of this name, or "auto". Raises ConfigError, naming the nearest, where there is none."""
-    choose(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
+    check_choice(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
     return SCHEDULES[DEFAULT if name == "auto" else name]
 
 
