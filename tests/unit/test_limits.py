@@ -271,7 +271,7 @@ def test_a_long_way_round_takes_what_a_short_one_does(monkeypatch, settings, lay
         assert attention_memory.on_fewer_ranks(config).size < config.size
         short = _figures(config)
         with monkeypatch.context() as context:
-            context.setattr(attention_memory, "shortened", lambda config: config)
+            context.setattr(attention_memory, "on_fewer_ranks", lambda config: config)
             assert _figures(config) == short
 
 
