@@ -1,11 +1,10 @@
-"""Registers sequence parallel attention with transformers and switches models to it.
+"""Registers sequence parallel attention with transformers, and switches models to it.
 
-A forward is sharded or local. A local one is that of the unpatched model: with a kv cache (`generate`), under
-`whole_sequences`, and on one rank for all that `shard_batches` did not make. One on a whole batch is sharded, and its
-output whole (`whole_calls`). Before a sharded forward its ranks agree,
-once, that each was given its own tokens with their global positions. A hook on the base model does that and tells the
-attention, through the keyword arguments that flow to every layer. A checkpoint keeps them, so that a layer which is
-computed again in backward is what it was.
+A forward is sharded or local. A local forward is that of the unpatched model: with a kv cache (`generate`), under
+`whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A forward on a whole batch is
+sharded inside, and its output is whole (`whole_calls`). Before a sharded forward its ranks agree, once, that each was
+given its own tokens with their global positions. A hook on the base model does that. It tells attention by keyword
+arguments that reach every layer. Checkpoints keep these, so a layer that backward computes again is the same.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ from .losses import ExpertBalance, check_output, has_experts
 from .sharded import tokens_of
 from .slices import PARTS
 
-SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
-# in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
+SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
+# given to the base model so that it makes no mask of (own tokens)^2: a mask of four dims reaches the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Patch:
-    """What a base model carries. agreement: how its ranks agree on a forward. layers: those that can be checkpointed.
-    ropes: embeddings that are told the longest position. experts: where its loss has a part for their balance. whole:
-    its forwards are local for a while. local: the last one was."""
+    """The state of a patched base model. layers: those that can be checkpointed. ropes: embeddings that are told the
+    longest position. experts: None where the loss has no part that balances experts. whole: whether `whole_sequences`
+    is active, which makes forwards local. local: whether the last forward was local."""
 
     sp: SequenceParallel
     hooks: tuple[RemovableHandle, ...]
@@ -69,7 +68,7 @@ class _Patch:
     local: bool = False
 
     def __deepcopy__(self, memo: dict) -> _Patch:
-        """A copy that is made inside `whole_sequences` is not inside it."""
+        """A copy of a model is not inside `whole_sequences`, even where it is made there."""
         return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
@@ -151,7 +150,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for hook in patch.hooks:
         hook.remove()
     for module in attentions(inner):
-        if hasattr(module, SP):  # not one that was put in later
+        if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.own
             stages.remove_stages(module)
             delattr(module, SP)
@@ -197,14 +196,15 @@ def _patch_of(model: nn.Module) -> _Patch | None:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The modules around the base model that users call: peft calls the forward of what it holds past its hooks."""
+    """The modules around the base model that users call. peft's is one of them, since peft calls the forward of the
+    model inside without that model's hooks."""
     inner = unwrapped(model)
     heads = [module for module in model.modules() if any(c.__name__ == "PeftModel" for c in type(module).__mro__)]
     return heads if inner.base_model is inner else [*heads, inner]
 
 
 def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
-    """Calls function(names of the forward's arguments, module, args, kwargs) before each forward."""
+    """Registers function(names of the forward's arguments, module, args, kwargs) to be called before each forward."""
     names = tuple(inspect.signature(module.forward).parameters)
     return module.register_forward_pre_hook(functools.partial(function, names), with_kwargs=True)
 
@@ -248,7 +248,7 @@ def _attention(
 def _placed(
     sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, asked: Asked, parts: int, placement: Placement
 ) -> Tensor:
-    """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
+    """Attention with a batch's Placement. It runs outside of compiled graphs, since each batch has another mask."""
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_placed)(sp, q, k, v, asked, parts, placement)
     mask = placement.mask_with_window(asked.mask.window)
@@ -261,9 +261,9 @@ def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[
 
 
 def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether a forward is that of the unpatched model. A kv cache means generation, which is local; training has none,
-    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not. A
-    Trainer's with labels are not local there: they have tiles and checkpoints as shared ones."""
+    """Whether a forward is local. A kv cache means generation, which is local, unless the model is trained or the
+    labels are sharded. One rank has whole sequences in any case. There a forward is local too, but not for batches of
+    `shard_batches` or batches with labels of a Trainer, which have tiles and checkpoints as on several ranks."""
     if patch.whole or (
         patch.sp.size == 1
         and given.get("shift_labels") is None
@@ -276,7 +276,7 @@ def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def _sources(patch: _Patch, module: nn.Module) -> list[Any]:
-    """What draws by token in a forward. In a graph it draws torch's, or raises."""
+    """The modules that draw by token in a forward. In a compiled one they draw torch's numbers, or raise."""
     if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
         return []
     model = patch.agreement.model()
@@ -291,8 +291,8 @@ def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
 def _before_head(
     names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """A whole batch is sharded here. Labels of a sharded one without shift_labels would be shifted inside each shard.
-    The base model's hook agrees on it and raises."""
+    """Shards a whole batch. For a sharded batch that has labels but no shift_labels it sets "unshifted_labels": the
+    model would shift the labels inside each shard. The base model's hook then raises, on all ranks."""
     given, inner = _named(names, args, kwargs), unwrapped(module)
     patch = _patch_of(inner)
     if patch is None or _is_local(patch, module, given):
