@@ -138,7 +138,7 @@ class _StagedForward:
         self.parameters = (*trained_parameters(module), *([] if source is None else trained_parameters(source.norm)))
         self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
         self.tiles = tile_slices(x.shape[1], tile_count(x.shape[0] * x.shape[1], x.shape[2]))
-        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, Lent.current_draw()
+        self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, Lent.now()
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(the output, the attention results of all stages that backward needs; [] where a checkpoint keeps them)."""
