@@ -88,8 +88,9 @@ def _prepare(
     steps: int | None,
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """(this rank's part of each batch; [labels that count in these parts, labels of the whole batches that only left
-    padding could predict]; a fingerprint of each whole batch, which the ranks of a sequence compare)."""
+    """(this rank's part of each batch; [labels that count in these parts, labels that only left padding could predict];
+    a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
+    fingerprints."""
     checked = [check_batch(sp, batch, causal) for batch in window]
     sharded = [_shard(sp, batch) for batch in checked]
     if not window or (steps is not None and len(window) != steps):
@@ -121,9 +122,9 @@ def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count: the first of each row, and
-    those predicted across a document's end or from padding. Communicates nothing. Raises InputError where the batch
-    cannot be sharded."""
+    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are the first of each
+    row, and those predicted across a document's end or from padding. Communicates nothing. Raises InputError where the
+    batch cannot be sharded."""
     checked = check_batch(sp, batch, causal=True)
     _warn_if_padded_left(checked)
     return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)

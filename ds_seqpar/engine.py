@@ -235,8 +235,9 @@ def prepare_model(
 
     section: the "sequence_parallel" section. given: a SequenceParallel that the caller has made. error: of this rank,
     which all ranks then raise. job: called for what the planner must know beside the model, where the section asks for
-    a plan. Collective over the world. Raises on all ranks for a model that cannot be patched, and where on one of them
-    `given`, or the SequenceParallel that the model is patched with, has other settings than the section.
+    a plan. Collective over the world. Raises on all ranks for a model that cannot be
+    patched. So it does where `given`, or the SequenceParallel that the model is patched with, has other settings than
+    the section on one of them.
     """
     sp, config, library, job_with_model, base = None, None, known_library(model), None, unwrapped(model)
     try:

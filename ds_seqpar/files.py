@@ -64,8 +64,8 @@ def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
 
 def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
     """The value of a JSON text. place: where it is from; or_text: whether a text that is no JSON stands for itself.
-    Raises ConfigError for a text that is not valid JSON, an object with a key twice, a number that is not finite or has
-    more than 64 bits, and more than `DEEPEST` objects and lists inside one another."""
+    Raises ConfigError for a text that is not valid JSON, and for an object with a key twice. So it does for a number
+    that is not finite or has more than 64 bits, and for more than `DEEPEST` objects and lists inside one another."""
     too_deep = f"{kind} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
     try:
         content = json.loads(

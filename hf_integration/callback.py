@@ -38,8 +38,7 @@ def peak(device: torch.device, half: bool) -> float | None:
 
 class FlopCounter:
     """Counts the flops of a patched model's training steps. For each weight and token a matrix product takes two flops
-    in forward, two for the input's gradient, and two for the weight's own gradient, which frozen weights do not
-    have."""
+    in forward, and two for the input's gradient. It takes two more for the weight's gradient, unless that is frozen."""
 
     def __init__(self, model: nn.Module) -> None:
         numbers, self.windows = model_sizes(unwrapped(model)), windows(unwrapped(model))

@@ -158,8 +158,8 @@ class ExpertBalance:
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
         """The output of a sharded forward, in whose loss the balance over whole sequences replaces the balance over
-        this rank's tokens. share: the part of it in a rank's loss: 1 for batches of `shard_batches`, whose losses are
-        averaged over ranks, and 1 / size in a whole call, where they are summed."""
+        this rank's tokens. share: the part of it in a rank's loss. It is 1 for batches of `shard_batches`, whose
+        losses are averaged over ranks, and 1 / size in a whole call, where they are summed."""
         if getattr(output, "aux_loss", None) is None:
             return output
         settings = model.num_experts, model.num_experts_per_tok

@@ -70,8 +70,8 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
 
     given: `resume_from_checkpoint` of `train`, which may be a text from a command line. True and "last" mean the last
     complete checkpoint in the folder `output`. Rank 0 warns of newer ones that are incomplete, and of random states
-    that cannot be restored. Raises ConfigError on every rank where there is no complete checkpoint, where the one that
-    was asked for is incomplete, or where it was written by another number of ranks, ZeRO stage or dtype.
+    that cannot be restored. Raises ConfigError on every rank where there is no complete checkpoint, or the
+    one that was asked for is incomplete. So it does for one of another number of ranks, ZeRO stage or dtype.
     """
     wanted, error = None, None
     try:

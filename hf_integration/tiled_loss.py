@@ -1,8 +1,9 @@
 """The loss of a causal language model in tiles, whatever lies between its head and the loss.
 
 Families scale or cap their logits, and add a loss that balances experts. No code here repeats that. The forward of the
-model's own class runs once for each tile, on a copy of the model (a twin) whose base model returns that tile of the
-last hidden state. It runs once more with the real base model, whose output is cut to no tokens, for everything else.
+model's own class runs once for each tile, on a copy of the model (a twin). The twin's base model returns that tile of
+the last hidden state. It runs once more with the real base model, whose output is cut to no tokens, for everything
+else.
 """
 
 from __future__ import annotations
