@@ -43,13 +43,13 @@ def job_of(model: PreTrainedModel, job: Job) -> Job:
     """The job with the model's sizes. Where these cannot be counted the job has neither model nor length, so that
     nothing is planned."""
     try:
-        config_sizes = model_sizes(model)
+        sizes = model_sizes(model)
     except ConfigError:
         return dataclasses.replace(job, model=None, seq=None)
     window_sizes = set(windows(model))
     return dataclasses.replace(
         job,
-        model=config_sizes,
+        model=sizes,
         window=window_sizes.pop() if len(window_sizes) == 1 else None,
         checkpointing=job.checkpointing or any(bool(layer.gradient_checkpointing) for layer in layers_of(model)),
     )
