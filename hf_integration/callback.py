@@ -127,7 +127,7 @@ class SequenceParallelCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
-            logs.update(self.figures)  # not state.log_history: ranks compare states, and times differ in each run
+            logs.update(self.figures)  # not in state.log_history: that is equal for equal runs, and times are not
             self.figures = {}
 
 
