@@ -1,8 +1,9 @@
 """Batches for sequence parallel training: labels are shifted, tensors sharded, and the loss's divisor is added.
 
-The gradient wanted is d(sum of all token losses) / N. N counts the labels that count in one optimiser step, over all
-ranks and micro-steps. ZeRO averages gradients over the world, and `engine.backward` divides by the G micro-steps. So
-each rank divides its local sum by `num_items_in_batch = N / (world * G)`. N must be known before the first backward.
+The right gradient is d(sum of all token losses) / N, where N is the number of labels that count in one optimiser step,
+over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
+micro-steps. So each rank divides its local sum by `num_items_in_batch = N / (world * G)`, and N must be known before
+the first backward.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def _prepare(
     steps: int | None,
     device: torch.device | str | None,
 ) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
-    """(this rank's part of each batch; [labels that count in them, labels that left padding would predict]; a
-    fingerprint of each whole batch, which peers compare). The second number is of the whole batches."""
+    """(this rank's part of each batch; [labels that count in these parts, labels that only left padding could predict];
+    a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
+    fingerprints."""
     checked = [check_batch(sp, batch, causal) for batch in window]
     sharded = [_shard(sp, batch) for batch in checked]
     if not window or (steps is not None and len(window) != steps):
@@ -103,10 +105,10 @@ def _prepare(
 
 
 def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """(this rank's part of one whole batch that a model is called with, how many labels count in the whole batch).
+    """(this rank's part of a whole batch that a model is called with; how many labels count in the whole batch).
 
-    The batch is that of `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The result
-    has no `num_items_in_batch`. Local: communicates nothing. Raises InputError where the batch cannot be sharded."""
+    The batch is as in `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The part has
+    no `num_items_in_batch`. Communicates nothing. Raises InputError where the batch cannot be sharded."""
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
     batch = dict(given)
     if batch.get("labels") is None:
@@ -120,19 +122,19 @@ def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are a row's first, and
-    those predicted across a document's end or from padding. Local. Raises InputError where the batch cannot be
-    sharded."""
+    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are the first of each
+    row, and those predicted across a document's end or from padding. Communicates nothing. Raises InputError where the
+    batch cannot be sharded."""
     checked = check_batch(sp, batch, causal=True)
     _warn_if_padded_left(checked)
     return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
-    """A whole batch that can be sharded. tensors: those (B, S, ...), without mask, positions and documents. ends: bool
-    (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU; None: no padding.
-    placement: None where the configured layout says everything."""
+class CheckedBatch:
+    """A whole batch that was checked. tensors: all (B, S, ...) except mask, positions and documents. ends: bool (B, S),
+    whether a token is the last of its document or row. mask: bool (B, S) on the CPU, False for padding; None: no
+    padding. placement: None where the configured layout is enough."""
 
     tensors: dict[str, Any]
     ends: Tensor
@@ -140,12 +142,12 @@ class Checked:
     placement: Placement | None
 
 
-def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked:
-    """The batch, checked. Raises InputError where it cannot be sharded. Local."""
+def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:
+    """Checks a whole batch. Communicates nothing. Raises InputError where it cannot be sharded."""
     labels = labels_of(batch)
     rows, seq = labels.shape
-    rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
-    for name, value in rest.items():
+    tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
+    for name, value in tensors.items():
         if isinstance(value, Tensor) and value.shape[:2] != labels.shape:
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
@@ -162,12 +164,7 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
         placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
     starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
     starts[[*Mask.documents_of(separate or (seq,) * rows), rows * seq]] = True
-    checked = Checked(
-        tensors=rest,
-        ends=starts[1:].view(rows, seq),
-        mask=mask,
-        placement=placement,
-    )
+    checked = CheckedBatch(tensors=tensors, ends=starts[1:].view(rows, seq), mask=mask, placement=placement)
     # a label on the first padding token, often the end of the text, is predicted from a real one
     if mask is not None and (count := int(((_shifted(checked) != IGNORE) & ~mask.to(labels.device)).sum())):
         raise InputError(
@@ -198,7 +195,7 @@ def is_whole(batch: Mapping[str, Any], rows: int, seq: int) -> bool:
 
 
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
-    """The documents that the batch tells of, padding counted in; None: it tells of none."""
+    """The lengths of the documents that the batch names, padding included; None: it names none."""
     given = dict(batch)
     if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
         given["position_ids"] = _continued_through_padding(positions, mask)
@@ -224,13 +221,13 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
 
 
 def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
-    """position_ids with the values at padding replaced, since collators put anything there. After a row's tokens the
-    positions count on; before them they count from 0."""
+    """position_ids with new values at padding, where collators put anything. After a row's tokens the positions go on;
+    before them they count from 0."""
     rows, seq = mask.shape
     if positions.shape not in ((seq,), (1, seq), (rows, seq)):
         return positions  # documents_of raises for this shape
     at = torch.arange(seq, device="cpu")
-    last = torch.where(mask, at, -1).cummax(1).values  # for each token, the last real one up to it
+    last = torch.where(mask, at, -1).cummax(1).values  # for each token, the index of the last real token up to it
     given = positions.cpu().expand(rows, seq)
     return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
 
@@ -243,14 +240,14 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
-def _shard(sp: Sharding, batch: Checked) -> dict[str, Any]:
+def _shard(sp: Sharding, batch: CheckedBatch) -> dict[str, Any]:
     placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
     whole = {**batch.tensors, "shift_labels": _shifted(batch)}
     sharded = {name: sp.shard(x, 1, placement) if isinstance(x, Tensor) else x for name, x in whole.items()}
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:
         positions = positions.expand(rows, -1)
-    # trusted with this placement only: a model that is called without it finds out
+    # trusted together with this placement alone, so that a model notices where the placement is left out
     maker = sp if placement is None else placement
     sharded["position_ids"] = trusted.trust(positions.to(batch.tensors["labels"].device), maker)
     if sp.keeps_masks and batch.mask is not None:
@@ -259,13 +256,13 @@ def _shard(sp: Sharding, batch: Checked) -> dict[str, Any]:
     return sharded if placement is None else {**sharded, "placement": placement}
 
 
-def _warn_if_padded_left(batch: Checked) -> None:
+def _warn_if_padded_left(batch: CheckedBatch) -> None:
     if predicted_from_padding(batch.tensors["labels"], batch.mask) and dist.get_rank() == 0:
         warn_of_left_padding()
 
 
 def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
-    """The batch with its tensors on a device. Positions and masks made here stay trusted there: nobody checks them."""
+    """The batch with its tensors on a device. Positions and masks that were made here stay trusted, and unchecked."""
     if device is None:
         return batch
     moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -274,18 +271,19 @@ def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict
     return moved
 
 
-def _shifted(batch: Checked) -> Tensor:
-    """labels int64 (B, S), each at the token that predicts it; -100 at the last token of a document."""
+def _shifted(batch: CheckedBatch) -> Tensor:
+    """The labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
     labels = batch.tensors["labels"]
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
 
 
 def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
-    """By tensor of a batch: its dtype, shape and a digest of its values, which must agree among ranks of a sequence."""
-    found = {}
+    """Name of a tensor -> its dtype, shape and a digest of its values, which must be equal on all ranks of a
+    sequence."""
+    digests = {}
     for name, x in sorted(batch.items()):
         if isinstance(x, Tensor):
             content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            found[name] = f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
-    return found
+            digests[name] = f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+    return digests

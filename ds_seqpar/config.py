@@ -1,4 +1,4 @@
-"""What a user chooses: the `"sequence_parallel"` section of a DeepSpeed JSON, as one frozen dataclass."""
+"""The user's settings: the `"sequence_parallel"` section of a DeepSpeed JSON, as one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .compiler.exchange import SaveChoice, saved_for_backward
 from .compiler.heads import has_equal_shares, largest_share, max_stages
 from .compiler.layout import Axes, Topology, axis_order, divisors
 from .compiler.schedules.base import MOVING_SIDES, PLACEMENTS, Schedule, Value, is_count
-from .errors import SECTION, ConfigError, InputError, choose, in_words, nearest
+from .errors import SECTION, ConfigError, InputError, check_choice, in_words, nearest
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
@@ -24,11 +24,11 @@ Count: TypeAlias = int | Any  # a whole number, or "auto" until `resolve` has ch
 LAYOUTS = tuple(layout.name for layout in layouts.COMMON)
 TRAVELS = ("auto", *MOVING_SIDES)
 TRAVEL_DTYPES = ("fp32", "bf16")
-PLANNED_FOR = ("seq_len", "machine")  # which only say what is planned for
-PLANNED = ("size", "ulysses", "schedule", "head_stages")  # with none of them "auto" there is nothing to plan
-# which spare memory
+PLANNED_FOR = ("seq_len", "machine")  # settings that only tell the planner what to plan for
+PLANNED = ("size", "ulysses", "schedule", "head_stages")  # if none of them is "auto", there is nothing to plan
+# settings that save memory
 MEMORY_SETTINGS = ("loss_tiles", "mlp_tiles", "head_stages", "keep_exchanged", "offload_checkpoints", "keep_attention")
-PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and are no part of it
+PLAN_REQUESTS = (*PLANNED_FOR, "memory")  # settings that ask for a plan, and that a plan does not have
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -140,7 +140,7 @@ class SequenceParallelConfig:
                 raise ConfigError(f"{SECTION}.placement must be a list of names of axes; got {self.placement!r}")
             object.__setattr__(self, "placement", tuple(self.placement))
         else:
-            choose(f"{SECTION}.placement", self.placement, PLACEMENTS)
+            check_choice(f"{SECTION}.placement", self.placement, PLACEMENTS)
         if self.travel_dtype == "fp16":
             raise ConfigError(
                 f'{SECTION}.travel_dtype must be fp32 or bf16; got "fp16", in which gradients of a mean loss vanish, '
@@ -149,7 +149,7 @@ class SequenceParallelConfig:
         for field, names in (("forward", TRAVELS), ("backward", TRAVELS), ("travel_dtype", TRAVEL_DTYPES),
                              ("layout", ("auto", *layouts.LAYOUTS)), ("kernel", KERNELS),
                              ("memory", ("given", "auto"))):  # fmt: skip
-            choose(f"{SECTION}.{field}", getattr(self, field), names)
+            check_choice(f"{SECTION}.{field}", getattr(self, field), names)
         schedules.schedule(self.schedule)
 
     def __getattr__(self, name: str) -> Value | str:
@@ -223,8 +223,8 @@ class SequenceParallelConfig:
         return self._largest_ulysses(heads) if heads and self.ulysses == "auto" else ulysses
 
     def _largest_ulysses(self, heads: tuple[int, int]) -> int:
-        """The largest that divides the heads equally, leaves each of its members a head in every stage, and with which
-        the schedule has the shape that was asked for."""
+        """The largest Ulysses degree that divides the heads equally, leaves each member a head in every stage, and
+        leaves inner ranks in a number that the schedule's own settings fit."""
         stages = 1 if self.head_stages == "auto" else self.head_stages
         legal = [u for u in even_ulysses(self.size, *heads) if max_stages(*heads, u) >= stages]
         for ulysses in sorted(legal, reverse=True):
@@ -253,7 +253,7 @@ class SequenceParallelConfig:
                 )
 
     def _check_choices(self, chosen: Schedule) -> None:
-        """Raises ConfigError for what this schedule has not, naming those that have it."""
+        """Raises ConfigError for a value that this schedule does not take; the sentence names schedules that do."""
         for name, legal in _choices(chosen).items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *legal):
@@ -264,8 +264,8 @@ class SequenceParallelConfig:
                 )
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
-        """The schedule's own settings without "auto"."""
-        if heads:  # all members must choose alike: for the one with the most
+        """The schedule's own settings, with every "auto" replaced."""
+        if heads:  # all Ulysses members must choose alike, so they choose for the one with the most heads
             heads = largest_share(*heads, self.ulysses)
         chosen = schedules.schedule(self.schedule)
         return tuple(chosen.shaped(self.size // self.ulysses, dict(self.own), heads, self.layout).items())
@@ -283,18 +283,19 @@ class SequenceParallelConfig:
 
     @property
     def asks_for_plan(self) -> bool:
-        """Whether `seq_len` or `machine` is said and one of `PLANNED` left open, or `memory` has settings to choose."""
-        said = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
-        shape = said and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
+        """Whether the planner must choose: `seq_len` or `machine` is given and one of `PLANNED` is "auto", or `memory`
+        is "auto" and leaves settings open."""
+        requested = any(getattr(self, name) != "auto" for name in PLANNED_FOR)
+        shape = requested and isinstance(self.placement, str) and "auto" in (getattr(self, name) for name in PLANNED)
         return shape or bool(self.unsaid)
 
     def kept(self, stages: int, checkpointed: bool, keeps: bool) -> SaveChoice:
-        """What forward leaves for backward, of a resolved config. checkpointed: whether a checkpoint is around it;
-        keeps: whether that keeps what attention gives."""
+        """What attention's forward keeps for backward, of a resolved config. checkpointed: whether a checkpoint is
+        around attention; keeps: whether that checkpoint keeps attention's results."""
         return saved_for_backward(self.ulysses, stages, checkpointed, keeps, self.overlap, self.keep_exchanged)
 
     def recipe(self, topology: Topology) -> Recipe:
-        """Of a resolved config: what programs are made from."""
+        """The Recipe that programs are made from, of a resolved config."""
         return Recipe(
             schedule=schedules.schedule(self.schedule),
             topology=topology,
@@ -305,7 +306,7 @@ class SequenceParallelConfig:
 
 
 def setting_names() -> tuple[str, ...]:
-    """Every setting there is: the common ones and the schedules' own."""
+    """The names of all settings: the common ones and the schedules' own."""
     every = [field.name for field in dataclasses.fields(SequenceParallelConfig)]
     if twice := [name for name in every if name in schedules.settings()]:
         raise ConfigError(f"a schedule's settings need names of their own; got {', '.join(twice)}, rename it")
@@ -321,7 +322,7 @@ def check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """What a schedule takes of the common settings that are words."""
+    """Setting -> the words that a schedule takes, for the common settings that are words."""
     sides = ("auto", *schedule.moving_sides)
     return {"layout": schedule.layouts, "forward": sides, "backward": sides, "placement": tuple(schedule.placements)}
 
@@ -332,7 +333,8 @@ def legal_ulysses(size: int, q_heads: int) -> list[int]:
 
 
 def even_ulysses(size: int, q_heads: int, kv_heads: int) -> list[int]:
-    """Those of them that divide the heads equally. Where U > kv_heads, U / kv_heads members share one."""
+    """The Ulysses degrees U that divide `size` and the heads equally. Where U > kv_heads, U / kv_heads members share a
+    key/value head."""
     return [u for u in divisors(size) if has_equal_shares(q_heads, kv_heads, u)]
 
 
@@ -353,12 +355,12 @@ def check_heads(ulysses: int, q_heads: int, kv_heads: int, *, size: int, stages:
         )
 
 
-HOST_PIECE = 2**26  # bytes of host memory that offloaded checkpoints are put into, but for their ends
+HOST_PIECE = 2**26  # bytes of the host tensors that offloaded checkpoints are copied into; the last may be smaller
 
 
 def most_logits(vocab: int, hidden: int) -> int:
-    """The most bytes of a tile's logits in fp32 with loss_tiles "auto". It is a quarter of the head's gradient in fp32,
-    which is there beside them, and at most 256 MiB."""
+    """The most bytes of a tile's fp32 logits with loss_tiles "auto": a quarter of the head's fp32 gradient, which
+    exists at the same time, and at most 256 MiB."""
     return min(2**28, vocab * hidden)
 
 

@@ -1,7 +1,8 @@
 """The small op that DeepSpeed compiles when it first starts on a machine without GPUs, and the lock that guards it.
 
-Of processes that start at once one compiles, the others wait for its lock file to go. Where that one is interrupted the
-file stays, and every later start would wait for ever without a word: so the file is looked at before DeepSpeed does.
+Of several processes that start at once, one compiles, and the others wait until its lock file is gone. If that process
+is interrupted, the file stays, and every later start would wait for ever without a message. So the lock file is checked
+before DeepSpeed starts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from . import shared_files
 OP = "deepspeed_shm_comm"
 # file systems of one machine, all of whose processes it knows
 LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-SETTLED = 2.0  # seconds after which a lock file's owner can be seen to hold it
+SETTLED = 2.0  # seconds after which a new lock file's owner surely has it open
 
 
 def prepare() -> bool:
@@ -29,25 +30,26 @@ def prepare() -> bool:
 
 
 def make_ready() -> None:
-    """What a rank does before DeepSpeed starts: it waits for the op, and its machine's first rank removes old files."""
+    """Prepares a rank for DeepSpeed's start: waits for the op. The first rank of a machine also removes old files."""
     wait()
     if lock_file() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         shared_files.remove_left(_say)
 
 
 def wait(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
-    """Returns once no other process compiles the op, and says every `patience` seconds what it waits for.
+    """Returns once no other process compiles the op. Every `patience` seconds it says what it waits for.
 
-    A lock whose owner is gone is removed: on Linux, where its owner would hold it open, on a file system of this
-    machine. Otherwise the sentence says what to remove, and waiting goes on. say: by default on stderr, once a node.
+    A lock whose owner is gone is removed. That is known on Linux alone, for a lock on a file system of this machine:
+    its owner would have it open. Otherwise the message says what to remove, and waiting goes on. say: prints a message;
+    default: on stderr, once a node.
     """
     lock = lock_file()
-    say, began, said = say or _say, time.monotonic(), 0
+    say, began, messages = say or _say, time.monotonic(), 0
     while lock is not None and lock.exists():
         if _remove_orphan(lock):
             say(f"removed {lock}, the lock of a process that ended while it compiled DeepSpeed's {OP}")
-        elif time.monotonic() - began > patience * (said + 1):
-            said += 1
+        elif time.monotonic() - began > patience * (messages + 1):
+            messages += 1
             say(
                 f"waiting for another process to compile DeepSpeed's {OP}, for {time.monotonic() - began:.0f} s; if "
                 f"there is none, remove {lock}"
@@ -66,7 +68,8 @@ def lock_file() -> Path | None:
 
 
 def _remove_orphan(lock: Path) -> bool:
-    """One process at a time, so that none removes the lock of who began after another removed the old one."""
+    """Removes a lock whose owner is gone; returns whether it did. One process at a time does this: otherwise one could
+    remove a new owner's lock, right after another has removed the old one."""
     if sys.platform != "linux":
         return False
     import fcntl
@@ -83,7 +86,7 @@ def _remove_orphan(lock: Path) -> bool:
 
 
 def _is_orphan(lock: Path) -> bool:
-    """Whether no process holds the lock file open, where that can be known."""
+    """Whether no process has the lock file open. False where that cannot be known."""
     status = lock.stat()
     if status.st_uid != os.getuid() or time.time() - status.st_mtime < SETTLED or _file_system(lock) not in LOCAL:
         return False

@@ -1,5 +1,5 @@
-"""What DeepSpeed itself refuses in its JSON, found before anything is launched. DeepSpeed's own configuration class
-decides; what it says becomes one sentence, with the key and its value."""
+"""Finds what DeepSpeed itself refuses in its JSON, before anything is launched. DeepSpeed's configuration class
+decides; its message becomes one sentence, with the key and its value."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, Zero, section_of
 from .errors import ConfigError
-from .files import Given, ask
+from .files import Given, call_library
 
 OURS = {SECTION, *REFUSED, *BATCH_SIZES}
 SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16")  # which must be objects
 
 
 def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
-    """source: the file that the content is from, where it is from one. "auto" is left to who fills it in. Raises
-    ConfigError for what DeepSpeed refuses, and for texts in place of numbers and of true or false: "false" is false for
-    DeepSpeed and true for transformers."""
-    section_of(content)  # one that is misspelt, or stands inside another, is no key that DeepSpeed does not know
+    """Checks a DeepSpeed JSON. source: its file, if it has one. "auto" is not checked: a Trainer replaces it. Raises
+    ConfigError for what DeepSpeed refuses, and for texts in place of numbers or of true and false: DeepSpeed reads
+    "false" as false, transformers as true."""
+    section_of(content)  # raises for a misspelt section, which DeepSpeed would call an unknown key
     place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
     for key in SECTIONS:
         section = Given(place, content.get(key, {}), key)
@@ -34,18 +34,18 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
         Zero.of(content.get("zero_optimization", {}))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    ask("DeepSpeed", place, content, _settled)
+    call_library("DeepSpeed", place, content, _settled)
 
 
 def _settled(content: dict[str, Any]) -> Any:
-    """What DeepSpeed makes of a configuration. Batch sizes go with a number of ranks; they were checked above."""
-    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: only who has a configuration waits for it
+    """DeepSpeed's configuration object. Batch sizes depend on the number of ranks, and are left out."""
+    from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
 
     return DeepSpeedConfig({**_theirs(content), "train_micro_batch_size_per_gpu": 1})
 
 
 def _theirs(content: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Without "auto" and without what DeepSpeed is not given, or what is refused with sequence parallelism anyway."""
+    """The configuration without "auto", without our section, and without keys that have checks of their own."""
     return {
         key: _theirs(value, f"{place}{key}.") if isinstance(value, Mapping) else value
         for key, value in content.items()

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: read without a fault that passes in silence, and asked for its "sequence_parallel" section."""
+"""Reads the DeepSpeed JSON and its "sequence_parallel" section, and raises for faults that would pass unnoticed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ REFUSED = {
     "zero_optimization.zenflow": "it accumulates by itself, and steps with gradients of other windows; remove it",
 }
 NEUTRAL = {"sequence_parallel_size": 1, "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
-# flags of former releases, which DeepSpeed reads still
+# flags of earlier releases, which DeepSpeed still reads
 OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-# DeepSpeed's own, which are near
+# keys of DeepSpeed that look like the section's
 OTHERS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
 
 
@@ -43,8 +43,8 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_of(content: Mapping[str, Any]) -> Any:
-    """What the configuration has under "sequence_parallel", {} where it has nothing. Raises ConfigError for a key that
-    was meant to be that, and for a section that stands inside another one."""
+    """The "sequence_parallel" section of a configuration; {} where it has none. Raises ConfigError for a misspelt key,
+    and for a section that stands inside another one."""
     for key in content:
         if _is_meant(key):
             raise ConfigError(f'sequence parallelism is set under the key "{SECTION}"; got "{key}", rename it')
@@ -58,14 +58,14 @@ def section_of(content: Mapping[str, Any]) -> Any:
 
 
 def dtype_of(content: Mapping[str, Any]) -> str:
-    """What a DeepSpeed JSON trains in. An "enabled" of "auto" counts as true."""
-    bf16 = content.get("bf16", content.get("bfloat16", {}))  # the older name, which DeepSpeed reads too
+    """The dtype that a DeepSpeed JSON trains in. An "enabled" of "auto" counts as true."""
+    bf16 = content.get("bf16", content.get("bfloat16", {}))  # DeepSpeed still reads the older name
     halves = {"bfloat16": bf16, "float16": content.get("fp16", {})}
     return next((name for name, section in halves.items() if section.get("enabled")), "float32")
 
 
 def check_settings(content: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what in a DeepSpeed JSON would break the gradient contract or the sharding."""
+    """Raises ConfigError for a setting of a DeepSpeed JSON that would break the gradient contract or the sharding."""
     for key, why in REFUSED.items():
         value: Any = content
         for part in key.split("."):
@@ -80,7 +80,7 @@ def check_settings(content: Mapping[str, Any]) -> None:
 
 
 def check_auto(content: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an "auto" that the HuggingFace Trainer would replace, and DeepSpeed takes for nothing."""
+    """Raises ConfigError for an "auto" that only the HuggingFace Trainer replaces, and that DeepSpeed would ignore."""
     found = [key for key, value in content.items() if value == "auto"]
     for key, value in content.items():
         if isinstance(value, Mapping) and key != SECTION:
@@ -97,12 +97,12 @@ def check_auto(content: Mapping[str, Any]) -> None:
 
 
 def left_out(content: Mapping[str, Any]) -> list[str]:
-    """Keys that DeepSpeed must not see: ours, and those it refuses even where they switch nothing on."""
+    """The keys that DeepSpeed must not see: our section, and those that it refuses even where they enable nothing."""
     return [SECTION, *(key for key in REFUSED if key in content and _is_off(key, content[key]))]
 
 
 def _is_off(key: str, value: Any) -> bool:
-    """Whether a refused key has the value that changes nothing."""
+    """Whether a key of REFUSED has a value that changes nothing."""
     if isinstance(value, Mapping):
         return value.get("enabled") is False or (key == "tensor_parallel" and value.get("autotp_size", 2) in (0, 1))
     return value == NEUTRAL.get(key)
@@ -118,10 +118,11 @@ def _is_meant(key: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What ZeRO moves off a rank's device: "offload_optimizer" or "offload_param", with DeepSpeed's defaults.
+    """The settings of "offload_optimizer" or "offload_param", with DeepSpeed's defaults.
 
-    device: "none", "cpu" (host memory) or "nvme". ratio: the share of sub-groups that moves. buffer_count, buffer_size
-    (elements): of the pool between drives and host memory. max_in_cpu: elements that stay in host memory all the same.
+    device: where states go: "none", "cpu" (host memory) or "nvme". ratio: the share of sub-groups that go there.
+    buffer_count, buffer_size (elements): of the pool between drives and host memory. max_in_cpu: elements that stay in
+    host memory with "nvme".
     """
 
     device: str = "none"
@@ -133,7 +134,7 @@ class Offload:
     max_in_cpu: int = 1_000_000_000
 
     def read(self, given: Given) -> Offload:
-        """The same with what the JSON says. Raises ConfigError for a value of a wrong type."""
+        """These settings with the values of the JSON. Raises ConfigError for a value of a wrong type."""
         if not given.value:
             return self
         known, inside = dataclasses.asdict(self), given.object()
@@ -145,7 +146,7 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zero:
-    """Settings of ZeRO, in elements, with DeepSpeed's defaults."""
+    """Settings of "zero_optimization", with DeepSpeed's defaults. Sizes are in elements."""
 
     stage: int = 0
     reduce_bucket_size: int = 500_000_000
@@ -186,5 +187,5 @@ class Zero:
 
     @property
     def drives(self) -> bool:
-        """Whether anything is on drives. The stages 1 and 2 keep in host memory what is meant for them."""
+        """Whether any state is on drives. Stages 1 and 2 keep in host memory what "nvme" asks for."""
         return self.stage == 3 and "nvme" in (self.offload_optimizer.device, self.offload_param.device)

@@ -1,6 +1,6 @@
-"""Where the documents of a batch lie: in whatever form a collator says it, read into one, and checked against others.
+"""Reads the documents of a batch from any of the forms that collators use. Several forms must agree.
 
-Rows of a batch are laid end to end: position row * seq + i of the batch is token i of that row.
+Rows of a batch lie end to end: position row * seq + i of the batch is token i of that row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .errors import InputError
 
-Lengths = tuple[int, ...]  # of all documents of a batch, in order; none goes on in the next row
+Lengths = tuple[int, ...]  # of all documents of a batch, in order; no document goes on in the next row
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 NUMBERED = ("seq_idx", "document_ids")
-# what says again how long they are; alone it is not enough
+# lengths that some collators add; they do not say where documents lie
 IMPLIED = ("max_length_q", "max_length_k", "max_seqlen", "seq_lengths")
 
 
@@ -26,8 +26,7 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
 
     Read from `position_ids` that begin again at 0, from cumulative lengths (`cu_seq_lens_q`, `cu_seq_lens_k`,
     `cu_seqlens`: int, (documents + 1,)), or from a number for each token (`seq_idx`, `document_ids`: int, (rows, seq)).
-    What comes in several forms must say the same: cumulative lengths that stayed behind from another batch do not.
-    Raises InputError.
+    Raises InputError for another form, and where several forms disagree, as with cumulative lengths of another batch.
     """
     found: dict[str, Lengths] = {}
     readers: list[tuple[tuple[str, ...], Callable]] = [
@@ -54,7 +53,7 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
 
 
 def without_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without what `documents_of` reads, which is of whole sequences."""
+    """The batch without what `documents_of` reads: these values are of whole sequences and must not be sharded."""
     read = {"position_ids", *CUMULATIVE, *NUMBERED, *IMPLIED}
     return {name: x for name, x in batch.items() if name not in read}
 
@@ -67,15 +66,15 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
             "row is one document"
         )
     flat = given.expand(rows, seq) if given.dim() < 2 or given.shape[0] != rows else given
-    again = torch.ones_like(flat, dtype=torch.bool)
-    again[:, 1:] = flat[:, 1:] != flat[:, :-1] + 1
-    if len(wrong := (again & (flat != 0)).nonzero()):
+    begins = torch.ones_like(flat, dtype=torch.bool)
+    begins[:, 1:] = flat[:, 1:] != flat[:, :-1] + 1
+    if len(wrong := (begins & (flat != 0)).nonzero()):
         row, token = wrong[0].tolist()
         raise InputError(
             "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it; got "
             f"{int(flat[row, token])} at token {token} of row {row}, give such, or none where each row is one document"
         )
-    return _between(again.flatten().nonzero().flatten().tolist(), rows * seq)
+    return _between(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 
 
 def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
@@ -97,7 +96,7 @@ def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
             f"{name} must ascend from 0 to the batch's {rows * seq} tokens; got {str(given)[:60]}, give those of this "
             "batch"
         )
-    if given[-1] < rows * seq:  # the rest, padding, is one more a row
+    if given[-1] < rows * seq:  # the padding after the last document is one more document in each row
         given += [*range(-(-(given[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
     if across := [end for end in range(seq, rows * seq, seq) if end not in given]:
         raise InputError(

@@ -1,7 +1,7 @@
-"""The DeepSpeed seam: `initialize` prepares a model for sequence parallel training and returns a DeepSpeed engine.
+"""`initialize` prepares a model for sequence parallel training, and returns a DeepSpeed engine.
 
-No mpu is handed to DeepSpeed. To ZeRO every rank is a data-parallel rank: states shard over the whole world and
-gradients are the world mean, at every stage. `ds_seqpar.batches` makes that mean the right one.
+DeepSpeed is given no mpu. For ZeRO every rank is a data parallel rank: it shards states over all ranks, and averages
+gradients over all ranks, at every stage. `ds_seqpar.batches` divides the loss so that this average is right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from .planner.auto import Job
 
-# arguments of deepspeed.initialize that leave groups, samples and gradients alone
+# arguments of deepspeed.initialize that change neither groups nor samples nor gradients
 PASSED_ON = ("optimizer", "model_parameters", "lr_scheduler")
 DATA = ("training_data", "collate_fn")
 # argument -> why it is refused
@@ -43,7 +43,7 @@ REFUSED_ARGUMENTS = {
     "mpu": "whose groups change the gradient scale; leave it out",
     "mesh_param": f"whose groups change the gradient scale; leave it out and say {{'size': ...}} in \"{SECTION}\"",
 }
-# what launchers say of a process; without any of it the process is alone
+# environment variables of launchers; without any of them the process is a job by itself
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -73,7 +73,7 @@ def initialize(
     Collective over the world. Raises ConfigError for whatever would break the gradient contract: other arguments,
     pipeline modules, the JSON keys in `deepspeed_json.REFUSED`, and what DeepSpeed itself refuses.
     """
-    content, source = _read(config, args, kwargs)
+    content, source = _read_config(config, args, kwargs)
     check_arguments(model, kwargs)
     check_settings(content)
     check_auto(content)
@@ -81,7 +81,7 @@ def initialize(
     start(kwargs.pop("distributed_port", None), kwargs.pop("dist_init_required", None))
     import deepspeed  # takes seconds: only those who train wait for it
 
-    section = content.get(SECTION, {})  # one that is misspelt is in `wrong`
+    section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
     sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
     library = library_of(model) if check_loss else None
     if library:
@@ -104,7 +104,7 @@ def initialize(
 
 
 def _job_of(content: Mapping[str, Any]) -> Job:
-    """What the JSON says of the run, where a plan is asked for."""
+    """The planner's job of a DeepSpeed JSON."""
     from .planner.auto import Job
 
     return Job.of(content)
@@ -123,9 +123,9 @@ def deepspeed_config(config: str | Path | Mapping[str, Any], sp: SequenceParalle
 
 
 def _counted_by_rank(content: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
-    """The same of a JSON that was checked."""
-    out = left_out(content)
-    content = {key: value for key, value in content.items() if key not in out}
+    """`deepspeed_config` of a JSON that was checked."""
+    unwanted = left_out(content)
+    content = {key: value for key, value in content.items() if key not in unwanted}
     sequences, micro, steps = (_count(content, name) for name in BATCH_SIZES)
     if sequences is not None:
         known = sp.data_size * (micro or 1) * (steps or 1)
@@ -144,10 +144,10 @@ def _count(content: Mapping[str, Any], name: str) -> int | None:
     return None if value is None else Given(KIND, value, name).count()
 
 
-def _read(
+def _read_config(
     config: str | Path | Mapping[str, Any] | None, args: argparse.Namespace | None, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], object]:
-    """The configuration, which DeepSpeed's users give in one of several places, and what they gave."""
+    """(the DeepSpeed configuration, what the user gave for it). DeepSpeed takes it in one of several arguments."""
     given = {"config": config, "config_params": kwargs.pop("config_params", None)}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -165,7 +165,8 @@ def _read(
 
 
 def _refused_by_deepspeed(content: Mapping[str, Any], source: object) -> ConfigError | None:
-    """Raised later, on all ranks: they may have been given other configurations."""
+    """The error of a configuration that DeepSpeed refuses; None: it takes it. Raised later, together with other ranks,
+    whose configurations may differ."""
     try:
         check_deepspeed(content, source)
     except ConfigError as reason:
@@ -174,7 +175,7 @@ def _refused_by_deepspeed(content: Mapping[str, Any], source: object) -> ConfigE
 
 
 def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | None:
-    """A copy, in which DeepSpeed finds no second configuration."""
+    """A copy of args without deepspeed_config, which would be a second configuration for DeepSpeed."""
     args = copy.copy(args)
     if args is not None and getattr(args, "deepspeed_config", None):
         args.deepspeed_config = None
@@ -182,14 +183,14 @@ def _without_config(args: argparse.Namespace | None) -> argparse.Namespace | Non
 
 
 def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for arguments of deepspeed.initialize that are not known to be right here."""
-    taken = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
+    """Raises ConfigError for arguments of deepspeed.initialize that are refused, or not known, here."""
+    accepted = [*PASSED_ON, *DATA, "distributed_port", "dist_init_required"]
     for name, value in kwargs.items():
         if name in REFUSED_ARGUMENTS:
             if value is not None:
                 raise ConfigError(f"initialize takes no {name}, {REFUSED_ARGUMENTS[name]}")
-        elif name not in taken:
-            known = [*taken, *inspect.signature(initialize).parameters]
+        elif name not in accepted:
+            known = [*accepted, *inspect.signature(initialize).parameters]
             raise ConfigError(f"initialize takes no argument {name!r}{nearest(name, known)}; leave it out")
     data, collate = (kwargs.get(name) for name in DATA)
     has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -205,12 +206,13 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def start(distributed_port: int | None = None, dist_init_required: bool | None = None) -> None:
-    """Brings torch.distributed and deepspeed.comm up, where they are not. A process without a launcher is a world."""
+    """Initialises torch.distributed and deepspeed.comm, where they are not. A process without a launcher becomes a job
+    of one rank."""
     import deepspeed
 
     cpu_op.make_ready()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
-        set_device()  # the DeepSpeed launcher pins none, and communicators stay on the device that they are made on
+        set_device()  # DeepSpeed's launcher sets none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -231,33 +233,35 @@ def prepare_model(
 ) -> SequenceParallel:
     """The SequenceParallel to train with; patches a transformers model that is not patched yet.
 
-    section: the "sequence_parallel" section. error: what a caller holds against this rank's model. job: returns what
-    is known of the run beside the model, where the section asks for a plan. Collective over the world. Raises on all
-    ranks for a model that cannot be patched. So it does where on one of them `given`, or what the model is patched
-    with, has other settings than the section.
+    section: the "sequence_parallel" section. given: a SequenceParallel that the caller has made. error: of this rank,
+    which all ranks then raise. job: called for what the planner must know beside the model, where the section asks for
+    a plan. Collective over the world. Raises on all ranks for a model that cannot be
+    patched. So it does where `given`, or the SequenceParallel that the model is patched with, has other settings than
+    the section on one of them.
     """
-    sp, config, library, found, base = None, None, known_library(model), None, unwrapped(model)
+    sp, config, library, job_with_model, base = None, None, known_library(model), None, unwrapped(model)
     try:
         config = SequenceParallelConfig.from_dict(section)
-        sp = _made(model, config, section, given)
+        sp = _given_or_patched_with(model, config, section, given)
         if library and job and not (sp or error) and config.asks_for_plan:
-            found = library.job_of(base, job())
+            job_with_model = library.job_of(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
-    shared_files.unname()  # all ranks have come here, and DeepSpeed was up before
+    shared_files.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
     if library:
         if sp is None:
-            sp = SequenceParallel(config, heads=library.heads(base), job=found)
+            sp = SequenceParallel(config, heads=library.heads(base), job=job_with_model)
         library.patch_attention(model, sp)
-    assert sp is not None  # _made raises for a model that nobody can patch
+    assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 
 
-def _made(
+def _given_or_patched_with(
     model: torch.nn.Module, config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel | None
 ) -> SequenceParallel | None:
-    """`given`, or what the model is patched with; None where one is to be made. Raises where they do not suit."""
+    """`given`, or the SequenceParallel that the model is patched with; None where one is to be made. Raises ConfigError
+    where it does not fit the model or the section."""
     sp = given
     if library := known_library(model) if given else own_library(model):
         sp = given or library.patched_with(model)
@@ -265,12 +269,12 @@ def _made(
     else:
         _check_no_tiles(config)
     if sp is not None:
-        _same(config, section, sp)
+        _check_same_settings(config, section, sp)
     return sp
 
 
 def _check_no_tiles(config: SequenceParallelConfig) -> None:
-    """Of a model that calls sp.attention itself: nobody here knows its MLPs, nor what comes before its loss."""
+    """Raises ConfigError for tiles with a model that calls sp.attention itself, whose MLPs and head are not known."""
     for name in ("mlp_tiles", "loss_tiles"):
         if (value := getattr(config, name)) != 1:
             raise ConfigError(
@@ -280,7 +284,7 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 
 
 def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | None) -> None:
-    """Before groups are made, or used, by some ranks only."""
+    """Agrees on the kind of model, and on whether groups are to be made, before any rank makes or uses groups."""
     world = groups.control_world()
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
     try:
@@ -289,8 +293,8 @@ def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | 
         groups.free([world] if world is not groups.all_ranks() else [])
 
 
-def _same(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
-    """Raises where the JSON's section says something else than the SequenceParallel does."""
+def _check_same_settings(config: SequenceParallelConfig, section: Mapping[str, Any], given: SequenceParallel) -> None:
+    """Raises ConfigError for a setting of the section that differs from the SequenceParallel's."""
     for name in section:
         value = getattr(config, name)
         if value not in ("auto", getattr(given.config, name)):

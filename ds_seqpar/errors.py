@@ -49,7 +49,7 @@ def in_words(names: Iterable[str], last: str = "or") -> str:
     return f"{', '.join(most)} {last} {end}" if most else end
 
 
-def choose(kind: str, word: str, known: Iterable[str]) -> None:
+def check_choice(kind: str, word: str, known: Iterable[str]) -> None:
     """Raises ConfigError unless `word` is one of `known`; the message names the nearest right word."""
     known = sorted(known)
     if word not in known:
@@ -57,10 +57,12 @@ def choose(kind: str, word: str, known: Iterable[str]) -> None:
 
 
 def as_error(what: str, reason: Exception) -> SeqParError:
-    """An exception as one that ranks can tell one another. what: a clause, such as "loading data failed"."""
+    """An exception as a SeqParError, which ranks can send to one another. what: a clause, such as "loading data
+    failed".
+    """
     if isinstance(reason, SeqParError):
         return reason
-    said = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the rest of it: in the cause
-    error = InputError(f"{what}, {type(reason).__name__}: {said}")
+    sentence = re.split(r"[.!?]\s+(?=[A-Z])", " ".join(str(reason).split()))[0]  # the cause has the whole text
+    error = InputError(f"{what}, {type(reason).__name__}: {sentence}")
     error.__cause__ = reason
     return error

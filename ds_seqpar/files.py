@@ -1,5 +1,5 @@
-"""The reader of files that a user gives. It refuses a file that is too large, too deep or no valid JSON, and a value of
-a wrong type or out of range. One sentence then names the file, the key and the value."""
+"""Reads files that a user gives. A file that is too large, too deep or no valid JSON is refused, and so is a value of a
+wrong type or out of range. One sentence then names the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .errors import ConfigError, nearest
 
 LARGEST_FILE = 2**22  # bytes: the largest configurations of models have some 100 KB
 DEEPEST = 32  # objects and lists inside one another
-LARGEST = 2**63 - 1  # of whole numbers: what 64 bits hold
+LARGEST = 2**63 - 1  # whole number
 SHOWN = 60  # characters of a value in a sentence
-LONGEST = 200  # characters of what a library says
+LONGEST = 200  # characters of a library's message in a sentence
 Made = TypeVar("Made")
 
 
 def write_text(path: str | os.PathLike[str], text: str, kind: str) -> None:
-    """Raises ConfigError for a file that cannot be written. kind: what it is for, as "a trace"."""
+    """Writes a text file. kind: what it is for, as "a trace". Raises ConfigError for a file that cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -63,9 +63,9 @@ def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
-    """What a JSON text says. place: where it is from; or_text: what is no JSON is a text. Raises ConfigError for a text
-    that is not valid JSON, and for a key twice in an object. So it does for a number that is not finite or has more
-    than 64 bits, and for more than `DEEPEST` objects and lists inside one another."""
+    """The value of a JSON text. place: where it is from; or_text: whether a text that is no JSON stands for itself.
+    Raises ConfigError for a text that is not valid JSON, and for an object with a key twice. So it does for a number
+    that is not finite or has more than 64 bits, and for more than `DEEPEST` objects and lists inside one another."""
     too_deep = f"{kind} must have at most {DEEPEST} objects and lists inside one another; {place} has more"
     try:
         content = json.loads(
@@ -93,38 +93,38 @@ def parse_json(text: str, kind: str, place: str, or_text: bool = False) -> Any:
     return content
 
 
-def ask(library: str, place: str, content: Mapping[str, Any], make: Callable[[dict[str, Any]], Made]) -> Made:
-    """What a library makes of a content. Raises ConfigError for what it refuses, with the key that is to blame, its
-    value, and what the library says."""
+def call_library(library: str, place: str, content: Mapping[str, Any], make: Callable[[dict[str, Any]], Made]) -> Made:
+    """make(content), for a function of a library. Raises ConfigError for a content that the library refuses; the
+    sentence has the key that is to blame, its value, and the library's message."""
     with quiet():
         try:
             return make(copy.deepcopy(dict(content)))
         except ConfigError:
             raise
         except Exception as error:  # of any kind: libraries raise what comes of a wrong type
-            found = culprit(content, functools.partial(_takes, make))
-            said = f"{type(error).__name__}: {_said(error)}"
+            found = refused_setting(content, functools.partial(_accepts, make))
+            said = f"{type(error).__name__}: {_first_sentence(error)}"
     given = f'"{found[0]}": {shown(found[1])}' if found else "several of its settings"
     raise ConfigError(f"{place} must be one that {library} takes; it refuses {given} ({said})")
 
 
-def culprit(content: Mapping[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> tuple[str, Any] | None:
-    """The key of a refused content, with dots where it is inside objects, and its value: the first without which the
-    content is accepted. None where no single key is to blame."""
+def refused_setting(content: Mapping[str, Any], accepts: Callable[[dict[str, Any]], bool]) -> tuple[str, Any] | None:
+    """(key, value) of the first setting without which a refused content is accepted; the key has dots where it is
+    inside objects. None where no single setting is to blame."""
     for key, value in content.items():
         if accepts({name: other for name, other in content.items() if name != key}):
-            inside = culprit(value, _inside(content, key, accepts)) if isinstance(value, dict) else None
+            inside = refused_setting(value, _accepts_inside(content, key, accepts)) if isinstance(value, dict) else None
             return (f"{key}.{inside[0]}", inside[1]) if inside else (key, value)
     return None
 
 
-def _inside(
+def _accepts_inside(
     content: Mapping[str, Any], key: str, accepts: Callable[[dict[str, Any]], bool]
 ) -> Callable[[dict[str, Any]], bool]:
     return lambda value: accepts({**content, key: value})
 
 
-def _takes(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> bool:
+def _accepts(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> bool:
     try:
         make(copy.deepcopy(content))
     except Exception:
@@ -132,8 +132,8 @@ def _takes(make: Callable[[dict[str, Any]], Any], content: dict[str, Any]) -> bo
     return True
 
 
-def _said(error: Exception) -> str:
-    """Its first sentence, without the title and the address that pydantic puts around it."""
+def _first_sentence(error: Exception) -> str:
+    """The first sentence of an error, without the title and the address that pydantic adds."""
     details = getattr(error, "errors", None)
     text = " ".join((details()[0]["msg"] if callable(details) else str(error)).split())
     return re.split(r"[.!?]\s+(?=[A-Z])", text)[0][:LONGEST]
@@ -141,7 +141,7 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that libraries log: some go to stdout, which may be for a program to read."""
+    """A context without the warnings of libraries: some go to stdout, which a program may read."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -153,7 +153,7 @@ def quiet() -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it, cut to a length that a sentence can have."""
+    """A value as JSON, cut to a length that fits a sentence."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):  # of a dict that a program made
@@ -167,8 +167,8 @@ def _cut(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A value that a user gave, and where it stands. place: of the file, as "machine ours"; key: with dots, "" for the
-    whole file. Each method returns the value as the type that is needed, or raises ConfigError."""
+    """A value that a user gave, with its place for errors. place: the file, as "machine ours"; key: with dots, "" for
+    the whole file. Each method returns the value if it has the type that is asked for, and else raises ConfigError."""
 
     place: str
     value: Any
@@ -181,15 +181,15 @@ class Given:
         return Given(self.place, value, f"{self.key}.{key}" if self.key else key)
 
     def object(self, fields: Sequence[str] = ()) -> dict[str, Given]:
-        """fields: those that it must have, no more and no less; () for any, at least one."""
+        """The values of an object. fields: exactly the keys that it must have; (): any keys, but at least one."""
         where = f"{self.place}: {self.key or 'the file'}"
         if not isinstance(self.value, Mapping) or not self.value:
             raise self.wrong("an object")
         if fields and (missing := [field for field in fields if field not in self.value]):
             raise ConfigError(f"{where} needs {', '.join(fields)}; it has no {', '.join(missing)}")
-        if fields and (more := [field for field in self.value if field not in fields]):
+        if fields and (unknown := [field for field in self.value if field not in fields]):
             raise ConfigError(
-                f"{where} takes {', '.join(fields)}; got {more[0]!r:.{SHOWN}}{nearest(str(more[0]), fields)}"
+                f"{where} takes {', '.join(fields)}; got {unknown[0]!r:.{SHOWN}}{nearest(str(unknown[0]), fields)}"
             )
         return {key: self.inner(str(key), value) for key, value in self.value.items()}
 
@@ -221,20 +221,20 @@ class Given:
         return self.value
 
     def like(self, default: Any) -> Any:
-        """A value of the type of a default; a number from 0 on."""
+        """The value as the type of a default: true or false, a text, or a number from 0 on."""
         if isinstance(default, bool):
             return self.flag()
         return self.text() if isinstance(default, str) else type(default)(self.number(least=0, most=LARGEST))
 
 
 class _NoNumber(str):
-    """A number's text that no finite number of 64 bits stands for."""
+    """The text of a number that is not finite, or has more than 64 bits."""
 
     __slots__ = ()
 
 
 class _Twice(Exception):
-    """A key, the second time, as `shown`."""
+    """A key that an object has twice, as `shown` gives it."""
 
 
 def _whole(text: str) -> int | str:

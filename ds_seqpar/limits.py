@@ -1,6 +1,6 @@
 """The largest numbers that the commands take, and why. A larger one is refused before any work.
 
-With them each command needs less than 2 GiB and some ten seconds of one core. Limits are on what the work grows with.
+Within these limits each command needs less than 2 GiB and some ten seconds of one core.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from collections.abc import Mapping
 
 from .errors import ConfigError
 
-RANKS = 2**20  # of a job: ten times the largest cluster. Work does not grow with them, but with those of a sequence
+RANKS = 2**20  # of a job: ten times the largest cluster. Work grows with the ranks of a sequence, not with these
 TOKENS = 2**40  # of a sequence, or of a window: a million times what has been trained on. Work does not grow with them
 COUNT = 2**20  # of sequences, or of anything else that is only multiplied
-SHARING = 2**16  # ranks that share a sequence: a schedule's shape may hang on all of them
-HEADS = 2**12  # of a model: of no model are there a thousand
-LAYERS = 1000  # of a model: it is made without memory, which takes milliseconds a layer
-EXPERTS = 10_000  # of all layers together: some families have modules for each, made like a layer's
-WIDTH = 2**24  # hidden, intermediate, head_dim, vocabulary: so that no product of two overflows
-MEMBERS = 2**8  # of Ulysses' exchange, in `plan`: it asks which of them share a node, and that grows with their square
-PLANNED = 2**14  # ranks of a sequence that `plan` looks at: it counts through them for each of a hundred candidates
-# ranks of a sequence, without Ulysses', whose programs `memory` and `plan` follow: a rank's has a step for each other.
-# (`memory` follows more turns of a ring than a few as those few)
+SHARING = 2**16  # ranks that share a sequence: a schedule's shape may depend on all of them
+HEADS = 2**12  # of a model: no model has a thousand
+LAYERS = 1000  # of a model: transformers makes it without memory, in milliseconds a layer
+EXPERTS = 10_000  # of all layers together: some families make a module for each
+WIDTH = 2**24  # hidden size, intermediate size, head_dim, vocabulary: no product of two overflows
+MEMBERS = 2**8  # of a Ulysses group, in `plan`: it compares the nodes of every pair of members
+PLANNED = 2**14  # ranks of a sequence, in `plan`: it visits all of them for each of a hundred candidates
+# inner ranks (size / ulysses), in `memory` and `plan`: a rank's program has a step for each other one. `memory`
+# replaces a long ring by a short one that needs as much memory
 FOLLOWED = 1024
-OVERLAPPED = 64  # the same with overlap, which orders the products of all ranks: work grows with their cube
-SHOWN = 128  # the same in `show`: a table, and a simulation, of all ranks in all steps
+OVERLAPPED = 64  # inner ranks with overlap: ordering their products takes time that grows with their cube
+SHOWN = 128  # inner ranks, in `show`: it prints and simulates all ranks in all steps
 SHOWN_OVERLAPPED = 64
 MODEL = {
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "hidden_size": WIDTH,
     "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH, "head_dim": WIDTH, "vocab_size": WIDTH,
 }  # fmt: skip
 MODEL_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-DRAWN = 64  # ranks in a picture: more cannot be told apart
-DOCUMENTS = 2**12  # of a sequence: the planner deals them out anew for each shape, milliseconds for each
-SHAPES = 10_000  # of schedules on all sizes and degrees: of more the planner tries one layout and placement each
+DRAWN = 64  # ranks in a picture: more could not be distinguished
+DOCUMENTS = 2**12  # of a sequence: the planner deals them to ranks anew for each shape, in milliseconds for each
+SHAPES = 10_000  # of schedules on all sizes and Ulysses degrees: of more, `plan` tries one layout and placement each
 
 
 def check(name: str, value: int, most: int, hint: str = "") -> None:
@@ -44,7 +44,7 @@ def check(name: str, value: int, most: int, hint: str = "") -> None:
 
 
 def check_followed(inner: int, overlap: bool, most: int = FOLLOWED, most_overlapped: int = OVERLAPPED) -> None:
-    """The same for the ranks of a sequence without Ulysses', size / ulysses, whose programs are followed."""
+    """Raises ConfigError for more inner ranks (size / ulysses) than `most`, or with overlap than `most_overlapped`."""
     name = "size / ulysses, the ranks that run the schedule,"
     if overlap and most_overlapped < inner <= most:
         check(f"{name} with overlap", inner, most_overlapped, "leave overlap out or take fewer")
@@ -52,9 +52,10 @@ def check_followed(inner: int, overlap: bool, most: int = FOLLOWED, most_overlap
 
 
 def check_model(numbers: Mapping[str, object]) -> None:
-    """The same for a model's configuration, before the model is made. What is no whole number is left to others."""
-    its = {name: value for name, value in numbers.items() if isinstance(value, int)}
+    """Raises ConfigError for a model's configuration with a number above its limit, before the model is made. Values
+    that are not whole numbers are not checked here."""
+    sizes = {name: value for name, value in numbers.items() if isinstance(value, int)}
     for name, most in MODEL.items():
-        check(name, its.get(name, 0), most)
-    experts = max((its.get(name, 0) for name in MODEL_EXPERTS), default=0)
-    check("experts of all layers together", its.get("num_hidden_layers", 1) * experts, EXPERTS)
+        check(name, sizes.get(name, 0), most)
+    experts = max((sizes.get(name, 0) for name in MODEL_EXPERTS), default=0)
+    check("experts of all layers together", sizes.get("num_hidden_layers", 1) * experts, EXPERTS)

@@ -1,7 +1,7 @@
 """Data loaders that give the ranks of a sequence the same batches, and other groups other ones.
 
-A loader over the whole data set is dealt to groups as accelerate deals one to ranks. Group d of D takes the batches d,
-d + D, and so on. With every batch all ranks tell one another that they have it: what one cannot load is said on all.
+A loader over the whole data set is dealt to groups as accelerate deals one to ranks: group d of D takes the batches d,
+d + D, and so on. With every batch all ranks agree that each has one, so an error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Loader:
         self.sp, self.read_once = sp, read_once
         self.epoch: int | None = None
         self.batches = 0
-        self._random: list[torch.Tensor] = []  # as they were when the epoch began: its order comes from them
-        self._state: dict[str, Any] | None = None
-        self._order: _Indices | None = None  # what the sampler draws, and of it what is read here
-        self._indices: _Indices | None = None
+        self._random: list[torch.Tensor] = []  # random states at the beginning of the epoch, which its order comes from
+        self._state: dict[str, Any] | None = None  # of `load_state_dict`, for the next epoch
+        self._order: _Indices | None = None  # of the whole loader
+        self._indices: _Indices | None = None  # those of them that this group reads
         error = None
         try:
             self.given = loader
@@ -60,12 +60,12 @@ class Loader:
         return len(self.loader)
 
     def _dealt(self, loader: Any) -> Any:
-        """The same loader, which reads this group's part."""
+        """A copy of the loader that reads this group's batches alone."""
         if not isinstance(loader, DataLoader):
             if hasattr(loader, "data_sampler"):  # DeepSpeed's own, of initialize
                 return loader
             raise ConfigError(f"sp.loader needs a DataLoader of torch; got {type(loader).__name__}, make one of it")
-        own = copy.copy(loader)  # of its own class, with all of its settings, which a DataLoader does not let change
+        own = copy.copy(loader)  # of the same class and with the same settings, which a DataLoader does not let change
         whole = not is_dealt(self.sp, loader) and self.sp.data_size > 1
         if isinstance(loader.dataset, IterableDataset):
             vars(own)["dataset"] = self._dealt_stream(loader) if whole else loader.dataset
@@ -91,7 +91,7 @@ class Loader:
             num_processes=self.sp.data_size,
             process_index=self.sp.data_rank,
         )
-        shard.epoch = 0  # read where nobody has set one
+        shard.epoch = 0  # it is read even where set_epoch was never called
         return shard
 
     def set_epoch(self, epoch: int) -> None:
@@ -104,77 +104,77 @@ class Loader:
     # ---- an epoch
 
     @property
-    def _tells(self) -> bool:
+    def _sends_to_group(self) -> bool:
         return self.read_once and self.sp.groups.control is not None
 
     @property
     def _reads(self) -> bool:
-        return self.sp.rank == 0 or not self._tells
+        return self.sp.rank == 0 or not self._sends_to_group
 
     def __iter__(self) -> Iterator[Any]:
         state, self._state = self._state, None
         self.batches = state["batches"] if state else 0
-        own = self._own(state)
+        own = self._batches_from(state)
         while True:
-            batch, seen, error = self._next(own) if self._reads else (None, {}, None)
-            if self._tells:
-                batch, seen = self._told(batch, seen)
-            agree(self.sp.control_world, "loader", seen, error=error, call=CALL, advice=_cause)
-            if seen[BATCHES] != "another":
+            batch, compared, error = self._next_batch(own) if self._reads else (None, {}, None)
+            if self._sends_to_group:
+                batch, compared = self._broadcast_batch(batch, compared)
+            agree(self.sp.control_world, "loader", compared, error=error, call=CALL, advice=_cause)
+            if compared[BATCHES] != "another":
                 break
             self.batches += 1
             yield batch
         self.batches = 0
 
-    def _own(self, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """What this rank reads, from where the state left off."""
+    def _batches_from(self, state: Mapping[str, Any] | None) -> Iterator[Any]:
+        """The batches that this rank reads, from where the state ends."""
         generators = self._generators()
         if state is None:
             self._random = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
             yield from self.loader
             return
-        self._random, left = state["random"], state["batches"]
+        self._random, skipped = state["random"], state["batches"]
         with torch.random.fork_rng(devices=[]):  # a sampler draws its order before its first batch
             torch.set_rng_state(self._random[0])
             for generator, its in zip(generators, self._random[1:], strict=True):
                 generator.set_state(its)
             if "loader" in state:
                 self.loader.load_state_dict(state["loader"])
-                left = 0
+                skipped = 0
             elif self._indices is not None:
-                self._indices.skip, left = left, 0
+                self._indices.skip, skipped = skipped, 0
             batches = iter(self.loader)
-            first = list(itertools.islice(batches, left, left + 1))
+            first = list(itertools.islice(batches, skipped, skipped + 1))
         yield from itertools.chain(first, batches)
 
     def _generators(self) -> list[torch.Generator]:
-        """Those that the order of an epoch may come from, beside torch's own."""
+        """The generators that an epoch's order may come from, beside torch's global one."""
         found = [getattr(part, "generator", None) for part in (self.given, *_samplers(self.given))]
         return list({id(x): x for x in found if isinstance(x, torch.Generator)}.values())
 
-    def _next(self, own: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
-        """(the next batch, pickled where others are told it; what all ranks compare; what went wrong)."""
+    def _next_batch(self, own: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
+        """(the next batch, pickled where it is sent to others; what all ranks compare; the error, if any)."""
         try:
-            batch, seen = next(own), {BATCHES: "another"}
-            if self._tells:
+            batch, compared = next(own), {BATCHES: "another"}
+            if self._sends_to_group:
                 batch = pickle.dumps(batch)
         except StopIteration:
-            batch, seen = None, {BATCHES: "no more"}
+            batch, compared = None, {BATCHES: "no more"}
         except Exception as reason:
-            return None, {}, _failed(reason)
+            return None, {}, _loading_error(reason)
         if self._order is not None and self._order.compared:
-            seen[ORDER] = self._order.digest.hexdigest()
-        return batch, seen, None
+            compared[ORDER] = self._order.digest.hexdigest()
+        return batch, compared, None
 
-    def _told(self, batch: Any, seen: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What the group's first rank has read, on all of them."""
-        group, said = self.sp.groups.control, [(batch, seen)]
+    def _broadcast_batch(self, batch: Any, compared: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The batch of the group's first rank, on all ranks of the group."""
+        group, message = self.sp.groups.control, [(batch, compared)]
         with explaining_failure(CALL, group):
             dist.broadcast_object_list(
-                said, group=group, group_src=self.sp.groups.sp_order.index(0), device=torch.device("cpu")
+                message, group=group, group_src=self.sp.groups.sp_order.index(0), device=torch.device("cpu")
             )
-        [(content, seen)] = said
-        return None if content is None else pickle.loads(content), seen
+        [(content, compared)] = message
+        return None if content is None else pickle.loads(content), compared
 
     # ---- going on with an epoch that was left
 
@@ -203,8 +203,8 @@ class Loader:
 
 
 class _Indices:
-    """Batches of indices. skip: how many the next epoch leaves out. compared: of how many, from the first on, a digest
-    is made, which is the same on all ranks whose samplers draw the same order."""
+    """A batch sampler around another one. skip: how many batches the next epoch leaves out. compared: how many batches,
+    from the first on, go into `digest`, which is equal on ranks whose samplers draw the same order."""
 
     def __init__(self, batches: Iterable[Any], compared: int = 0) -> None:
         self.given, self.compared, self.skip = batches, compared, 0
@@ -243,7 +243,7 @@ def is_dealt(sp: Sharding, loader: DataLoader) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """All that a loader gets its indices from."""
+    """The samplers that a loader gets its indices from."""
     batches = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, name, None) for name in ("sampler", "data_sampler")]
     return [x for x in (*found, batches, getattr(batches, "sampler", None)) if x is not None]
@@ -257,7 +257,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _accelerate() -> Any:
-    """accelerate's module of loaders, whose dealing is used. Raises ConfigError where it is not installed."""
+    """accelerate's module of data loaders. Raises ConfigError where accelerate is not installed."""
     try:
         from accelerate import data_loader
     except ModuleNotFoundError as error:
@@ -268,8 +268,8 @@ def _accelerate() -> Any:
     return data_loader
 
 
-def _failed(reason: Exception) -> SeqParError:
-    """Of a worker torch gives its whole traceback, whose last line says what happened."""
+def _loading_error(reason: Exception) -> SeqParError:
+    """The error for loading that failed. For a worker torch gives a traceback, whose last line is the reason."""
     *_, last = str(reason).strip().splitlines() or [""]
     if "Original Traceback" not in str(reason):
         return as_error("loading data failed", reason)
@@ -279,7 +279,7 @@ def _failed(reason: Exception) -> SeqParError:
 
 
 def _cause(given: Mapping[int, Fields]) -> str:
-    """Why ranks have other batches, and what to do."""
+    """The cause and the remedy where ranks have different batches; "" where they are not known."""
     names = differing(given)
     if ORDER in names:
         return (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from .errors import ConfigError
 
 if TYPE_CHECKING:
+    from .planner.auto import Job
     from .planner.request import Model
 
 # a class that all of a library's models have among their bases -> the package that patches them
@@ -17,26 +18,39 @@ PACKAGES = {"PreTrainedModel": "hf_integration"}
 HOW = "which is not installed; install it by pip install 'ds_seqpar[hf]'"
 
 
-def library_of(model: nn.Module) -> Any:
-    """The package that patches models of this kind; None for a model of one's own.
+class Library(Protocol):
+    """A package that patches models of one library. Models may be inside a peft model or torch.compile; sp is a
+    SequenceParallel.
 
-    Its functions take a model that may be inside a peft model or torch.compile. is_known: whether its attention can be
-    patched. heads: its numbers of query and key/value heads. job_of: a job, with what the planner must know of the
-    model. check_patch: raises where `patch_attention` would. patched_with: the SequenceParallel that it is patched
-    with. check_function, check_engine: raise on every rank unless its loss is right, before and after DeepSpeed has the
-    model."""
+    is_known: whether the model's attention can be patched. heads: (query heads, key/value heads). job_of: the job with
+    the model's sizes. check_patch: raises where patch_attention would. patched_with: the SequenceParallel that a model
+    is patched with. check_function, check_engine: raise on every rank unless the model's loss is right, before and
+    after DeepSpeed has the model."""
+
+    def is_known(self, model: Any) -> bool: ...
+    def heads(self, model: Any) -> tuple[int, int]: ...
+    def job_of(self, model: Any, job: Job) -> Job: ...
+    def check_patch(self, model: Any, sp: Any) -> None: ...
+    def patched_with(self, model: Any) -> Any: ...
+    def patch_attention(self, model: Any, sp: Any) -> Any: ...
+    def check_function(self, model: Any, sp: Any) -> None: ...
+    def check_engine(self, engine: Any, sp: Any) -> None: ...
+
+
+def library_of(model: nn.Module) -> Library | None:
+    """The package that patches models of this kind; None for a user's own model."""
     bases = [base.__name__ for base in type(unwrapped(model)).__mro__]
     return next((imported(package) for base, package in PACKAGES.items() if base in bases), None)
 
 
-def known_library(model: nn.Module) -> Any:
-    """`library_of`, where it can patch the model."""
+def known_library(model: nn.Module) -> Library | None:
+    """The package that can patch the model; None where none can."""
     library = library_of(model)
     return library if library is not None and library.is_known(unwrapped(model)) else None
 
 
-def own_library(model: nn.Module) -> Any:
-    """`library_of`. Raises ConfigError for a model of one's own."""
+def own_library(model: nn.Module) -> Library:
+    """The package that patches models of this kind. Raises ConfigError for a user's own model."""
     if (library := library_of(model)) is None:
         raise ConfigError(
             "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
@@ -46,13 +60,13 @@ def own_library(model: nn.Module) -> Any:
 
 
 def numbers_of(place: str) -> Model:
-    """What a model's memory depends on, from the folder or file of its config. Raises ConfigError for one that is none,
-    or that is not known."""
+    """The sizes of a model, from the folder or the file of its config. Raises ConfigError for another file, and for a
+    family that is not known."""
     return imported(f"{PACKAGES['PreTrainedModel']}.job").numbers_of(place)
 
 
 def imported(name: str) -> Any:
-    """The module. Raises ConfigError where a library that it is for is not installed."""
+    """The imported module. Raises ConfigError where transformers or accelerate, which it needs, is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -136,8 +136,9 @@ class SequenceParallel(Sharding):
         """
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
-        backward, meant = torch.is_grad_enabled() and followed, inputs.mask_of(causal, mask)
-        options = inputs.AttentionOptions(meant, shards, scale, backward, bool(return_lse), softcap, sinks)
+        backward = torch.is_grad_enabled() and followed
+        mask = inputs.mask_of(causal, mask)
+        options = inputs.AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
         out, lse = ops.attention(self.runtime, q, k, v, options)
         return out if lse is None else (out, ops.LseWithoutGradient.apply(lse, out))
 
@@ -257,7 +258,7 @@ class SequenceParallel(Sharding):
 
 
 def _own_device() -> tuple[torch.device, ConfigError | None]:
-    """This rank's device, set, and why it has none, for all ranks to hear."""
+    """(this rank's device, which is now the current one; the error to tell all ranks where it has none)."""
     try:
         return devices.bind_device(groups.all_ranks()) or torch.device("cpu"), None
     except ConfigError as reason:
@@ -272,9 +273,9 @@ def _agreed(
     device: torch.device,
     error: SeqParError | None,
 ) -> tuple[SequenceParallelConfig, Orders]:
-    """The configuration with every "auto" but the kernel's replaced, and the order of kernels by which that is chosen.
-    Raises on every rank where one rank's does not fit, or where one has an error already. Where the settings ask for a
-    plan each rank plans for itself, and rank 0 says what is chosen."""
+    """(the configuration with every "auto" but the kernel's replaced; the measured orders by which kernel "auto" is
+    chosen). error: of this rank, which all ranks then raise. Raises on every rank where one rank's settings do not fit.
+    Where the settings ask for a plan, each rank plans for itself, and rank 0 prints the result."""
     settings: dict[str, Any] = {}
     measured: Orders = {}
     try:
@@ -282,25 +283,25 @@ def _agreed(
         resolved = config.resolve(ranks, heads)
         settings = {**config.settings(), "heads": heads}
         if config.kernel == "auto":
-            measured = _measured(config.machine, device)
+            measured = _measured_orders(config.machine, device)
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
-    if "kernels here" in settings and config.machine != "auto" and not measured and dist.get_rank() == 0:
-        _say_unmeasured(config.machine, device)
+    if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
+        _warn_of_unmeasured_device(config.machine, device)
     return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved, measured
 
 
 def _advice(given: Mapping[int, Fields]) -> str:
-    from .runtime.causes import of_kernels  # of ranks that differ, which few runs see
+    from .runtime.causes import of_kernels  # only runs whose ranks differ need it
 
     return of_kernels(given)
 
 
-def _measured(machine: str, device: torch.device) -> Orders:
-    """What the machine's file says of such a device."""
+def _measured_orders(machine: str, device: torch.device) -> Orders:
+    """The orders of kernels that the machine's file has for this kind of device; {} where it has none."""
     if machine == "auto":
         return {}
     from .planner.machine import Machine
@@ -308,44 +309,46 @@ def _measured(machine: str, device: torch.device) -> Orders:
     return Machine.load(machine).kernels.get(devices.device_name(device), {})
 
 
-def _say_unmeasured(machine: str, device: torch.device) -> None:
+def _warn_of_unmeasured_device(machine: str, device: torch.device) -> None:
     from .planner.machine import Machine
 
-    if found := Machine.load(machine).kernels:
-        said = f"sequence_parallel: {machine} has the order of kernels of {', '.join(found)}, none of this device"
-        print(f"{said}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
+    if measured := Machine.load(machine).kernels:
+        line = f"sequence_parallel: {machine} has the order of kernels of {', '.join(measured)}, none of this device"
+        print(f"{line}, {devices.device_name(device)}; the built-in order holds", file=sys.stderr, flush=True)
 
 
 def _planned_by_all(
     world: dist.ProcessGroup, config: SequenceParallelConfig, heads: tuple[int, int] | None, job: Job | None
 ) -> SequenceParallelConfig:
-    """As the planner chooses it, on every rank for the same hosts."""
-    from .planner.auto import line_of, planned
+    """The configuration that the planner makes. Every rank plans for the hosts of all ranks, and then they compare."""
+    from .planner.auto import line_of, resolve_with_plan
 
     hosts: list[devices.Host] = [host for _, host in gathered(world, ("SequenceParallel", devices.own_host()))]
-    error, found, choice = None, {}, None
+    error, compared, plan = None, {}, None
     try:
-        resolved, choice = planned(config, job, heads, len(hosts), functools.partial(seen, hosts=hosts))
-        found = {f"planned {name}": value for name, value in resolved.settings().items()}
-        if choice:  # by what each rank has read
-            found |= {"tokens": choice.request.seq}
+        detect = functools.partial(detected_machine, hosts=hosts)
+        resolved, plan = resolve_with_plan(config, job, heads, len(hosts), detect)
+        compared = {f"planned {name}": value for name, value in resolved.settings().items()}
+        if plan:  # each rank has read the length for itself
+            compared |= {"tokens": plan.request.seq}
     except Exception as reason:
         error = as_error(UNREADABLE, reason)
-    agree(world, CONFIGURATION, found, error=error, call="SequenceParallel")
-    if choice and dist.get_rank() == 0:
-        print(line_of(choice), file=sys.stderr, flush=True)
+    agree(world, CONFIGURATION, compared, error=error, call="SequenceParallel")
+    if plan and dist.get_rank() == 0:
+        print(line_of(plan), file=sys.stderr, flush=True)
     return resolved
 
 
-def seen(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
-    """The machine that the planner takes where nobody says which, the same on all ranks. It follows from the name of
-    rank 0's accelerator and the memory that is there. Without accelerators the smallest host's cores and memory say it.
-    """
+def detected_machine(dtype: str, hosts: Sequence[devices.Host]) -> Machine:
+    """The machine that the planner assumes where the section names none, the same on all ranks.
+
+    dtype: it must have rates of it. hosts: of every rank. With accelerators the name of rank 0's and the memory that
+    all have say which machine; without, the smallest host's cores and memory."""
     from .planner.machine import Machine
 
     per_node, device = devices.ranks_per_host(hosts), hosts[0].device
     if device:
-        machine = Machine.supposed(device, dtype)
+        machine = Machine.guessed(device, dtype)
         memory = min(host.device_memory for host in hosts) or machine.memory
         return dataclasses.replace(machine, per_node=per_node, memory=memory, host_memory=min(h.memory for h in hosts))
     cores = {name: {core for host in hosts if host.name == name for core in host.cores} for name, *_ in hosts}

@@ -1,4 +1,4 @@
-"""Which tokens of a batch each rank holds, and which see one another, where the configured layout does not say."""
+"""A batch's own sharding and mask, where the configured layout is not enough."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ class Placement:
 
     @property
     def tokens(self) -> int:
-        """Of all ranks, of a sequence or of all that lie end to end."""
+        """The tokens of all ranks together: of one sequence, or of all rows that lie end to end."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @property
     def digest(self) -> int:
-        """The same number in every process."""
+        """A hash that is the same in every process."""
         return hash((hash(self.mask), hash(self.shards), self.rows or 0, self.restarts)) & 0xFFFFFFFF
 
     def __str__(self) -> str:
         return f"of {self.tokens} tokens {self.digest:08x}"
 
-    def masked(self, window: int | None) -> Mask:
-        """Its mask with a layer's window."""
-        return self.mask if window is None else windowed(self.mask, window)
+    def mask_with_window(self, window: int | None) -> Mask:
+        """The mask with a layer's window, in tokens."""
+        return self.mask if window is None else _with_window(self.mask, window)
 
     def positions(self, ulysses: int, rank: int) -> Tensor:
-        """Those that an SP rank holds, int64, on the CPU."""
-        return held(self.shards, ulysses, rank)
+        """The positions of an SP rank's tokens, int64, on the CPU."""
+        return positions_held(self.shards, ulysses, rank)
 
     def position_ids(self, ulysses: int, rank: int) -> Tensor:
-        """What a model is given for them."""
+        """The position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU."""
         positions, restarts = self.positions(ulysses, rank), torch.tensor(self.restarts, device="cpu")
         return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
 
 
 @functools.lru_cache(maxsize=64)
-def windowed(mask: Mask, window: int) -> Mask:
+def _with_window(mask: Mask, window: int) -> Mask:
     return dataclasses.replace(mask, window=window)
 
 
 @functools.lru_cache(maxsize=64)
-def held(shards: Shards, ulysses: int, rank: int) -> Tensor:
+def positions_held(shards: Shards, ulysses: int, rank: int) -> Tensor:
     inner, member = divmod(rank, ulysses)
     return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")

@@ -1,4 +1,6 @@
-"""Moving data between global order and the tokens of one rank, whatever says which those are; and losses' mean."""
+"""Moves tensors between global order and one rank's tokens, by the configured layout or a Placement; and averages
+losses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .compiler.masks import Mask
 from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
 from .errors import InputError
-from .placement import Placement, held
+from .placement import Placement, positions_held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
 from .runtime.comm import explaining_failure
@@ -25,7 +27,7 @@ Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many cla
 
 
 class Sharding:
-    """What SequenceParallel, which makes its attributes, can do with tensors of whole sequences."""
+    """The methods of SequenceParallel that shard and gather tensors. SequenceParallel sets the attributes."""
 
     config: SequenceParallelConfig
     size: int
@@ -43,18 +45,18 @@ class Sharding:
 
     @property
     def control_world(self) -> dist.ProcessGroup:
-        """All ranks, for CPU tensors."""
+        """The process group of all ranks, for CPU tensors."""
         return self.groups.world
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The most tokens, and labels, that any patched model knows now; None where no model is patched."""
-        known = [read(model) for model, read in self.vocabularies.items()]
-        return (max(tokens for tokens, _ in known), max(labels for _, labels in known)) if known else None
+        """The largest vocabularies (of tokens, of labels) of the patched models now; None where no model is patched."""
+        sizes = [read(model) for model, read in self.vocabularies.items()]
+        return (max(tokens for tokens, _ in sizes), max(labels for _, labels in sizes)) if sizes else None
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length, in tokens, is a multiple of that all ranks share equally."""
+        """All ranks share a sequence equally if its tokens are a multiple of this number."""
         return multiple(self.config.layout, self.size, self.config.ulysses)
 
     def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> Placement | None:
@@ -80,7 +82,8 @@ class Sharding:
         others where seq / size is no whole number."""
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
-        return self.held(seq, self.place(seq), self.rank).clone()  # the cached one must not be the caller's to change
+        positions = self.held(seq, self.place(seq), self.rank)
+        return positions.clone()  # the cached tensor must not be the caller's to change
 
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
@@ -101,12 +104,12 @@ class Sharding:
         send it are parts to be summed or copies of one another.
         """
         shape = list(getattr(x, "shape", ()))
-        rest = tuple(size for at, size in enumerate(shape) if type(dim) is not int or at != dim % len(shape))
-        given = {"shape beside the tokens": rest, "dtype": getattr(x, "dtype", type(x)), "dim": dim}
+        other_dims = tuple(size for at, size in enumerate(shape) if type(dim) is not int or at != dim % len(shape))
+        compared = {"shape beside the tokens": other_dims, "dtype": getattr(x, "dtype", type(x)), "dim": dim}
         if placement is not None:
-            given["placement"] = str(placement)
+            compared["placement"] = str(placement)
         error = self._gather_error(x, dim, placement)
-        agree(self.groups.control, "tensor to gather", given, error=error, call="gather")
+        agree(self.groups.control, "tensor to gather", compared, error=error, call="gather")
         if placement is None:
             seq = x.shape[dim] * self.size
             if self.groups.control is not None:
@@ -125,10 +128,10 @@ class Sharding:
         return whole
 
     def held(self, seq: int, placement: Placement | None, rank: int) -> Tensor:
-        """The places of an SP rank's tokens in a sequence of `seq`, or in what a placement says, int64, on the CPU."""
+        """The positions of an SP rank's tokens in a sequence of `seq`, or in that of a placement, int64, on the CPU."""
         inner = self.size // self.config.ulysses
         shards = placement.shards if placement else EvenShards(self.config.layout, seq, inner)
-        return held(shards, self.config.ulysses, rank)
+        return positions_held(shards, self.config.ulysses, rank)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of x, any shape, over the ranks that share the sequence, for a loss that every one of them has whole,
@@ -172,14 +175,15 @@ class Sharding:
 
 
 def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.ProcessGroup | None, call: str) -> Tensor:
-    """The whole (seq, ...) of what each member of a group has, which lies in it at orders[member]; local (its tokens,
-    ...) is this rank's. Collective over the group, None: this rank alone. call: what users call to come here."""
+    """The whole tensor (seq, ...) of all members' parts. local (own tokens, ...): this rank's part. orders: for each
+    member the positions of its tokens. Collective over the group; None: this rank alone. call: the user's call, for
+    errors."""
     longest = max(len(order) for order in orders)
     parts = local.new_empty(len(orders), longest, *local.shape[1:])
     if group is None:
         parts[0].copy_(local)
     else:
-        if len(local) < longest:  # all gather as many
+        if len(local) < longest:  # all_gather needs parts of one size
             local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
         with explaining_failure(call, group):
             dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
@@ -190,7 +194,7 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
 
 
 def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
-    """Raises InputError for a tensor that has not all tokens of the placement, in its rows."""
+    """Raises InputError unless a tensor has all tokens of the placement, in the placement's rows."""
     wanted: tuple[int, ...] = (placement.tokens,)
     if placement.rows is not None:
         wanted = placement.rows, placement.tokens // placement.rows
@@ -206,8 +210,8 @@ def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
 
 
 def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
-    """(the mean over all ranks of the losses that each was given, in double precision; the mean of this rank's own, in
-    their dtype, which autograd follows). Collective; raises InputError or DisagreementError on all ranks."""
+    """(the mean of all ranks' losses, in double precision; the mean of this rank's losses in their own dtype, with
+    their graph). Collective. Raises InputError or DisagreementError on all ranks."""
     losses, error = _losses(given)
     own = torch.zeros((), device="cpu") if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
     exact = 0.0 if error else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())

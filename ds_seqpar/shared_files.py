@@ -1,9 +1,9 @@
 """The shared memory of DeepSpeed's CPU op: one file of 66 MiB for each rank, which DeepSpeed makes and never removes.
 
 DeepSpeed makes the files where its launcher starts all ranks on one machine without GPUs. Each rank maps the files of
-all ranks. `unname` removes their names once every rank has mapped them: the memory is then freed when the last rank
-ends, however it ends. `remove_left` removes files of runs that ended before they came that far, or that never come
-there: runs of DeepSpeed alone.
+all ranks. `unname` removes their names once every rank has mapped them; then the memory is freed when the last rank
+ends, however it ends. `remove_left` removes the files of runs that ended before `unname`, or never call it, as runs of
+DeepSpeed without this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who has which tokens of a tensor of whole sequences, and how the whole is made of all ranks' parts."""
+"""How a tensor of whole sequences is spread over ranks, and how it is gathered from their parts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LARGE = 2**30  # bytes of a gather that is warned of
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Spread:
-    """Of `rows` sequences of `tokens` tokens each rank's part, (rows, its tokens, ...); with `joined`, where sequences
-    lie end to end, (1, its tokens, ...).
+    """How a tensor (rows, tokens, ...) is spread over the ranks of a group.
 
-    orders: of each member of the group the places of its tokens in a sequence; with joined, row * tokens + token.
-    placement: that of the batch. name: of what is spread, for sentences. narrowed: by rows and tokens, see `narrow`.
+    Each rank's part is (rows, its tokens, ...); with `joined`, where rows lie end to end, (1, its tokens, ...). orders:
+    for each member the positions of its tokens in a sequence; with joined, row * tokens + token. placement: of the
+    batch. name: of the tensor, for messages. narrowed: cache of `narrow`.
     """
 
     sp: Sharding
@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of(cls, sp: Sharding, rows: int, tokens: int, placement: Placement | None, name: str) -> Spread:
-        """That of a batch that was sharded."""
+        """The Spread of a sharded batch of rows x tokens."""
         where = placement or sp.place(tokens)
         return cls(
             sp=sp,
@@ -50,16 +50,16 @@ class Spread:
         )
 
     def named(self, name: str) -> Spread:
-        """The same of another tensor."""
+        """The same spread of a tensor with another name."""
         return dataclasses.replace(self, name=name)
 
     def is_like(self, other: Spread) -> bool:
-        """Whether ranks have the same tokens."""
+        """Whether ranks have the same tokens in both."""
         return self.orders is other.orders and self.rows == other.rows
 
     @property
     def own(self) -> Tensor:
-        """The places of this rank's tokens."""
+        """The positions of this rank's tokens."""
         return self.orders[self.sp.groups.sp_order.index(self.sp.rank)]
 
     @property
@@ -74,8 +74,8 @@ class Spread:
         return whole.index_select(1, self.own.to(whole.device))
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The whole (rows, tokens, ...) of every rank's part. Collective over the ranks of the sequence: raises
-        DisagreementError on all of them where one does something else, CommunicationError where one does nothing."""
+        """The whole tensor (rows, tokens, ...) of all ranks' parts. Collective over the ranks of the sequence. Raises
+        DisagreementError on all of them where one calls something else, CommunicationError where one calls nothing."""
         groups, shape = self.sp.groups, (self.rows, self.tokens, *part.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
         agree(groups.control, call, {"shape": shape, "dtype": part.dtype}, call=f"the {call},")
@@ -90,8 +90,8 @@ class Spread:
         return whole.view(torch.bool) if part.dtype == torch.bool else whole
 
     def narrow(self, rows: slice, tokens: slice) -> tuple[Spread, Tensor]:
-        """(that of some rows and tokens, which of this rank's tokens are among them). Of rows that stand beside one
-        another a part has all: whoever cuts it takes them."""
+        """(the Spread of some rows and tokens; the indices of this rank's tokens that are among them). Without `joined`
+        a part has all rows, and the caller cuts these."""
         key = rows.indices(self.rows), tokens.indices(self.tokens)
         if key not in self.narrowed:
             self.narrowed[key] = self._narrow(range(*key[0]), range(*key[1]))
@@ -117,7 +117,7 @@ class Spread:
 
 @functools.cache
 def warn_of_size(name: str, gib: float) -> None:
-    """Once a process, output and size."""
+    """Warns once in a process for each name and size (GiB)."""
     warnings.warn(
         f"whole {name} of {gib} GiB are gathered on every rank of a sequence: slice what is needed first, or work on "
         f"this rank's own part, {name}.local (docs/whole.md)",

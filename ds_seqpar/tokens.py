@@ -37,7 +37,7 @@ def check_range(batch: Mapping[str, Any], vocabulary: Vocabulary | None) -> None
     """Raises InputError for a label that is neither a class of the model's head nor -100, and for an unknown token id.
 
     batch: has labels, and may have input_ids of their shape. vocabulary: None where the model is not known. Every rank
-    checks the whole batch: else only the rank that holds such a token would fail, and its peers would wait for it.
+    checks the whole batch. Otherwise only the rank that holds a wrong token would fail, and the others would wait.
     """
     tokens, classes = vocabulary or (None, None)
     labels, ids = batch["labels"], batch.get("input_ids")
@@ -67,7 +67,8 @@ def _first_of(x: Tensor, wrong: Tensor) -> str:
 
 
 def predicted_from_padding(labels: Tensor, mask: Tensor | None) -> int:
-    """How many rows begin with padding, and have a label that counts at their first real token.
+    """How many rows begin with padding and have a label that counts at their first real token: only padding could
+    predict it.
 
     labels: int64 (rows, tokens). mask: bool of the same shape on the CPU, False for padding; None: no padding."""
     if mask is None:

@@ -1,6 +1,6 @@
-"""accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses have, read as our "sequence_parallel" section.
+"""Reads accelerate's ParallelismConfig, which scripts for DeepSpeed's Ulysses have, as our "sequence_parallel" section.
 
-It comes by TrainingArguments, or from accelerate's launcher by the environment. accelerate itself must see none: it
+It is given in TrainingArguments, or by accelerate's launcher in the environment. accelerate itself must not see it: it
 would shard every batch a second time, with groups of its own.
 """
 
@@ -23,7 +23,8 @@ KERNELS = {None: None, "None": None, "sdpa": None, "flash_attention_2": "flash_a
 
 @contextlib.contextmanager
 def taken_from(args: TrainingArguments) -> Iterator[ParallelismConfig | None]:
-    """The ParallelismConfig that was given, if one was, while neither the arguments nor the environment have it."""
+    """A context in which neither the arguments nor the environment have a ParallelismConfig. Gives the one that was
+    there; None: there was none."""
     given, launched = args.parallelism_config, os.environ.get(LAUNCHED, "")
     if given is None and launched.lower() == "true":
         given = ParallelismConfig()  # from the environment
@@ -38,9 +39,9 @@ def taken_from(args: TrainingArguments) -> Iterator[ParallelismConfig | None]:
 
 
 def joined(section: Mapping[str, Any], given: ParallelismConfig | None, world: int) -> Any:
-    """The section with what accelerate was told. Raises ConfigError where both say a size, and it is not the same, and
-    for what is not sequence parallelism."""
-    if given is None or not isinstance(section, Mapping):  # who reads the section says what it must be
+    """The section with the settings of a ParallelismConfig. Raises ConfigError where both have a size and these differ,
+    and for fields that are not of sequence parallelism."""
+    if given is None or not isinstance(section, Mapping):  # SequenceParallelConfig raises for what is no mapping
         return section
     for field in ("tp_size", "cp_size"):
         if (value := getattr(given, field)) > 1:
@@ -48,7 +49,7 @@ def joined(section: Mapping[str, Any], given: ParallelismConfig | None, world: i
                 f"of accelerate's ParallelismConfig sequence parallelism takes sp_size and its dp sizes; got {field} "
                 f"{value}, leave it out"
             )
-    if given.sp_size == 1:  # nothing is said: data parallel sizes alone are DeepSpeed's anyway
+    if given.sp_size == 1:  # it has data parallel sizes alone, which DeepSpeed has anyway
         return section
     groups = given.dp_replicate_size * given.dp_shard_size
     if groups not in (1, world // given.sp_size):
@@ -56,14 +57,14 @@ def joined(section: Mapping[str, Any], given: ParallelismConfig | None, world: i
             f"dp_replicate_size x dp_shard_size of a ParallelismConfig must be ranks / sp_size, {world} / "
             f"{given.sp_size}; got {groups}, leave both out"
         )
-    said = {"size": given.sp_size} | _kernel(given.sp_handler.sp_attn_implementation)
-    for name, value in said.items():
+    settings = {"size": given.sp_size} | _kernel(given.sp_handler.sp_attn_implementation)
+    for name, value in settings.items():
         if section.get(name, "auto") not in ("auto", value):
             raise ConfigError(
                 f"{SECTION}.{name} must be what accelerate's ParallelismConfig says; got {section[name]!r} there and "
                 f"{value!r} by it, leave one out"
             )
-    return {**section, **said}
+    return {**section, **settings}
 
 
 def _kernel(name: str | None) -> dict[str, str]:

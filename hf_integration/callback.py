@@ -1,7 +1,8 @@
-"""What a sequence parallel run adds to the Trainer's log: tokens a second, utilisation, memory; the shape, once.
+"""Figures that a sequence parallel run adds to the Trainer's log: tokens a second, utilisation, memory; the shape,
+once.
 
-Model flops utilisation (MFU) is the flops that training steps have over those that the devices could do at most. What
-is computed again, by checkpoints or kernels, does not count.
+Model flops utilisation (MFU) is the flops of training steps over the most that the devices could do in that time. What
+checkpoints or kernels compute again does not count.
 """
 
 from __future__ import annotations
@@ -23,36 +24,36 @@ from ds_seqpar.batches import lengths_of
 from ds_seqpar.errors import InputError
 
 from .families import unwrapped, windows
-from .job import counted, elements
+from .job import elements, model_sizes
 
-# flops/s in bf16 and fp16, without sparsity, by what the device is called. Source: NVIDIA's data sheets
+# name of a device -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
 PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
 
 
 def peak(device: torch.device, half: bool) -> float | None:
-    """Flops/s of a device at most, None where that is not known. half: whether it multiplies in bf16 or fp16."""
+    """The most flops/s of a device; None: not known. half: whether it multiplies in bf16 or fp16."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and half else ""
     return next((rate for pattern, rate in PEAKS.items() if re.search(pattern, name)), None)
 
 
-class Flops:
-    """Of the training steps of a patched model. For each weight and token a matrix takes two in forward, two for its
-    input's gradient, and two for its own, which frozen weights do not have."""
+class FlopCounter:
+    """Counts the flops of a patched model's training steps. For each weight and token a matrix product takes two flops
+    in forward, and two for the input's gradient. It takes two more for the weight's gradient, unless that is frozen."""
 
     def __init__(self, model: nn.Module) -> None:
-        numbers, self.windows = counted(unwrapped(model)), windows(unwrapped(model))
+        numbers, self.windows = model_sizes(unwrapped(model)), windows(unwrapped(model))
         trained = [p for p in model.parameters() if p.requires_grad]
         weights = numbers.layers * (numbers.projections + numbers.mlp) + numbers.embedding
         all_trained = len(trained) == len([*model.parameters()])
-        self.each_token = 6 * weights if all_trained else 4 * weights + 6 * sum(map(elements, trained))
-        self.each_pair = 12 * numbers.heads * numbers.head_dim
+        self.flops_of_token = 6 * weights if all_trained else 4 * weights + 6 * sum(map(elements, trained))
+        self.flops_of_pair = 12 * numbers.heads * numbers.head_dim
 
-    def of(self, lengths: Sequence[int]) -> float:
-        """lengths: tokens of the documents that are trained on."""
-        from ds_seqpar.planner.request import pairs_of
+    def of_documents(self, lengths: Sequence[int]) -> float:
+        """The flops of training on documents of these lengths, in tokens."""
+        from ds_seqpar.planner.request import visible_pairs
 
-        pairs = sum(pairs_of(lengths, window) for window in self.windows)
-        return self.each_token * sum(lengths) + self.each_pair * pairs
+        pairs = sum(visible_pairs(lengths, window) for window in self.windows)
+        return self.flops_of_token * sum(lengths) + self.flops_of_pair * pairs
 
 
 class SequenceParallelCallback(TrainerCallback):
@@ -71,29 +72,29 @@ class SequenceParallelCallback(TrainerCallback):
 
     def __init__(self, sp: SequenceParallel, peak: float | None = None) -> None:
         self.sp, self.peak = sp, peak
-        self.flops: Flops | None = None
-        self.done = self.tokens = self.seconds = 0.0
-        self.began: float | None = None
-        self.figures: dict[str, Any] = {}
-        self.said = False
+        self.flop_counter: FlopCounter | None = None
+        self.flops_done = self.tokens = self.seconds = 0.0
+        self.step_began: float | None = None
+        self.figures: dict[str, Any] = {}  # for the next log
+        self.shape_logged = False
 
     def start(self) -> None:
-        """A training step begins, with loading its data."""
-        self.began = time.perf_counter()
+        """Starts the clock of a training step, before its data is loaded."""
+        self.step_began = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.peak = self.peak or peak(args.device, args.bf16 or args.fp16)
-        self.flops = Flops(kwargs["model"]) if self.peak else None
+        self.flop_counter = FlopCounter(kwargs["model"]) if self.peak else None
 
     def count(self, batch: Mapping[str, Any]) -> None:
-        """A whole batch of the step, of which this rank does its part."""
+        """Counts the tokens and flops of a whole batch, of which this rank has 1 / sp.size."""
         try:
             lengths = lengths_of(batch)
-        except InputError:  # the forward raises it too, on all ranks
+        except InputError:  # the forward will raise it, on all ranks
             return
         self.tokens += sum(lengths) / self.sp.size
-        if self.flops is not None:
-            self.done += self.flops.of(lengths) / self.sp.size
+        if self.flop_counter is not None:
+            self.flops_done += self.flop_counter.of_documents(lengths) / self.sp.size
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._measure(args, control)
@@ -101,16 +102,17 @@ class SequenceParallelCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def _measure(self, args: Any, control: Any) -> None:
-        """All ranks come here, and know whether they will log; `on_log` may be called by one rank alone."""
-        if self.began is not None:
-            self.seconds += time.perf_counter() - self.began
-            self.began = None
+        """Gathers the figures of all ranks where a log follows. All ranks call it, while `on_log` may be called on one
+        rank alone."""
+        if self.step_began is not None:
+            self.seconds += time.perf_counter() - self.step_began
+            self.step_began = None
         if not control.should_log or not self.seconds:
             return
-        figures = self.tokens, self.seconds, memory_gib(args.device), self.done
-        mine = torch.tensor(figures, dtype=torch.float64, device="cpu")
+        figures = self.tokens, self.seconds, memory_gib(args.device), self.flops_done
+        own_figures = torch.tensor(figures, dtype=torch.float64, device="cpu")
         every = torch.empty(dist.get_world_size(), len(figures), dtype=torch.float64, device="cpu")
-        dist.all_gather(list(every.unbind()), mine, group=self.sp.control_world)
+        dist.all_gather(list(every.unbind()), own_figures, group=self.sp.control_world)
         seconds = float(every[:, 1].max())
         self.figures = {
             "tokens_per_second": round(float(every[:, 0].sum()) / seconds, 1),
@@ -118,25 +120,25 @@ class SequenceParallelCallback(TrainerCallback):
         }
         if self.peak:
             self.figures["mfu"] = round(float(every[:, 3].sum()) / (seconds * self.peak * len(every)), 4)
-        if not self.said:
+        if not self.shape_logged:
             self.figures |= shape(self.sp)
-            self.said = True
-        self.done = self.tokens = self.seconds = 0.0
+            self.shape_logged = True
+        self.flops_done = self.tokens = self.seconds = 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
-            logs.update(self.figures)  # not in state.log_history: no two runs have the same, and states are compared
+            logs.update(self.figures)  # not in state.log_history: that is equal for equal runs, and times are not
             self.figures = {}
 
 
 def shape(sp: SequenceParallel) -> dict[str, int]:
-    """How ranks share sequences, as numbers that every logging integration takes."""
+    """The shape of sequence parallelism, as numbers that every logging integration takes."""
     ulysses = sp.config.ulysses
     return {"sp_size": sp.size, "sp_ulysses": ulysses, "sp_inner": sp.size // ulysses, "data_groups": sp.data_size}
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory that this rank has held so far: on the device; of the process on a CPU."""
+    """The most memory that this rank has used so far: allocated on the GPU, or resident in a CPU process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux

@@ -1,7 +1,7 @@
 """Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.checkpoints).
 
-The checkpoint function that `gradient_checkpointing_enable` left in each layer is wrapped before a sharded forward. So
-it needs no context_fn, may be reentrant, and may be set at any time.
+`gradient_checkpointing_enable` leaves a checkpoint function in each layer, which is wrapped before a sharded forward.
+So that function needs no context_fn, may be reentrant, and may be set at any time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def layers_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def is_checkpointed(layer: Any) -> bool:
-    """Whether the layer's next forward is."""
+    """Whether the layer's next forward is checkpointed."""
     return layer is not None and layer.training and layer.gradient_checkpointing
 
 
 class AsInForward:
-    """A checkpoint function whose second run, in backward, is as its first: local or sharded, with the same noise,
-    whatever forwards have been made since. base: the patched base model."""
+    """A checkpoint function whose second run, in backward, repeats its first: local or sharded, with the same noise,
+    whatever forwards came between. base: the patched base model."""
 
     def __init__(self, checkpoint: Callable[..., Any], base: nn.Module) -> None:
         self.checkpoint, self.base = checkpoint, weakref.ref(base)
@@ -52,7 +52,7 @@ class AsInForward:
         if torch.compiler.is_compiling() or not hasattr(base, PATCH):
             return self.checkpoint(function, *args, **kwargs)
         patch, tiling = getattr(base, PATCH), getattr(base, TILING, None)
-        local, drawn = patch.local, noise.now()
+        local, drawn = patch.local, noise.current_draw()
 
         def run(*args: object, **kwargs: object) -> Any:
             if not local and getattr(base, PATCH, None) is not patch:
@@ -60,16 +60,16 @@ class AsInForward:
                     "backward computes checkpointed layers again, for which the model must be patched as it was in "
                     "forward; got one that was unpatched since, call unpatch_attention after backward"
                 )
-            with noise.drawing(drawn), contextlib.nullcontext() if tiling is None else tiling.being(local):
+            with noise.redrawing(drawn), contextlib.nullcontext() if tiling is None else tiling.being(local):
                 return function(*args, **kwargs)
 
         return self.checkpoint(run, *args, **kwargs)
 
 
 def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParallel) -> None:
-    """Has their checkpoints keep what attention gives, where the settings say so."""
+    """Wraps the layers' checkpoint functions, so that they keep attention's results where the settings say so."""
     if torch.compiler.is_compiling():
-        return  # the compiler's own matter
+        return  # the compiler decides what it keeps
     for layer in layers:
         function = vars(layer).get(FUNCTION)
         if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
@@ -77,7 +77,7 @@ def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParalle
 
 
 def forget(model: nn.Module) -> None:
-    """Gives a model's layers the checkpoint functions back that they had."""
+    """Undoes `keep_attention`: gives a model's layers the checkpoint functions back that they had."""
     for layer in layers_of(model):
         function = vars(layer).get(FUNCTION)
         if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):

@@ -1,4 +1,5 @@
-"""Packing: documents of a data set into packs, by a library for it, and packs into batches that say where each ends."""
+"""Packs documents of a data set by the `binpacking` library, and makes batches of packs that say where documents
+end."""
 
 from __future__ import annotations
 

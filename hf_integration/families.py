@@ -1,9 +1,9 @@
-"""Model families that have been checked: what their attention needs, what in a model would make it wrong, and how its
-attention modules, and nobody else, come to call ours.
+"""Model families that were checked: what their attention needs, which settings would make it wrong, and how attention
+modules of a patched model call our attention.
 
-transformers looks an attention function up by the name in the config of the module that calls it. So each attention
-module of a patched model is given a view of the model's config that says our name. The config itself stays as it was:
-what is saved, copied or made of it knows nothing of us.
+transformers looks up an attention function by the name in the config of the module that calls it. So each attention
+module of a patched model is given a view of the model's config with our name. The config itself does not change, and
+neither do models that are saved, copied or made with it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["attentions", "check_adapters", "check_model", "heads", "is_known", "
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What tells apart the causal attention of families, all of which go through transformers' AttentionInterface and
-    take RoPE from position_ids. Scale, softcap and sinks come with each call.
+    """How the causal attention of families differs. All go through transformers' AttentionInterface and take RoPE from
+    position_ids. Scale, softcap and sinks come with each call.
 
-    window: which layers have config.sliding_window: "none", "all", or "layers": those of config.layer_types that are
-    "sliding_attention". Everywhere it counts the query's own position (window N: N keys), as ours does.
-    experts: its loss may have a part for the balance of experts, which is not linear in tokens.
-    norms_heads: norms of q and k are over all heads, so that no head's can be made without the others.
+    window: the layers that have config.sliding_window: "none", "all", or "layers": those of config.layer_types that are
+    "sliding_attention". A window counts the query's own position (window N: N keys), as ours does.
+    experts: whether the loss may have a part that balances experts, which is not linear in tokens.
+    norms_heads: whether q and k have norms over all heads, so that a head cannot be computed without the others.
     """
 
     window: Literal["none", "all", "layers"] = "none"
@@ -39,7 +39,8 @@ class Family:
     norms_heads: bool = False
 
 
-# by model_type: what was compared with the unpatched model, logits, losses and gradients (tests/hf/test_families.py)
+# model_type -> family. Logits, losses and gradients were compared with the unpatched model's
+# (tests/hf/test_families.py)
 FAMILIES = {
     "cohere2": Family(window="layers"),  # layers with a window have RoPE, the others no positions
     "gemma2": Family(window="layers"),  # softcap
@@ -57,7 +58,7 @@ FAMILIES = {
     "qwen3_moe": Family(window="all", experts=True),
     "smollm3": Family(window="layers"),  # some layers without positions
 }
-# what a config has that no plan of ours computes: (whether it has, what it is)
+# what no schedule here computes: (whether a config has it, what it is)
 FOREIGN: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda config: getattr(config, "kv_lora_rank", None) is not None, "multi-head latent attention (MLA)"),
     (lambda config: "linear_attention" in _kinds(config), "linear attention"),
@@ -141,7 +142,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _against(config: PreTrainedConfig) -> list[str]:
-    """What a model of a known family needs and does not have."""
+    """What a model of a known family would need: "NEEDED; got GIVEN" for each setting that is wrong."""
     against = []
     if getattr(config, "attention_dropout", 0) > 0:
         against.append(f"attention_dropout 0 (ranks would drop different weights); got {config.attention_dropout}")
@@ -159,7 +160,7 @@ EAGER = "eager_attention_forward"
 
 
 class ConfigView:
-    """What an attention module that calls our attention has in place of the model's config: the same, with its name."""
+    """A view of a model's config, with the name of our attention, for the attention modules of a patched model."""
 
     _attn_implementation = NAME
 
@@ -167,14 +168,14 @@ class ConfigView:
         self.own = own
 
     def __getattr__(self, name: str) -> Any:
-        if name == "own" or name.startswith("__"):  # what copies and pickles ask for before `own` is there
+        if name == "own" or name.startswith("__"):  # copies and pickles ask for these before `own` is set
             raise AttributeError(name)
         return getattr(self.own, name)
 
 
 def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention of the unpatched model. "eager" is a function of each model's own file. The module has its own
-    config meanwhile: flash attention reads the name of its kernel there."""
+    """The attention of the unpatched model. "eager" attention is a function in the file of each model. Meanwhile the
+    module has the model's config, where flash attention reads the name of its kernel."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
     eager: Any = next((file.eager_attention_forward for file in files if hasattr(file, EAGER)), None)
     view, module.config = module.config, module.config.own
@@ -194,6 +195,6 @@ def is_of_liger(forward: Callable[..., Any]) -> bool:
 
 
 def as_in_training(model: Any) -> dict[str, bool]:
-    """The arguments by which a model in evaluation mode computes its loss as it does in training: fused with the head,
-    without logits. Empty where it has one way alone."""
+    """The arguments with which a model in evaluation mode computes its loss as in training: fused with the head,
+    without logits. {} for models that always compute it in the same way."""
     return {"skip_logits": True} if is_of_liger(model.forward) else {}

@@ -1,4 +1,4 @@
-"""What stays in Python where torch.compile makes graphs of a model."""
+"""Functions that run in Python, between the graphs, where torch.compile compiles a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 
 def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Between the graphs of a compiled model. (As a decorator torch's own would import the compiler.)"""
+    """Decorates a function to run between the graphs of a compiled model. (torch.compiler.disable as a decorator would
+    import the compiler.)"""
 
     @functools.wraps(function)
     def between(*args: Any, **kwargs: Any) -> Any:

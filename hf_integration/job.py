@@ -1,4 +1,4 @@
-"""What the planner must know of a transformers model that is to be trained, and of a Trainer's data."""
+"""What the planner must know: the sizes of a transformers model, and the lengths of a Trainer's data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ds_seqpar.errors import ConfigError, nearest
-from ds_seqpar.files import Given, ask, read_json
+from ds_seqpar.files import Given, call_library, read_json
 from ds_seqpar.limits import check_model
 
 from .checkpointing import layers_of
@@ -36,31 +36,32 @@ if TYPE_CHECKING:
 
 
 IDS = "input_ids"
-ROWS = 1000  # of a column, at once
+ROWS = 1000  # of a column that are read at once
 
 
 def job_of(model: PreTrainedModel, job: Job) -> Job:
-    """The same with the model's numbers, where they are known; without them nothing can be planned."""
+    """The job with the model's sizes. Where these cannot be counted the job has neither model nor length, so that
+    nothing is planned."""
     try:
-        numbers = counted(model)
+        sizes = model_sizes(model)
     except ConfigError:
         return dataclasses.replace(job, model=None, seq=None)
-    its = set(windows(model))
+    window_sizes = set(windows(model))
     return dataclasses.replace(
         job,
-        model=numbers,
-        window=its.pop() if len(its) == 1 else None,
+        model=sizes,
+        window=window_sizes.pop() if len(window_sizes) == 1 else None,
         checkpointing=job.checkpointing or any(bool(layer.gradient_checkpointing) for layer in layers_of(model)),
     )
 
 
 def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
-    """What a Trainer fills in where the JSON says "auto", and the longest sequence that its data says it has. That is a
-    row of a batch, or the whole batch where a collator lays documents end to end."""
+    """The job of a Trainer: what it fills in for "auto" in the JSON, and the longest sequence of its data set. A
+    sequence is a row of a batch; where a collator lays documents end to end, it is the whole batch."""
     from ds_seqpar.planner.auto import Job
 
     together, documents = args.per_device_train_batch_size, _longest_pack(dataset)
-    seq = longest(dataset, args.length_column_name)
+    seq = longest_example(dataset, args.length_column_name)
     packed = isinstance(collator, PackingCollator | DataCollatorWithFlattening)
     if packed and seq and not documents:
         documents = (seq,)
@@ -70,23 +71,23 @@ def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset:
         documents=documents * together,
         batch=1 if documents else together,
         steps=args.gradient_accumulation_steps,
-        sequences=None,  # a Trainer trains as many as it has groups, so groups must not depend on what is predicted
+        sequences=None,  # the Trainer's batch depends on the number of groups, which a prediction must not change
         dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         checkpointing=bool(args.gradient_checkpointing),
     )
 
 
 def _longest_pack(dataset: Any) -> tuple[int, ...]:
-    """The lengths of its documents; () where the data set is not of packs."""
+    """The lengths of the documents of the longest pack; () where the data set has no packs."""
     if not isinstance(dataset, Packs):
         return ()
     return max((tuple(dataset.lengths[document] for document in pack) for pack in dataset.packs), key=sum)
 
 
-def longest(dataset: Any, column: str) -> int | None:
-    """Tokens of the longest example of a data set of `datasets` with a column of lengths, or of input_ids, which is
-    read without its numbers. None for any other, which would have to make its examples."""
-    library = sys.modules.get("datasets")  # who has none of its data sets need not wait for it
+def longest_example(dataset: Any, column: str) -> int | None:
+    """Tokens of the longest example of a `datasets.Dataset`, by its column of lengths or by the lengths of its
+    input_ids. None for any other data set, whose examples would all have to be made."""
+    library = sys.modules.get("datasets")  # not imported: then it is no such data set
     if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
         return None
     if column in dataset.column_names:
@@ -103,13 +104,13 @@ def longest(dataset: Any, column: str) -> int | None:
     return max(arrow.max(arrow.list_value_length(rows[IDS])).as_py() for rows in lists)
 
 
-WHOLE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "head_dim", "vocab_size", "num_experts_per_tok", "moe_intermediate_size")  # fmt: skip
 
 
 def numbers_of(place: str) -> Model:
-    """From a folder with a config.json, or that file. Raises ConfigError, also for what transformers cannot make a
-    model of."""
+    """The sizes of a model. place: a folder with a config.json, or that file. Raises ConfigError for anything else, and
+    where transformers cannot make a model of it."""
     if not os.path.exists(place):
         raise ConfigError(f"--model must be the folder of a model, or its config.json; there is no {place}")
     file = os.path.join(place, "config.json") if os.path.isdir(place) else place
@@ -118,26 +119,27 @@ def numbers_of(place: str) -> Model:
     kind = Given(where, content.get("model_type"), "model_type")
     if kind.text() not in CONFIG_MAPPING:
         raise kind.wrong(f"one that transformers knows{nearest(kind.value, CONFIG_MAPPING)}")
-    return ask("transformers", where, content, lambda given: _made(where, given))
+    return call_library("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
 
 
-def _made(place: str, content: dict[str, Any]) -> Model:
+def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
     config = AutoConfig.for_model(**content)
-    for name in WHOLE:
+    for name in WHOLE_NUMBERS:
         if (value := getattr(config, name, None)) is not None:
             Given(place, value, name).count()
-    return numbers(config)
+    return config_sizes(config)
 
 
-def numbers(config: PreTrainedConfig) -> Model:
-    """Parameters are counted on the model itself, made on the meta device: they are right for every family."""
+def config_sizes(config: PreTrainedConfig) -> Model:
+    """The sizes of a configuration's model. Its parameters are counted on a model on the meta device, which is right
+    for every family."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _unknown(config)
     check_model(config.to_dict())
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config)
-    return counted(model)
+    return model_sizes(model)
 
 
 def _unknown(config: PreTrainedConfig) -> ConfigError:
@@ -146,8 +148,9 @@ def _unknown(config: PreTrainedConfig) -> ConfigError:
     )
 
 
-def counted(model: PreTrainedModel) -> Model:
-    """The same of a model as it is, on any device, or sharded by ZeRO-3."""
+def model_sizes(model: PreTrainedModel) -> Model:
+    """The sizes of a model, on any device, whole or sharded by ZeRO-3. Raises ConfigError for a model without layers or
+    head."""
     from ds_seqpar.planner.request import Model
 
     config, layers = model.config, getattr(model.base_model, "layers", None)
@@ -177,5 +180,5 @@ def _elements(module: nn.Module) -> int:
 
 
 def elements(parameter: nn.Parameter) -> int:
-    """ZeRO-3 leaves nothing in a parameter, and says how many it had."""
+    """The elements of a parameter; ZeRO-3 leaves it empty, and notes the number in `ds_numel`."""
     return getattr(parameter, "ds_numel", parameter.numel())

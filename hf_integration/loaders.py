@@ -1,6 +1,6 @@
-"""accelerate's loaders, told groups in place of ranks: for the Trainer, and loops with an Accelerator.
+"""accelerate's loaders, dealt to groups in place of ranks: for the Trainer, and for loops with an Accelerator.
 
-Iterable data sets have no sampler to be told a rank's group: each group reads all and takes its own.
+Iterable data sets have no sampler that could deal to groups: each group reads all examples and takes its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ds_seqpar.loaders import is_dealt
 
 
 class Stream(IterableDataset):
-    """An iterable data set as accelerate shards it by example.
+    """Wraps an iterable data set, so that accelerate deals it to groups example by example.
 
-    accelerate gives a streaming data set of `datasets` to groups file by file: they would make unequal numbers of
-    steps, on other sequences than the plain Trainer. Behind this it deals examples, in order, and fills up the last
-    batches. seen: examples that one pass read, which tells how many of the last ones are no repetitions.
+    accelerate would deal a streaming data set of `datasets` file by file: groups would take unequal numbers of steps,
+    on other sequences than the plain Trainer's. Wrapped, its examples are dealt in order, and the last batches are
+    filled up. seen: examples that the last pass has read; it tells which of the last examples are repetitions.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -44,7 +44,8 @@ class Stream(IterableDataset):
 
 
 def examples_of(stream: Stream) -> int | None:
-    """All examples that a pass of the stream has; None where nobody can tell (no length, read by worker processes)."""
+    """The number of examples of a pass of the stream; None: not known (no length, and worker processes have read
+    it)."""
     return stream.seen or (len(stream) if has_length(stream) else None)
 
 

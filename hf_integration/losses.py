@@ -1,10 +1,10 @@
-"""What a model's loss must be where sequences are shared, and its part for the balance of experts.
+"""Checks of a model's loss where sequences are shared, and the part of a loss that balances experts.
 
-It must be the sum of token losses on shift_labels over num_items_in_batch. One that swallows both in its **kwargs would
-train silently wrong, so it is tried: a `loss_function` on two tokens, and then what came out of a forward.
+A loss must be the sum of token losses on shift_labels over num_items_in_batch. A loss that drops both in its **kwargs
+would silently train wrong. So it is tried: a `loss_function` on two tokens, and then the loss of a forward.
 
-The loss for balanced experts multiplies two sums over tokens (Switch Transformer, equation 4). So a mean of ranks'
-losses would be another number, with other gradients, than the unsplit model's. It is made of whole sequences.
+The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). A mean of ranks' losses
+would be another number than the unsplit model's, with other gradients. So it is computed of whole sequences.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _has_loss(model: nn.Module) -> bool:
 
 
 def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
-    """This rank's part of the shortest sequence, with shift_labels that could not be made from its labels."""
+    """This rank's part of a sequence of the smallest length. Its shift_labels could not be made from its labels, so a
+    loss that ignores them gives another number."""
     ids = torch.arange(sp.multiple)[None] % vocabulary
     given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
     given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary
@@ -84,14 +85,14 @@ def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[s
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model, or engine, in evaluation mode, without gradients; afterwards all is what it was: modes, torch's random
-    state, and what ZeRO-3 knows of the order of forwards. Of a model with experts the loss is that of tokens alone; of
-    one with a tiled loss it is that, with whole logits beside it."""
+    """A context in which the model, or engine, is in evaluation mode and has no gradients. The loss is that of tokens
+    alone, without a part for experts; a tiled loss stays tiled, and has whole logits beside it. Afterwards modes,
+    torch's random state, and ZeRO-3's record of the order of modules are as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), left_out(model), evaluated(model, "logits"):
+        with torch.no_grad(), torch.random.fork_rng(devices), without_balance_loss(model), evaluated(model, "logits"):
             yield
     finally:
         for module, training in modes:
@@ -100,8 +101,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_order(engine: nn.Module) -> None:
-    """ZeRO-3 records its first forward and prefetches by that from the second on. The first must be one of training, or
-    selective checkpointing sees something else in it than when it recomputes."""
+    """Drops ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by. It must be
+    taken in a training forward: selective checkpointing would otherwise see other operations when it recomputes."""
     optimizer = getattr(engine, "optimizer", None)
     offload: Any = getattr(optimizer, "parameter_offload", optimizer)
     if hasattr(offload, "get_param_coordinator"):
@@ -110,8 +111,9 @@ def _forget_order(engine: nn.Module) -> None:
             coordinator._invalidate_trace()
 
 
-def loss_function_error(model: PreTrainedModel, taker: str) -> ConfigError | None:
-    """What is wrong with `model.loss_function`. taker: who takes check_loss=False, or "" where nobody does."""
+def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
+    """The error for a wrong `model.loss_function`; None where it is right. option_of: the name of what takes
+    check_loss=False, for the sentence; "" where nothing does."""
     logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
     shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
     expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
@@ -119,58 +121,58 @@ def loss_function_error(model: PreTrainedModel, taker: str) -> ConfigError | Non
     try:
         loss = float(model.loss_function(logits=logits, **given))
     except Exception as reason:
-        return _error(f"a loss_function that cannot take them ({type(reason).__name__}: {reason})", taker)
+        return _error(f"a loss_function that cannot take them ({type(reason).__name__}: {reason})", option_of)
     if math.isclose(loss, expected, rel_tol=1e-4):
         return None
-    return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", taker)
+    return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", option_of)
 
 
-def loss_error(found: float, expected: float, taker: str, abs_tol: float = 0.0) -> ConfigError | None:
-    """What is wrong with a forward's loss `found`."""
+def loss_error(found: float, expected: float, option_of: str, abs_tol: float = 0.0) -> ConfigError | None:
+    """The error for a forward's loss `found` that should be `expected`; None where it is right."""
     if math.isclose(found, expected, rel_tol=1e-2, abs_tol=abs_tol) or (math.isnan(found) and math.isnan(expected)):
         return None
-    return _error(f"{found:.4f} where that is {expected:.4f}", taker)
+    return _error(f"{found:.4f} where that is {expected:.4f}", option_of)
 
 
-def _error(got: str, taker: str) -> ConfigError:
+def _error(got: str, option_of: str) -> ConfigError:
     got = " ".join(got.split())
-    otherwise = f"give {taker} check_loss=False" if taker else "compute it from the whole logits"
+    otherwise = f"give {option_of} check_loss=False" if option_of else "compute it from the whole logits"
     return ConfigError(
         "sequence parallel training needs a loss that divides the sum of token losses on shift_labels by "
         f"num_items_in_batch; got {got}, pass both on to transformers' loss, or {otherwise} where another loss is meant"
     )
 
 
-class Experts:
-    """Of a patched model whose loss has such a part."""
+class ExpertBalance:
+    """The balance of experts in the loss of a patched model."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
-        sp.mask_users.add(self)  # padding is not counted as tokens
+        sp.mask_users.add(self)  # `shard_batches` then gives the mask, without which padding would count
 
-    def __deepcopy__(self, memo: dict) -> Experts:
-        return Experts(self.sp)
+    def __deepcopy__(self, memo: dict) -> ExpertBalance:
+        return ExpertBalance(self.sp)
 
     def close(self) -> None:
         self.sp.mask_users.discard(self)
 
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
-        """The output of a sharded forward with the loss of whole sequences in place of that of this rank's tokens.
-        share: what of it a rank's loss has. Ranks' losses of `shard_batches` are averaged: each has all of it. Those of
-        a whole call are summed."""
+        """The output of a sharded forward, in whose loss the balance over whole sequences replaces the balance over
+        this rank's tokens. share: the part of it in a rank's loss. It is 1 for batches of `shard_batches`, whose
+        losses are averaged over ranks, and 1 / size in a whole call, where they are summed."""
         if getattr(output, "aux_loss", None) is None:
             return output
         settings = model.num_experts, model.num_experts_per_tok
         whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))
         if output.get("loss") is not None:
-            # what the model has added goes again with its gradient, which is then a sum of two that cancel exactly
+            # subtracting what the model has added cancels its gradient too, exactly
             output.loss = output.loss + model.router_aux_loss_coef * (share * whole - output.aux_loss)
         output.aux_loss = whole
         return output
 
 
 def has_experts(model: Any) -> bool:
-    """Whether the loss of a known model may have such a part."""
+    """Whether the loss of a known model may have a part that balances experts."""
     family = FAMILIES.get(model.config.model_type)
     return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
 
@@ -194,8 +196,8 @@ def balance(
 
 
 @contextlib.contextmanager
-def left_out(model: Any) -> Iterator[None]:
-    """A context in which a model's loss is that of tokens alone."""
+def without_balance_loss(model: Any) -> Iterator[None]:
+    """A context in which a model's loss has no part that balances experts."""
     config: Any = unwrapped(model).config
     before = getattr(config, "output_router_logits", False)
     if before:
@@ -208,7 +210,7 @@ def left_out(model: Any) -> Iterator[None]:
 
 
 def check_output(model: Any, given: dict[str, Any]) -> None:
-    """Raises ConfigError for a forward that gives a tuple, in which the loss cannot be told."""
+    """Raises ConfigError for a forward that balances experts and gives a tuple, in which the loss has no name."""
     wanted = given.get("output_router_logits")
     asked = model.config.output_router_logits if wanted is None else wanted
     as_dict = given.get("return_dict")

@@ -1,11 +1,10 @@
-"""Registers sequence parallel attention with transformers and switches models to it.
+"""Registers sequence parallel attention with transformers, and switches models to it.
 
-A forward is sharded or local. A local one is that of the unpatched model: with a kv cache (`generate`), under
-`whole_sequences`, and on one rank for all that `shard_batches` did not make. One on a whole batch is sharded, and its
-output whole (`whole_calls`). Before a sharded forward its ranks agree,
-once, that each was given its own tokens with their global positions. A hook on the base model does that and tells the
-attention, through the keyword arguments that flow to every layer. A checkpoint keeps them, so that a layer which is
-computed again in backward is what it was.
+A forward is sharded or local. A local forward is that of the unpatched model: with a kv cache (`generate`), under
+`whole_sequences`, and, on one rank, for batches that `shard_batches` did not make. A forward on a whole batch is
+sharded inside, and its output is whole (`whole_calls`). Before a sharded forward its ranks agree, once, that each was
+given its own tokens with their global positions. A hook on the base model does that. It tells attention by keyword
+arguments that reach every layer. Checkpoints keep these, so a layer that backward computes again is the same.
 """
 
 from __future__ import annotations
@@ -44,32 +43,32 @@ from .families import (
     vocabulary,
     windows,
 )
-from .losses import Experts, check_output, has_experts
+from .losses import ExpertBalance, check_output, has_experts
 from .sharded import tokens_of
 from .slices import PARTS
 
-SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # of an attention module: its SequenceParallel, its own mask
-# in place of a mask of local length squared, which models would make: one of four dims goes to the layers as it is
+SP, MASK = "sequence_parallel", "sequence_parallel_mask"  # attributes of an attention module
+# given to the base model so that it makes no mask of (own tokens)^2: a mask of four dims reaches the layers unchanged
 NO_MASK = torch.empty(1, 1, 0, 0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Patch:
-    """What a base model carries. agreement: how its ranks agree on a forward. layers: those that can be checkpointed.
-    ropes: embeddings that are told the longest position. experts: where its loss has a part for their balance. whole:
-    its forwards are local for a while. local: the last one was."""
+    """The state of a patched base model. layers: those that can be checkpointed. ropes: embeddings that are told the
+    longest position. experts: None where the loss has no part that balances experts. whole: whether `whole_sequences`
+    is active, which makes forwards local. local: whether the last forward was local."""
 
     sp: SequenceParallel
     hooks: tuple[RemovableHandle, ...]
     agreement: sharded.Agreement
     layers: tuple[Any, ...]
     ropes: tuple[nn.Module, ...] = ()
-    experts: Experts | None = None
+    experts: ExpertBalance | None = None
     whole: bool = False
     local: bool = False
 
     def __deepcopy__(self, memo: dict) -> _Patch:
-        """A copy that is made inside `whole_sequences` is not inside it."""
+        """A copy of a model is not inside `whole_sequences`, even where it is made there."""
         return _Patch(**{**{name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, "whole": False})
 
 
@@ -95,13 +94,13 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         module.config = ConfigView(module.config)
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
-        stages.stage(module)
+        stages.use_stages(module)
     hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
     hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
     ropes = rope.embeddings(inner.base_model)
     hooks += [handle for module in ropes for handle in rope.hook(module)]
     sp.vocabularies[inner] = vocabulary
-    experts = Experts(sp) if has_experts(inner) else None
+    experts = ExpertBalance(sp) if has_experts(inner) else None
     agreement = sharded.Agreement(sp, inner)
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp,
@@ -151,9 +150,9 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     for hook in patch.hooks:
         hook.remove()
     for module in attentions(inner):
-        if hasattr(module, SP):  # not one that was put in later
+        if hasattr(module, SP):  # modules that were added after the patch have none
             module.config = module.config.own
-            stages.unstage(module)
+            stages.remove_stages(module)
             delattr(module, SP)
             delattr(module, MASK)
     checkpointing.forget(inner)
@@ -161,7 +160,7 @@ def unpatch_attention(model: PreTrainedModel) -> PreTrainedModel:
     if patch.experts is not None:
         patch.experts.close()
     tiling.untile(inner)
-    noise.release(inner)
+    noise.restore_modules(inner)
     del inner.base_model._sequence_parallel_patch
     return model
 
@@ -197,14 +196,15 @@ def _patch_of(model: nn.Module) -> _Patch | None:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The modules around the base model that users call: peft calls the forward of what it holds past its hooks."""
+    """The modules around the base model that users call. peft's is one of them, since peft calls the forward of the
+    model inside without that model's hooks."""
     inner = unwrapped(model)
     heads = [module for module in model.modules() if any(c.__name__ == "PeftModel" for c in type(module).__mro__)]
     return heads if inner.base_model is inner else [*heads, inner]
 
 
 def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
-    """Calls function(names of the forward's arguments, module, args, kwargs) before each forward."""
+    """Registers function(names of the forward's arguments, module, args, kwargs) to be called before each forward."""
     names = tuple(inspect.signature(module.forward).parameters)
     return module.register_forward_pre_hook(functools.partial(function, names), with_kwargs=True)
 
@@ -248,10 +248,10 @@ def _attention(
 def _placed(
     sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, parts: int, placement: Placement
 ) -> Tensor:
-    """The same where a batch says who sees whom: by another mask each, which no graph is compiled for."""
+    """Attention with a batch's Placement. It runs outside of compiled graphs, since each batch has another mask."""
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_placed)(sp, q, k, v, options, parts, placement)
-    mask = placement.masked(options.mask.window)
+    mask = placement.mask_with_window(options.mask.window)
     return sp.attention_agreed(q, k, v, options._replace(mask=mask, shards=placement.shards), parts)
 
 
@@ -261,14 +261,14 @@ def _named(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[
 
 
 def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether a forward is that of the unpatched model. A kv cache means generation, which is local; training has none,
-    and labels that were sharded none either. One rank has whole sequences, whether `shard_batches` made them or not. A
-    Trainer's with labels are not local there: they have tiles and checkpoints as shared ones."""
+    """Whether a forward is local. A kv cache means generation, which is local, unless the model is trained or the
+    labels are sharded. One rank has whole sequences in any case. There a forward is local too, but not for batches of
+    `shard_batches` or batches with labels of a Trainer, which have tiles and checkpoints as on several ranks."""
     if patch.whole or (
         patch.sp.size == 1
         and given.get("shift_labels") is None
         and given.get("placement") is None
-        and not (given.get("labels") is not None and whole_calls.is_brought(tokens_of(given)))
+        and not (given.get("labels") is not None and whole_calls.is_moved_batch(tokens_of(given)))
     ):
         return True
     cached = given.get("past_key_values") is not None or bool(given.get("use_cache"))
@@ -276,23 +276,23 @@ def _is_local(patch: _Patch, module: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def _sources(patch: _Patch, module: nn.Module) -> list[Any]:
-    """What draws by token in a forward. In a graph it draws torch's, or raises."""
+    """The modules that draw by token in a forward. In a compiled one they draw torch's numbers, or raise."""
     if torch.compiler.is_compiling() or not module.training or patch.whole or (patch.local and patch.sp.size > 1):
         return []
     model = patch.agreement.model()
-    return noise.sources(module if model is None else model)
+    return noise.noisy_modules(module if model is None else model)
 
 
 def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        noise.begin(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
+        noise.begin_forward(patch.sp, seed, tokens_of(given), given.get("placement"), patch.local)
 
 
 def _before_head(
     names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """A whole batch is sharded here. Labels of a sharded one without shift_labels would be shifted inside each shard.
-    The base model's hook agrees on it and raises."""
+    """Shards a whole batch. For a sharded batch that has labels but no shift_labels it sets "unshifted_labels": the
+    model would shift the labels inside each shard. The base model's hook then raises, on all ranks."""
     given, inner = _named(names, args, kwargs), unwrapped(module)
     patch = _patch_of(inner)
     if patch is None or _is_local(patch, module, given):
@@ -300,7 +300,7 @@ def _before_head(
     if patch.experts is not None:
         check_output(inner, given)
     if whole_calls.is_whole(patch.sp, given):
-        return (), whole_calls.enter(module, patch.agreement, given)
+        return (), whole_calls.shard_inputs(module, patch.agreement, given)
     if given.get("labels") is not None and given.get("shift_labels") is None:
         kwargs["unshifted_labels"] = True
     return args, kwargs
@@ -314,7 +314,7 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
     call = whole_calls.call_of(module, kwargs)
     if patch.experts is not None and module is not inner.base_model:
         output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)
-    return output if call is None else whole_calls.leave(patch.sp, call, output)
+    return output if call is None else whole_calls.gather_outputs(patch.sp, call, output)
 
 
 def _before_base(
@@ -329,10 +329,10 @@ def _before_base(
         rope.tell(patch.ropes, None)
         if wrong := sharded.wrong_inputs(given):
             raise InputError(wrong)
-        _begin(patch, noise.seed_of(sources, shared=False), given)
+        _begin(patch, noise.prepare_and_seed(sources, shared=False), given)
         return (), {**given, "sequence_parallel": False}
     if not unshifted and whole_calls.is_whole(patch.sp, given):
-        given = whole_calls.enter(module, patch.agreement, given)
+        given = whole_calls.shard_inputs(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
     positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, sources)
     _begin(patch, seed, given)

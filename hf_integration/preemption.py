@@ -1,9 +1,9 @@
-"""SIGTERM, by which a cluster takes a job's machines away, ends training with a checkpoint where
-TrainingArguments(enable_jit_checkpoint=True) asks for one.
+"""Ends training with a checkpoint at SIGTERM, by which clusters announce that they stop a job, where
+TrainingArguments(enable_jit_checkpoint=True) asks for it.
 
-transformers' own callback waits three seconds on each rank for itself and then saves: ranks would begin at different
-steps, and a launcher may signal one rank alone at first. Here ranks agree after every step whether one of them was
-signalled, and save that step together.
+transformers' own callback waits three seconds on each rank and then saves. Ranks would save different steps, and a
+launcher may signal one rank alone at first. Here ranks agree after every step whether one of them was signalled, and
+save that step together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PreemptionCallback(TrainerCallback):
 
 
 def take_over(trainer: Any) -> None:
-    """Puts it in the place of transformers' own, if a Trainer has that."""
+    """Replaces transformers' own callback by PreemptionCallback, if the Trainer has it."""
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback

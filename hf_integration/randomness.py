@@ -1,4 +1,4 @@
-"""The random state of ranks: what may not change it, and where they must have one and the same."""
+"""The random state of ranks: where it must be equal on all of them, and where it must not change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ds_seqpar import SequenceParallel
 
 
 def share(group: dist.ProcessGroup | None) -> None:
-    """All ranks of the group draw what its first one would have drawn, whatever they drew before. Collective; None is
-    the group of this rank alone.
+    """Gives all ranks of a group the random state of its first rank. Collective; None: the group of this rank alone.
 
     ZeRO-3 initialises models on one rank alone, and a checkpoint may have been written with other groups. Samplers
     need one state on all ranks when training starts; data sets and collators need it on those of a sequence.
@@ -31,7 +30,7 @@ def share(group: dist.ProcessGroup | None) -> None:
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
-    """What is drawn inside is drawn again after it."""
+    """A context after which the random state is as before it."""
     state = _state()
     try:
         yield
@@ -53,8 +52,8 @@ def _set_state(state: tuple) -> None:
 
 
 class SharedDraws(TrainerCallback):
-    """All ranks have one random state when training begins, and when a sampler that draws from it begins an epoch: data
-    sets may have moved it by other amounts."""
+    """Gives all ranks one random state when training begins, and when a sampler that draws from it begins an epoch:
+    data sets may have advanced it by different amounts."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp

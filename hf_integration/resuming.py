@@ -1,4 +1,4 @@
-"""Which checkpoint a Trainer goes on from: one that was written to its end, the same on every rank."""
+"""The checkpoint that a Trainer resumes from: one that was written to its end, the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ WORDS: dict[str, str | None] = {"true": LAST, "last": LAST, "false": None, "none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What reads a checkpoint. stage: of ZeRO. scheduler: whether the Trainer reads the learning rates' state itself.
-    universal: whether DeepSpeed reads its universal format, which fits any number of ranks."""
+class ResumingRun:
+    """The run that is to read a checkpoint. stage: of ZeRO. scheduler: whether the Trainer, and not DeepSpeed, reads
+    the state of the learning rate scheduler. universal: whether DeepSpeed reads its universal format, which fits any
+    number of ranks."""
 
     rank: int
     ranks: int
@@ -38,10 +39,10 @@ class Run:
     universal: bool
 
     @staticmethod
-    def of(args: TrainingArguments, content: Mapping[str, Any]) -> Run:
-        """content: the DeepSpeed configuration, as the Trainer has filled it in."""
+    def of(args: TrainingArguments, content: Mapping[str, Any]) -> ResumingRun:
+        """The run of a Trainer. content: its DeepSpeed configuration, with every "auto" filled in."""
         bf16 = content.get("bf16", {}).get("enabled", False)
-        return Run(
+        return ResumingRun(
             rank=dist.get_rank(),
             ranks=dist.get_world_size(),
             stage=content.get("zero_optimization", {}).get("stage", 0),
@@ -52,41 +53,42 @@ class Run:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Finding:
-    """What one rank sees of a checkpoint. fault: what is missing or damaged. other: why it is another run's. random:
-    the file of its random state, where that is missing or damaged; each "" where all is well."""
+class CheckpointReport:
+    """What one rank finds out about a checkpoint. step: the optimiser step that it was written after. fault: what is
+    missing or damaged; mismatch: why it belongs to another kind of run; random: the rank's file of random states, if
+    that is missing or damaged. All three are "" where nothing is wrong."""
 
     step: int = 0
     fault: str = ""
-    other: str = ""
+    mismatch: str = ""
     random: str = ""
 
 
 @printed_once
-def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run) -> str | None:
-    """The folder to resume from; None: to begin anew. Collective over the group of all ranks.
+def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: ResumingRun) -> str | None:
+    """The folder to resume from; None: begin anew. Collective over the group of all ranks.
 
-    given: `resume_from_checkpoint` of `train`, also as text, as a command line brings it: True or "last" take the last
-    whole checkpoint in the folder `output`. Rank 0 warns of newer ones that are not whole, and of random states that
-    cannot be restored. Raises ConfigError on every rank where there is no whole one, or the one asked for is not
-    whole. So it does for one that was written by other ranks, or under another ZeRO stage or dtype.
+    given: `resume_from_checkpoint` of `train`, which may be a text from a command line. True and "last" mean the last
+    complete checkpoint in the folder `output`. Rank 0 warns of newer ones that are incomplete, and of random states
+    that cannot be restored. Raises ConfigError on every rank where there is no complete checkpoint, or the
+    one that was asked for is incomplete. So it does for one of another number of ranks, ZeRO stage or dtype.
     """
-    asked, error = None, None
+    wanted, error = None, None
     try:
-        asked = meant(given)
+        wanted = parse_resume_argument(given)
     except ConfigError as reason:
         error = reason
-    kind = {None: "none", LAST: "the last one"}.get(asked, "a folder")
+    kind = {None: "none", LAST: "the last one"}.get(wanted, "a folder")
     agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
-    if asked is None:
+    if wanted is None:
         return None
-    if asked != LAST:
-        return _resumed(group, asked, run, {})
-    everyones = gathered(group, ("the checkpoints of the output folder", _steps(output)))
+    if wanted != LAST:
+        return _folder_if_whole(group, wanted, run, {})
+    steps_of_ranks = gathered(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
     passed_over: dict[str, str] = {}
-    for step in sorted({step for _, steps in everyones for step in steps}, reverse=True):
+    for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
         folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        if (found := _resumed(group, folder, run, passed_over, must=False)) is not None:
+        if (found := _folder_if_whole(group, folder, run, passed_over, required=False)) is not None:
             return found
     got = "; ".join(f"{name}, where {fault}" for name, fault in passed_over.items()) or "none"
     raise ConfigError(
@@ -95,8 +97,9 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run
     )
 
 
-def meant(given: object) -> str | None:
-    """A folder, LAST, or None to begin anew. A word that is also a folder means the folder. Raises ConfigError."""
+def parse_resume_argument(given: object) -> str | None:
+    """The meaning of `resume_from_checkpoint`: a folder, LAST, or None to begin anew. A word such as "last" that is
+    also a folder means the folder. Raises ConfigError for any other type."""
     if isinstance(given, bool) or given is None:
         return LAST if given else None
     if not isinstance(given, str | os.PathLike):
@@ -105,44 +108,46 @@ def meant(given: object) -> str | None:
     return WORDS[text.lower()] if text.lower() in WORDS and not os.path.isdir(text) else text
 
 
-def _resumed(
+def _folder_if_whole(
     group: dist.ProcessGroup,
     folder: str,
-    run: Run,
+    run: ResumingRun,
     passed_over: dict[str, str],
-    must: bool = True,
+    required: bool = True,
 ) -> str | None:
-    """The folder, if it is whole on all ranks; else, unless it must be, None, and what is wrong in passed_over."""
+    """The folder, if the checkpoint in it is complete on all ranks. If it is not: raises ConfigError where `required`,
+    else returns None and notes the reason in passed_over. Raises ConfigError for a checkpoint of another kind of
+    run."""
     try:
-        mine = look(Path(folder), run)
-    except Exception as reason:  # out of a damaged file
-        mine = Finding(fault=f"reading it failed ({type(reason).__name__})")
-    seen = [found for _, found in gathered(group, ("the checkpoint", mine))]
-    if other := next((found.other for found in seen if found.other), ""):
-        raise ConfigError(f"{other}; got {folder}")
+        own_report = inspect_checkpoint(Path(folder), run)
+    except Exception as reason:  # a damaged file may raise anything
+        own_report = CheckpointReport(fault=f"reading it failed ({type(reason).__name__})")
+    reports = [found for _, found in gathered(group, ("the checkpoint", own_report))]
+    if mismatch := next((found.mismatch for found in reports if found.mismatch), ""):
+        raise ConfigError(f"{mismatch}; got {folder}")
     faults: dict[str, list[int]] = {}
-    for rank, found in enumerate(seen):
+    for rank, found in enumerate(reports):
         faults.setdefault(found.fault, []).append(rank)
-    if len({found.step for found in seen if not found.fault}) > 1:
+    if len({found.step for found in reports if not found.fault}) > 1:
         faults = {"ranks see different steps in it": []}
-    said = ", ".join(f"{x} ({ranks_in_words(r)})" if 0 < len(r) < len(seen) else x for x, r in faults.items() if x)
-    if said and must:
+    wrong = ", ".join(f"{x} ({ranks_in_words(r)})" if 0 < len(r) < len(reports) else x for x, r in faults.items() if x)
+    if wrong and required:
         raise ConfigError(
-            f"resume_from_checkpoint needs a whole checkpoint; got {folder}, where {said}, resume_from_checkpoint=True "
-            "takes the last whole one of the output folder"
+            f"resume_from_checkpoint needs a whole checkpoint; got {folder}, where {wrong}, "
+            "resume_from_checkpoint=True takes the last whole one of the output folder"
         )
-    if said:
-        passed_over[os.path.basename(folder)] = said
+    if wrong:
+        passed_over[os.path.basename(folder)] = wrong
         return None
     if run.rank == 0:
-        _warn(folder, passed_over, [found.random for found in seen if found.random])
+        _warn(folder, passed_over, [found.random for found in reports if found.random])
     return folder
 
 
 def _warn(folder: str, passed_over: Mapping[str, str], random: list[str]) -> None:
     if passed_over:
-        said = "; ".join(f"{name} is not ({fault})" for name, fault in passed_over.items())
-        warnings.warn(f"resuming from {folder}, the last checkpoint that is whole: {said}", stacklevel=2)
+        newer = "; ".join(f"{name} is not ({fault})" for name, fault in passed_over.items())
+        warnings.warn(f"resuming from {folder}, the last checkpoint that is whole: {newer}", stacklevel=2)
     if random:
         warnings.warn(
             f"resuming from {folder} without random states, since {', '.join(random)} cannot be read: what those ranks "
@@ -151,23 +156,23 @@ def _warn(folder: str, passed_over: Mapping[str, str], random: list[str]) -> Non
         )
 
 
-def _steps(folder: str) -> list[int]:
+def _checkpoint_steps(folder: str) -> list[int]:
     names = os.listdir(folder) if os.path.isdir(folder) else []
     found = [re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name, re.ASCII) for name in names]
     return [int(match[1]) for match in found if match and os.path.isdir(os.path.join(folder, match[0]))]
 
 
-def look(folder: Path, run: Run) -> Finding:
-    """What this rank would read of a checkpoint, and whether it is there and whole."""
+def inspect_checkpoint(folder: Path, run: ResumingRun) -> CheckpointReport:
+    """A report on the files of a checkpoint that this rank would read."""
     random = random_state(folder, run.rank, run.ranks)
-    found = Finding(random="" if is_whole(random) else random.name)
+    found = CheckpointReport(random="" if is_whole(random) else random.name)
     found.fault = next(filter(None, _faults(folder, run, found)), "")
     return found
 
 
-def _faults(folder: Path, run: Run, found: Finding) -> Iterator[str]:
-    """What is missing or damaged, or "" for what is well, file by file: nobody asks further once there is a fault.
-    found: takes the step, and why it is another run's."""
+def _faults(folder: Path, run: ResumingRun, found: CheckpointReport) -> Iterator[str]:
+    """Checks file by file and yields what is missing or damaged, or "" for a file in order. The caller stops at the
+    first fault, so later checks may rely on earlier files. found: takes the step and the mismatch."""
     if not folder.is_dir():
         yield "there is no such folder"
     try:
@@ -180,7 +185,7 @@ def _faults(folder: Path, run: Run, found: Finding) -> Iterator[str]:
         yield f"{TRAINER_STATE_NAME} is damaged (global_step {found.step!r})"
     if run.scheduler:
         yield _fault(folder / SCHEDULER_NAME)
-    # the rest is what DeepSpeed reads
+    # DeepSpeed reads the files that follow
     latest, tag = folder / ("latest_universal" if run.universal else "latest"), ""
     try:
         tag = latest.read_text(encoding="utf-8").strip()
@@ -195,17 +200,17 @@ def _faults(folder: Path, run: Run, found: Finding) -> Iterator[str]:
         yield f"{tag} has no model_states.pt"
     read = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), models[0])
     yield _fault(read)
-    found.other = _other(read, run)
+    found.mismatch = _mismatch(read, run)
     shard = f"zero_pp_rank_{run.rank}_mp_rank_00"
-    if run.stage == 3 and not found.other:
+    if run.stage == 3 and not found.mismatch:
         yield _fault(folder / tag / f"{shard}_model_states.pt")
-    if run.stage and not found.other:
+    if run.stage and not found.mismatch:
         yield _fault(folder / tag / f"{'bf16_' if run.bf16 else ''}{shard}_optim_states.pt")
 
 
-def _other(model_states: Path, run: Run) -> str:
-    """What a run must have as the one that wrote the file had, and has not; "" where nothing is."""
-    # as DeepSpeed reads it, but for the tensors, which are left where they are
+def _mismatch(model_states: Path, run: ResumingRun) -> str:
+    """The setting that differs from those of the run that wrote the file, and what to do; "" where none does."""
+    # as DeepSpeed reads it, except that mmap leaves tensors on the disk
     written = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
     settings = written.get("ds_config", {})
     stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
@@ -223,7 +228,7 @@ def _other(model_states: Path, run: Run) -> str:
 
 
 def random_state(folder: Path, rank: int, ranks: int) -> Path:
-    """Where the Trainer keeps the state of a rank's random generators."""
+    """The file in which the Trainer keeps the state of a rank's random generators."""
     return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth")
 
 
@@ -232,5 +237,5 @@ def _fault(path: Path) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file that torch saved was written to its end, where the archive has its list of contents."""
+    """Whether a file of torch.save was written to its end: a zip archive has its list of contents there."""
     return path.is_file() and zipfile.is_zipfile(path)

@@ -1,5 +1,5 @@
-"""RoPE whose frequencies depend on the longest position of a batch ("dynamic", "longrope"). A rank holds some of the
-positions, so its embedding is given the longest as one more, whose result is dropped."""
+"""RoPE whose frequencies depend on the longest position of a batch ("dynamic", "longrope"). A rank holds some positions
+only. So its embedding is given the longest one too, and the result for that is dropped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from ds_seqpar.placement import Placement
 
 KINDS = ("dynamic", "longrope")
-TOKENS = "_sequence_parallel_tokens"  # of an embedding in a sharded forward: those up to the longest position
+TOKENS = "_sequence_parallel_tokens"  # attribute of an embedding: tokens up to the longest position, see `tell`
 
 
 def embeddings(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Those of a model whose frequencies depend on the longest position."""
+    """The RoPE embeddings of a model whose frequencies depend on the longest position."""
     return tuple(module for module in model.modules() if set(KINDS) & set(_kinds(module)))
 
 
@@ -27,19 +27,20 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def hook(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Gives an embedding the longest position where `tell` said it."""
+    """Hooks an embedding, so that it is given the longest position where `tell` has set it."""
     setattr(module, TOKENS, None)
     return module.register_forward_pre_hook(_before, with_kwargs=True), module.register_forward_hook(_after)
 
 
 def tell(modules: tuple[nn.Module, ...], tokens: int | None) -> None:
-    """Says how many tokens there are up to the longest position; None: the forward is local."""
+    """Sets the number of tokens up to the longest position, for the next forward; None: the forward is local."""
     for module in modules:
         setattr(module, TOKENS, tokens)
 
 
 def tokens_up_to_the_longest(own: int, size: int, placement: Placement | None) -> int:
-    """own: tokens of a row that a rank holds, where `size` ranks share sequences equally."""
+    """The tokens up to the longest position. own: tokens of a row that a rank holds, where `size` ranks share sequences
+    equally."""
     if placement is None:
         return own * size
     return max(b - a for a, b in itertools.pairwise((*placement.restarts, placement.tokens)))

@@ -2,9 +2,9 @@
 
 Under torch.compile the same is an op in the graph, so that a compiled model asks its peers in every forward too.
 
-To look at a tensor on a device the host must wait for all that the device has still to do. So positions and masks there
-are looked at in a model's first forward. Later they pass unseen if `shard_batches` made them. Others are compared on
-the device, and what came out is said in the next forward."""
+To read a tensor on a device, the host must wait until the device has done all its work. So positions and masks on a
+device are read in a model's first forward alone. Later ones pass unread if `shard_batches` made them. Others are
+compared on the device, and the next forward raises what was wrong."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ HOW = "give the model what sp.shard_batches returns, its placement included, or 
 
 
 class Agreement:
-    """Of a patched model: in its first sharded forward the ranks of a sequence compare their models too. loss_of: who
-    takes check_loss=False, "" for nobody, while the model's loss must still be looked at in a whole call; then None."""
+    """How the ranks of a sequence agree on each sharded forward of a patched model; in the first one they compare their
+    models too. loss_option_of: while the model's loss is still to be checked in a whole call, what takes
+    check_loss=False ("" where nothing does); None: it was checked, or need not be."""
 
-    loss_of: str | None = ""
+    loss_option_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
-        self.sp, self.model, self.compared, self.later = sp, weakref.ref(model), False, Later()
+        self.sp, self.model, self.compared, self.device_checks = sp, weakref.ref(model), False, DeviceChecks()
         self.layers: list[weakref.ref] | None = None
         self.handle = handle_of(self)
 
     def __deepcopy__(self, memo: dict) -> Agreement:
-        """That of a copied model, which has been compared where the first one has."""
+        """The agreement of a copied model, which counts as compared if the model was."""
         model: Any = self.model()
         if model is None:
             return self
         copied = Agreement(self.sp, memo.get(id(model), model))
-        copied.compared, copied.loss_of = self.compared, self.loss_of
+        copied.compared, copied.loss_option_of = self.compared, self.loss_option_of
         return copied
 
-    def ask(
+    def agree(
         self,
         tokens: Tensor | None,
         positions: Tensor | None,
@@ -68,27 +69,28 @@ class Agreement:
         placement: Placement | None = None,
         sources: list[Any] | None = None,
     ) -> int:
-        """Raises InputError, ConfigError or DisagreementError on all ranks that share the sequence, before any of them
-        sends. sources: what draws by token in the forward; None: in one graph. Returns the seed of its noise (0: there
-        is none), which is that of the sequence's first rank."""
-        later, model = self.later if self.compared else None, self.model()
-        if self.layers is None:  # not sooner: a model that is being copied has none yet
+        """Agrees on one forward. wrong: what is wrong on this rank, as a sentence; "" for nothing. back: whether a
+        backward will follow. sources: modules that draw by token; None: the forward is compiled. Returns the seed of
+        the forward's noise, that of the sequence's first rank; 0: there is no noise. Raises InputError, ConfigError or
+        DisagreementError on all ranks that share the sequence, before any of them sends."""
+        device_checks, model = self.device_checks if self.compared else None, self.model()
+        if self.layers is None:  # not in __init__: a model that is being copied has no layers yet
             self.layers = [] if model is None else [weakref.ref(layer) for layer in layers_of(model)]
-        error: SeqParError | None = InputError(wrong) if wrong else self.later.error()
+        error: SeqParError | None = InputError(wrong) if wrong else self.device_checks.error()
         seed = 0
         try:
-            if sources is None and back and model is not None and noise.sources(model):
+            if sources is None and back and model is not None and noise.noisy_modules(model):
                 raise ConfigError(COMPILED)
-            seed = noise.seed_of(sources or [], shared=True)
+            seed = noise.prepare_and_seed(sources or [], shared=True)
         except ConfigError as reason:
             error = error or reason
         if error is None and tokens is not None:
-            error = shard_error(self.sp, tokens, positions, mask, later, placement)
+            error = shard_error(self.sp, tokens, positions, mask, device_checks, placement)
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
-        value["dropout"] = noise.in_words(sources or [])
+        value["dropout"] = noise.modules_in_words(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
         number = seed if self.sp.rank == 0 else 0
         found = agree(
@@ -101,18 +103,19 @@ class Agreement:
 def agree_on_shard(
     agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool, sources: list[Any]
 ) -> tuple[Tensor | None, int]:
-    """(the position_ids, the seed of noise) to go on with. given: a base model's arguments, by name."""
+    """(the position_ids, the seed of noise) for the forward to go on with. given: a base model's arguments, by name.
+    unshifted: whether it has labels without shift_labels."""
     positions, mask, placement = given.get("position_ids"), given.get("attention_mask"), given.get("placement")
     if wrong := wrong_inputs(given):
-        tokens = positions = mask = None  # nothing of them may be fit to be looked at
+        tokens = positions = mask = None  # they may be of any type
     else:
         tokens, wrong = tokens_of(given), _misuse(given, unshifted)
     if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward), 0
     if torch.compiler.is_compiling():
-        torch.compiler.disable(agreement.ask)(tokens, positions, mask, wrong, backward, placement)
+        torch.compiler.disable(agreement.agree)(tokens, positions, mask, wrong, backward, placement)
         return positions, 0
-    return positions, agreement.ask(tokens, positions, mask, wrong, backward, placement, sources)
+    return positions, agreement.agree(tokens, positions, mask, wrong, backward, placement, sources)
 
 
 def tokens_of(given: Mapping[str, Any]) -> Any:
@@ -121,13 +124,14 @@ def tokens_of(given: Mapping[str, Any]) -> Any:
 
 
 def wrong_inputs(given: Mapping[str, Any]) -> str:
-    """What no forward of a base model can take, local or sharded, as a sentence. given: its arguments, by name."""
+    """The sentence for arguments that no forward of a base model can take, local or sharded; "" where they are right.
+    given: the arguments, by name."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         return f"a patched model needs input_ids or inputs_embeds; got {'neither' if ids is None else 'both'}, {HOW}"
     tokens = tokens_of(given)
-    fits = isinstance(tokens, Tensor) and tokens.dim() == (3 if ids is None else 2) and tokens.shape[0] > 0
-    if not fits or (ids is not None and ids.dtype not in (torch.int64, torch.int32)):
+    whose_positions = isinstance(tokens, Tensor) and tokens.dim() == (3 if ids is None else 2) and tokens.shape[0] > 0
+    if not whose_positions or (ids is not None and ids.dtype not in (torch.int64, torch.int32)):
         needed = "input_ids (rows, tokens) of int64" if ids is not None else "inputs_embeds (rows, tokens, hidden_size)"
         return f"a patched model needs {needed}, a tensor with at least one row; got {describe(tokens)}, {HOW}"
     for name in ("position_ids", "attention_mask"):
@@ -140,8 +144,8 @@ def wrong_inputs(given: Mapping[str, Any]) -> str:
 def _agree_on_shard(
     tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong: str, backward: bool
 ) -> Tensor:
-    object_of(handle).ask(tokens, positions, mask, wrong, backward)
-    return positions.clone()  # the model's forward hangs on it, so that no compiler leaves the question out
+    object_of(handle).agree(tokens, positions, mask, wrong, backward)
+    return positions.clone()  # the model's forward needs the result, so that no compiler drops the agreement
 
 
 @_agree_on_shard.register_fake
@@ -149,8 +153,8 @@ def _(tokens: Tensor, positions: Tensor, mask: Tensor | None, handle: int, wrong
     return positions.clone()
 
 
-def misused(given: Mapping[str, Any]) -> str:
-    """What no forward can take that is not local, as a sentence; "" where there is nothing."""
+def common_misuse(given: Mapping[str, Any]) -> str:
+    """The sentence for arguments that only a local forward can take; "" where there are none."""
     if given.get("past_key_values") is not None or given.get("use_cache"):
         return "training and evaluation take no kv cache; got one, leave out use_cache and past_key_values"
     if given.get("is_causal") is False:
@@ -159,11 +163,11 @@ def misused(given: Mapping[str, Any]) -> str:
 
 
 def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
-    """What is wrong whatever the tensors hold, as a sentence."""
+    """The sentence for a sharded batch that is wrong whatever its tensors hold; "" where it is right."""
     if unshifted:
         return f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
-    if said := misused(given):
-        return said
+    if wrong := common_misuse(given):
+        return wrong
     labels, tokens = given.get("shift_labels"), tokens_of(given)
     if labels is not None and not given.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
         return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"
@@ -175,19 +179,19 @@ def shard_error(
     tokens: Tensor,
     positions: Tensor | None,
     mask: Tensor | None = None,
-    later: Later | None = None,
+    device_checks: DeviceChecks | None = None,
     placement: Placement | None = None,
 ) -> InputError | None:
-    """What shows that this rank was not given its own tokens, positions and no mask. later: to whom the look at tensors
-    on a device is left."""
+    """The error for a rank that was not given its own tokens, its own positions and no mask; None where it was.
+    device_checks: takes the checks of tensors on a device; None: the host waits for them."""
     error = _placement_error(sp, tokens, placement) if placement is not None else _share_error(sp, tokens)
     if error is not None:
         return error
     if positions is None or not _are_for(positions, tokens):
         return InputError(_wrong_positions(placement, "none" if positions is None else "those of other tokens"))
     share = tokens.shape[1] * sp.size if placement is None else placement
-    if later is not None and positions.device.type != "cpu":
-        later.look(sp, share, positions, mask)
+    if device_checks is not None and positions.device.type != "cpu":
+        device_checks.start(sp, share, positions, mask)
         return None
     if mask is not None and not is_trusted(mask, sp) and not bool((mask != 0).all()):
         return InputError(WRONG_MASK)
@@ -196,7 +200,7 @@ def shard_error(
 
 
 def _expected(sp: SequenceParallel, share: int | Placement) -> Tensor:
-    """The position_ids of this rank. share: the tokens of a sequence that is shared equally, or who has which."""
+    """The position_ids of this rank. share: the tokens of a sequence that is shared equally, or else a Placement."""
     if isinstance(share, Placement):
         return share.position_ids(sp.config.ulysses, sp.rank)
     return sp.position_ids(share)
@@ -243,65 +247,65 @@ def _wrong_positions(share: int | Placement | None, got: str = "those of other t
     )
 
 
-def fits(sp: SequenceParallel, given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a call's position_ids, of which nobody knows who made them, are those of this rank's part of sequences
-    that are shared equally; whether they are those of whole ones."""
+def whose_positions(sp: SequenceParallel, given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(whether a call's position_ids, whose origin is not known, fit this rank's part of equally shared sequences;
+    whether they fit whole sequences)."""
     tokens, positions = tokens_of(given), given["position_ids"]
     part = shard_error(sp, tokens, positions) is None
     return part, is_whole(given, *tokens.shape[:2])
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:
-    """Whether they have a shape that suits the tokens."""
+    """Whether the positions have a shape that fits the tokens."""
     batch, seq = tokens.shape[:2]
     return positions.dim() > 0 and positions.shape in ((seq,), (1, seq), (batch, seq))
 
 
-class Later:
-    """What was wrong with tensors of a device, asked for in one forward and read in the next: by then the device has
-    long passed it, so that nobody waits."""
+class DeviceChecks:
+    """Checks of tensors on a device, started in one forward and read in the next. By then the device has done them, so
+    the host does not wait."""
 
     def __init__(self) -> None:
         self.expected: dict[tuple[int | Placement, torch.device], Tensor] = {}
-        self.found: list[tuple[str, Tensor]] = []
+        self.started: list[tuple[str, Tensor]] = []
         self.arrived: torch.cuda.Event | None = None
 
-    def look(self, sp: SequenceParallel, share: int | Placement, positions: Tensor, mask: Tensor | None) -> None:
-        """Compares on the device, and sends for the result."""
+    def start(self, sp: SequenceParallel, share: int | Placement, positions: Tensor, mask: Tensor | None) -> None:
+        """Starts the checks of positions and mask on their device."""
         if not is_trusted(positions, share if isinstance(share, Placement) else sp):
             wrong = (positions != self._of_device(sp, share, positions.device)).any()
-            self._send_for(_wrong_positions(share), wrong)
+            self._start(_wrong_positions(share), wrong)
         if mask is not None and not is_trusted(mask, sp):
-            self._send_for(WRONG_MASK, (mask == 0).any())
+            self._start(WRONG_MASK, (mask == 0).any())
 
     def error(self) -> InputError | None:
-        """What was found since the last time, all of it."""
+        """The error of the checks that were started since the last call; None where all were right."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        found, self.found, self.arrived = self.found, [], None
-        said = [sentence for sentence, wrong in found if bool(wrong)]
-        return InputError(f"{said[0]} (in an earlier forward: on a device it is seen one later)") if said else None
+        started, self.started, self.arrived = self.started, [], None
+        wrong = [sentence for sentence, is_wrong in started if bool(is_wrong)]
+        return InputError(f"{wrong[0]} (in an earlier forward: on a device it is seen one later)") if wrong else None
 
-    def _send_for(self, sentence: str, wrong: Tensor) -> None:
-        self.found.append((sentence, wrong.to("cpu", non_blocking=True)))
+    def _start(self, sentence: str, wrong: Tensor) -> None:
+        self.started.append((sentence, wrong.to("cpu", non_blocking=True)))
         if wrong.is_cuda and torch.cuda.is_available():
             self.arrived = torch.cuda.current_stream(wrong.device).record_event()
 
     def _of_device(self, sp: SequenceParallel, share: int | Placement, device: torch.device) -> Tensor:
-        """Kept for forwards of one length: the host waits for a copy too."""
+        """The expected positions on the device. Cached while the length stays: a copy would make the host wait, too."""
         if (share, device) not in self.expected:
             self.expected = {(share, device): _expected(sp, share).to(device)}
         return self.expected[share, device]
 
 
-SAMPLES = 8  # values of a parameter that are compared
+SAMPLES = 8  # values of each parameter that ranks compare
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Name -> what to compare: dtypes, layers, RoPE, and of every parameter its shape and some values, what says most
-    first.
+    """Name -> what ranks compare of a model: dtypes, layers, RoPE, and the shape and some values of every parameter.
+    What explains a difference best comes first.
 
-    Values are those that a rank holds whole: not of parameters that ZeRO-3 or FSDP partitions, or that are on meta.
+    Parameters that ZeRO-3 or FSDP partitions, or that are on the meta device, have no values to compare.
     """
     parameters = dict(model.named_parameters())
     trained = [name for name, p in parameters.items() if p.requires_grad]
@@ -322,7 +326,7 @@ def _is_whole(p: nn.Parameter) -> bool:
 
 
 def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """A digest of some values of each, copied from a device together."""
+    """Name of a parameter -> a digest of some of its values. All are copied from the device at once."""
     taken = [_spread(p) for p in parameters.values()]
     values = torch.cat(taken).cpu().split([len(x) for x in taken]) if taken else []
     return {

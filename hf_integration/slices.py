@@ -1,6 +1,6 @@
-"""Head stages of an attention module: the slice of its weights that computes some heads, and the sums of gradients.
+"""The slices of an attention module's weights that compute one head stage, and the sums of their gradients.
 
-A linear layer may have LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
+Linear layers may have LoRA (peft's `base_layer`, `lora_A`, `lora_B`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from ds_seqpar.compiler.heads import Stage
 
-from .tiles import Sums
+from .tiles import GradientSums
 
-PARTS = "sequence_parallel_parts"  # attribute of a twin: into how many stages its module is cut
+PARTS = "sequence_parallel_parts"  # attribute of a twin: the number of its module's stages
 # names of the projections before attention, and of the one after it
 INWARD, OUTWARD = ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o_proj"
 
@@ -31,9 +31,9 @@ def heads_of(module: Any) -> tuple[int, int]:
 
 
 class Leaf(NamedTuple):
-    """A tensor in place of a parameter or a slice of it, in whose place it is differentiated.
+    """A tensor that is differentiated in place of a parameter, or of a slice of it.
 
-    place: the index of the slice in the parameter; None: the whole parameter, which every stage uses."""
+    place: the index of the slice in the parameter; None: it stands for the whole parameter, which every stage uses."""
 
     parameter: nn.Parameter
     place: tuple[slice, ...] | None
@@ -41,12 +41,13 @@ class Leaf(NamedTuple):
 
 
 class Slice:
-    """The slice of an attention module that one stage of heads computes with.
+    """The part of an attention module that computes one stage of heads.
 
-    inward: name -> the rows of a projection that make the stage's q, k, v. outward: the columns of the output
-    projection that take the stage's heads. twin: the module with the stage's heads, for what runs between them.
-    normed: what is done to the input first; norm: (a norm, its forward), None: nothing. With `grad`, leaves_in (the
-    norm's too), leaves_out and leaves_between have the leaves of these; else they are empty."""
+    inward: name -> a projection with only the rows that make the stage's q, k, v. outward: the output projection with
+    only the columns of the stage's heads. twin: a copy of the module with the stage's heads, for what comes between
+    projections. normed: the norm that is applied to the input first; norm: (module, forward) of it; None: there is
+    none. With `grad`, leaves_in (those of the norm included), leaves_out and leaves_between are the leaves of these
+    parts; else they are empty."""
 
     def __init__(
         self, module: Any, stages: Sequence[Stage], index: int, norm: tuple[Any, Callable[..., Tensor]] | None,
@@ -74,7 +75,7 @@ class Slice:
         self.twin = self.twin_of(module, heads, len(stages))
 
     def leaf(self, into: list[Leaf], parameter: Any, *index: slice) -> Any:
-        """The tensor in place of parameter[index]; where gradients are asked for, its Leaf is added to `into`."""
+        """A tensor with the data of parameter[index]. Where gradients are wanted, its Leaf is added to `into`."""
         if parameter is None:
             return None
         tensor = parameter.detach()[index] if index else parameter.detach()
@@ -114,7 +115,8 @@ class Slice:
         return _copy_with(module, **{PARTS: parts, **new})
 
     def project(self, x: Tensor, cuts: list[slice]) -> dict[str, Tensor]:
-        """By projection, its output (B, s, features of the stage), without autograd. x (B, s, d). cuts: the tiles."""
+        """Name of a projection -> its output (B, s, features of the stage), without autograd. x (B, s, d). cuts: the
+        slices of tokens that are projected one after another."""
         found: dict[str, Tensor] = {}
         with torch.no_grad():
             for cut in cuts:
@@ -127,15 +129,15 @@ class Slice:
         return found
 
     def blank(self, x: Tensor) -> dict[str, Tensor]:
-        """The shapes of `project`, without memory: for an attention that only returns what a checkpoint kept."""
+        """Tensors in the shapes of `project` without memory, for attention that only returns what a checkpoint kept."""
         found = {name: projection(x[:, :1]) for name, projection in self.inward.items()}
         return {name: one.new_zeros(()).expand(*x.shape[:2], one.shape[-1]) for name, one in found.items()}
 
     def attend(self, forward: Callable[..., tuple], projected: dict[str, Tensor]) -> Tensor:
         """The attention output of the stage's heads (B, s, heads of the stage x head_dim).
 
-        forward: the forward of the module's class, called with the twin. projected: by projection, as `project` gives
-        it; emptied on the way, so that nothing is kept."""
+        forward: the forward of the module's class, which is called with the twin. projected: as `project` returns it;
+        emptied, so that each tensor is freed after its use."""
         vars(self.twin).update({name: lambda _, name=name: projected.pop(name) for name in projected})
         return forward(self.twin)[0]
 
@@ -155,8 +157,8 @@ class _Linear:
 
 
 def _copy_with(module: Any, **new: Any) -> Any:
-    """A shallow copy of an object with some attributes replaced. Its class stays, and so do overridden methods. Methods
-    that were put into the object, as Liger's are, become the copy's."""
+    """A shallow copy of an object, of the same class, with some attributes replaced. Methods that were set on the
+    object itself, as Liger sets them, are bound to the copy."""
     twin = object.__new__(type(module))
     own = {name: x for name, x in vars(module).items() if isinstance(x, types.MethodType) and x.__self__ is module}
     vars(twin).update(vars(module) | {name: types.MethodType(x.__func__, twin) for name, x in own.items()})
@@ -176,17 +178,17 @@ class Gradients:
 
     @contextlib.contextmanager
     def adding(self, leaves: list[Leaf]) -> Iterator[Callable[..., list[Tensor]]]:
-        """A context that differentiates tile by tile, and at its end has the leaves' gradients.
+        """A context for differentiating tile by tile; at its end it adds the gradients of the leaves.
 
         It gives a function (outputs or their edges, inputs, gradients of the outputs) -> gradients of the inputs. Each
-        call adds the gradients of the leaves to sums in fp32 or wider."""
+        call also sums the gradients of the leaves, in fp32 or wider."""
         tensors = [leaf.tensor for leaf in leaves]
-        sums = Sums(tensors)
+        sums = GradientSums(tensors)
 
         def differentiate(outs: list[Any], asked: list[Any], grads: list[Tensor]) -> list[Tensor]:
             if not asked and not tensors:
                 return []
-            # a frozen projection of an input that wants no gradient has none: LoRA on others, in a first layer
+            # the output of a frozen projection of an input without gradient has none (LoRA elsewhere, in a first layer)
             pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if getattr(out, "requires_grad", True)]
             given = [grad.to(getattr(out, "dtype", grad.dtype)) for out, grad in pairs]
             found = list(torch.autograd.grad([out for out, _ in pairs], [*asked, *tensors], given, allow_unused=True))
@@ -199,7 +201,7 @@ class Gradients:
                 self.put(leaf, total)
 
     def put(self, leaf: Leaf, total: Tensor) -> None:
-        """Notes the gradient of a leaf in one stage."""
+        """Adds the gradient of a leaf in one stage to its parameter's."""
         parameter = leaf.parameter
         if leaf.place is None:
             self.shared[parameter] = self.shared[parameter].add_(total) if parameter in self.shared else total
@@ -208,8 +210,8 @@ class Gradients:
             self.whole[parameter] = torch.zeros_like(parameter)
         self.whole[parameter][leaf.place] = total
 
-    def taken(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of a parameter in its dtype, which is handed over; None where no stage used it."""
+    def pop(self, parameter: nn.Parameter) -> Tensor | None:
+        """Removes and returns the gradient of a parameter, in its dtype; None where no stage used the parameter."""
         if parameter in self.shared:
             return self.shared.pop(parameter).to(parameter.dtype)
         return self.whole.pop(parameter, None)

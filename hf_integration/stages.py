@@ -1,13 +1,13 @@
-"""Attention modules that work on some heads at a time, projections included.
+"""Attention modules that compute some heads at a time, projections included.
 
-A stage is a slice of heads: rows of the weights that make q, k and v, columns of the output projection's. It projects
-from the layer's input, attends, and adds its part to the output, so that no q, k, v or attention output of all heads
-stands at once. Backward goes through the stages again: it projects once more, takes what attention gave from forward,
-and adds the stage's part to the gradient of the input. Gradients of a weight's slices fill the weight's gradient, which
-reaches the parameter, and so ZeRO and DDP, once.
+A stage is a slice of heads: rows of the weights that make q, k and v, and columns of the output projection's weight. It
+projects the layer's input, attends, and adds its part to the output. So q, k, v and the attention output never exist
+for all heads at once. Backward goes through the stages again: it projects once more, uses the attention results that
+forward saved, and adds the stage's part to the gradient of the input. The gradients of a weight's slices fill one
+gradient of the weight, which reaches the parameter, and so ZeRO and DDP, once.
 
-Between projections and attention families have norms of q and k, RoPE, sinks. That is the forward of the family's own
-class, on a copy of the module (its twin) that has the stage's heads.
+Between projections and attention, families have norms of q and k, RoPE, or sinks. These are computed by the forward of
+the family's own class, on a copy of the module (its twin) that has the stage's heads.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ds_seqpar.runtime.work import rowsum
 from .families import FAMILIES
 from .slices import INWARD, OUTWARD, Gradients, Slice, heads_of
 from .tiled_loss import LEAF, STAGED, TILING
-from .tiles import Conditions, Source, ceil_of, cuts, trained
+from .tiles import ForwardConditions, Source, tile_count, tile_slices, trained_parameters
 from .tiling import before_leaf, normed
 
 
-def stage(module: Any) -> None:
-    """Has an attention module go through its heads in stages, as the settings of its SequenceParallel say, in forwards
-    that are sharded. Under ZeRO-3 its parameters are fetched together."""
+def use_stages(module: Any) -> None:
+    """Makes the sharded forwards of an attention module go through its heads in stages, as its SequenceParallel's
+    settings say. ZeRO-3 then gathers all parameters of the module together, as a leaf."""
     config, unhooked = module.sequence_parallel.config, not hasattr(module, "ds_id") or hasattr(module, LEAF)
     if config.head_stages == 1 or config.overlap or "forward" in vars(module) or not unhooked:
         return
@@ -52,8 +52,8 @@ def stage(module: Any) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def unstage(module: Any) -> None:
-    """Takes that back."""
+def remove_stages(module: Any) -> None:
+    """Undoes `use_stages`."""
     hook = vars(module).pop(STAGED, None)
     if hook is None:
         return
@@ -64,7 +64,7 @@ def unstage(module: Any) -> None:
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """ZeRO-3 looks for a leaf's input among what has no name."""
+    """Passes the input of the module by position: ZeRO-3 looks for a leaf's input among positional arguments."""
     if "hidden_states" in kwargs:
         args = (kwargs.pop("hidden_states"), *args)
     return before_leaf(module, args) or args, kwargs
@@ -75,22 +75,22 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not kwargs.get("sequence_parallel") or not _has_stages(module):
         return own(module, normed(module, x) if hasattr(module, TILING) else x, *args, **kwargs)
     q_heads, kv_heads = heads_of(module)
-    count = _count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
+    count = _stage_count(module, x, q_heads, kv_heads, kwargs["sequence_parallel"])
     if count == 1:
         return own(module, normed(module, x), *args, **kwargs)
     tiling = getattr(module, TILING, None)
     source = None if tiling is None else tiling.source(x, module)
-    run = _Run(module, stages(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args, source)
+    run = _StagedForward(module, stages(q_heads, kv_heads, count), x, functools.partial(own, **kwargs), args, source)
     return _Staged.apply(run, None if source is None else source.x, x, *run.parameters), None
 
 
-def _count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
-    """Of stages. given: what a batch says of who sees whom."""
+def _stage_count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Placement) -> int:
+    """The number of stages of a forward. given: the batch's Placement, if it has one."""
     sp, mask, shards = module.sequence_parallel, module.sequence_parallel_mask, None
     if sp.config.head_stages != "auto":
         return sp.config.head_stages
     if isinstance(given, Placement):
-        mask, shards = given.masked(mask.window), given.shards
+        mask, shards = given.mask_with_window(mask.window), given.shards
     cast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if cast else x.dtype
     q, k = (torch.empty(*x.shape[:2], n, module.head_dim, dtype=dtype, device="meta") for n in (q_heads, kv_heads))
@@ -98,8 +98,8 @@ def _count(module: Any, x: Tensor, q_heads: int, kv_heads: int, given: bool | Pl
 
 
 def _has_stages(module: Any) -> bool:
-    """Whether each stage has projections of its own. It has none where norms of q and k are over all heads, or where
-    adapters drop inputs at random. Projections must be plain linear ones, without hooks."""
+    """Whether stages can project their own heads. They cannot where q and k have norms over all heads, where adapters
+    have dropout, or where a projection is not a plain linear layer without hooks."""
     if FAMILIES[module.config.own.model_type].norms_heads:
         return False
     return all(_is_linear(child) for name, child in module.named_children() if name in (*INWARD, OUTWARD))
@@ -114,7 +114,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _is_lora(module: Any) -> bool:
-    """Whether this is a linear layer of peft's with LoRA as it first was: without dropout, magnitudes or biases."""
+    """Whether this is peft's linear layer with plain LoRA: without dropout, magnitudes (DoRA) or biases."""
     if not hasattr(module, "lora_A") or not hasattr(module, "base_layer") or getattr(module, "lora_variant", None):
         return False
     plain = [*module.lora_A.values(), *module.lora_B.values()]
@@ -122,38 +122,38 @@ def _is_lora(module: Any) -> bool:
     return not drops and all(type(one) is nn.Linear and one.bias is None for one in plain)
 
 
-# nodes of autograd that only give a tensor another shape or copy it
+# autograd nodes that only reshape or copy a tensor
 SHAPED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "CloneBackward0")
 
 
-class _Run:
-    """One forward of a module, and what its backward must repeat. own: the forward of the module's class. source: what
-    x stands for, if a norm has deferred it; x is then that norm's input."""
+class _StagedForward:
+    """One forward of an attention module in stages, with all that its backward repeats. own: the forward of the
+    module's class. source: what x stands for, if the norm before the module is deferred; x is then the norm's input."""
 
     def __init__(
         self, module: Any, its: Sequence[Stage], x: Tensor, own: Callable[..., Any], args: tuple, source: Source | None
     ) -> None:
         self.module, self.stages, self.own, self.args = module, its, own, args
         self.norm = None if source is None else (source.norm, source.forward)
-        self.parameters = (*trained(module), *([] if source is None else trained(source.norm)))
-        self.conditions, self.dtype = Conditions.of(x), x.dtype
-        self.cuts = cuts(x.shape[1], ceil_of(x.shape[0] * x.shape[1], x.shape[2]))
+        self.parameters = (*trained_parameters(module), *([] if source is None else trained_parameters(source.norm)))
+        self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
+        self.tiles = tile_slices(x.shape[1], tile_count(x.shape[0] * x.shape[1], x.shape[2]))
         self.wanted, self.keeps, self.lent = torch.is_grad_enabled(), False, StageResults.in_checkpoint()
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(the output, what attention gave in all stages, where that is wanted and no checkpoint around has it)."""
+        """(the output, the attention results of all stages that backward needs; [] where a checkpoint keeps them)."""
         out, given = torch.empty(0), list[Tensor]()
         for index in range(len(self.stages)):
             part, kept = Slice(self.module, self.stages, index, self.norm, grad=False), StageReplay()
             self.keeps = kept.checkpoint_saves
-            inner = part.blank(x) if is_replayed() else part.project(x, self.cuts)
+            inner = part.blank(x) if is_replayed() else part.project(x, self.tiles)
             attended = kept.run(part.attend, self.attention(x), inner)
             if self.lent is not None:
                 self.lent.push(kept.tensors())
             elif self.wanted:
                 given += kept.tensors()
             del kept
-            for cut in self.cuts:
+            for cut in self.tiles:
                 tile = part.outward(attended[:, cut])
                 if out.dim() == 1:
                     out = tile.new_empty(*x.shape[:2], tile.shape[-1])
@@ -161,16 +161,17 @@ class _Run:
         return out, given
 
     def attention(self, x: Tensor) -> Callable[..., tuple]:
-        """The forward of the module's class, of a twin. x: of the input's shape, which is all that it needs."""
+        """The forward of the module's class as a function of a twin. Of x only the shape matters: twins have their
+        projections' results."""
         return lambda twin: self.own(twin, x, *self.args)
 
     def backward(self, saved: Tensor, given: list[Tensor], grad: Tensor, wants_x: bool) -> Iterator[Tensor | None]:
-        """The gradient of the input x, and those of the parameters. saved: x; given: what attention gave, which is used
-        up."""
+        """Yields the gradient of the input x, and then those of the parameters. saved: x. given: the attention results
+        of all stages; emptied, so that each is freed after its stage."""
         found, each = Gradients(), len(given) // len(self.stages)
         dx: Tensor | None = None
-        with self.conditions.again():
-            torch.set_autocast_cache_enabled(False)  # of what was projected without a graph nothing is used with one
+        with self.conditions.restored():
+            torch.set_autocast_cache_enabled(False)  # casts that were cached without a graph must not be used in one
             for index in reversed(range(len(self.stages))):
                 its = tuple(given[index * each :]) if self.lent is None else self.lent.pop()
                 del given[index * each :]
@@ -179,25 +180,25 @@ class _Run:
                 if self.plain and self.lent is not None and index == len(self.stages) - 1:
                     self.without_outs(self.lent.on_device(), grad, found)
         yield dx
-        yield from map(found.taken, self.parameters)
+        yield from map(found.pop, self.parameters)
 
     def part(self, index: int) -> Slice:
         return Slice(self.module, self.stages, index, self.norm, grad=True)
 
     def without_outs(self, its: list[Any], grad: Tensor, found: Gradients) -> None:
-        """Puts delta = rowsum(do * out) (B, s, heads) in place of out in what attention gave to the stages `its`.
-        Backward needs no more of out, once the output projection has its gradients."""
+        """Replaces out by delta = rowsum(do * out) (B, s, heads) in the attention results of stages, `its`. Once the
+        output projection has its gradients, backward needs nothing else of out."""
         for index, (out, lse) in enumerate(its):
             do = self.outward_backward(self.part(index), out.flatten(2), grad, found)
             its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse]
             del out, do
 
     def outward_backward(self, part: Slice, attended: Tensor, grad: Tensor, found: Gradients | None) -> Tensor:
-        """The gradient of a stage's attended (B, s, heads x head_dim). grad: of the module's output. found: takes those
-        of the output projection; None: it has them."""
+        """The gradient of a stage's attention output (B, s, heads x head_dim). grad: of the module's output. found:
+        takes the gradients of the output projection; None: it has them already."""
         d_attended = torch.empty_like(attended)
         with (found or Gradients()).adding([] if found is None else part.leaves_out) as differentiate:
-            for cut in self.cuts:
+            for cut in self.tiles:
                 with torch.enable_grad():
                     tile = attended[:, cut].detach().requires_grad_()
                     out = part.outward(tile)
@@ -208,15 +209,16 @@ class _Run:
         self, part: Slice, saved: Tensor, its: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None, found: Gradients,
         wants_x: bool,
     ) -> Tensor | None:  # fmt: skip
-        """Adds the gradients of one stage to found, and to dx, which it returns; dx None: nothing was added yet."""
+        """Adds the gradients of one stage to `found`, and to dx, the gradient of x, which it returns. dx None: this is
+        the first stage."""
         anchor = torch.zeros((), requires_grad=True, device=saved.device)
-        early = its[0].dim() == 3  # `without_outs` was here
+        has_delta = its[0].dim() == 3  # `without_outs` has replaced out
         with torch.enable_grad():
-            inner = {name: _Begun.apply(anchor, one) for name, one in part.project(saved, self.cuts).items()}
-            asked = [get_gradient_edge(one) for one in inner.values()]  # the tensors themselves are not kept for it
+            inner = {name: _GraphStart.apply(anchor, one) for name, one in part.project(saved, self.tiles).items()}
+            asked = [get_gradient_edge(one) for one in inner.values()]  # edges do not keep the tensors alive
             attended = StageReplay(its, self.keeps).run(part.attend, self.attention(saved), inner)
         self.plain = len(its) == 2 and _is_all(attended)
-        d_attended = self.outward_backward(part, attended, grad, None if early else found)
+        d_attended = self.outward_backward(part, attended, grad, None if has_delta else found)
         ends = [get_gradient_edge(attended)]
         del attended
         with found.adding(part.leaves_between) as differentiate:
@@ -224,7 +226,7 @@ class _Run:
         del d_attended, ends
         first, total = dx is None, torch.empty_like(saved, dtype=self.dtype) if wants_x and dx is None else dx
         with found.adding(part.leaves_in) as differentiate:
-            for cut in self.cuts:
+            for cut in self.tiles:
                 with torch.enable_grad():
                     tile = saved[:, cut].detach().requires_grad_(wants_x)
                     given = part.normed(tile)
@@ -236,15 +238,15 @@ class _Run:
 
 
 def _is_all(attended: Tensor) -> bool:
-    """Whether attention's output in another shape is all that there is between attention and the output projection."""
+    """Whether nothing but reshaping stands between attention and the output projection."""
     node: Any = attended.grad_fn
     while node is not None and node.name() in SHAPED:
         node = node.next_functions[0][0]
     return node is not None and node.name() == "AttentionBackward"
 
 
-class _Begun(Function):
-    """x as it is, where a graph begins: unlike that of a leaf, its place in the graph does not hold it."""
+class _GraphStart(Function):
+    """x, unchanged, at the start of a graph. Unlike a leaf's, its edge does not keep the tensor alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -256,10 +258,10 @@ class _Begun(Function):
 
 
 class _Staged(Function):
-    """The module's output (B, s, d). Saved are its input, or what that stands for, and what attention gave."""
+    """The module's output (B, s, d). Saves the module's input, or the source of it, and attention's results."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, run: _StagedForward, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.run, real = run, x if source is None else source
         out, given = run.forward(real)
         ctx.save_for_backward(real, *given)

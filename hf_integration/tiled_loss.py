@@ -1,8 +1,9 @@
 """The loss of a causal language model in tiles, whatever lies between its head and the loss.
 
-Families scale or cap their logits, and add a loss that balances experts. None of that is written again here. The
-forward of the model's own class runs for each tile, on a copy of the model (a twin) whose base model gives that tile of
-the last hidden state. It runs once more for all the rest, with the real base model, of whose output no tokens are left.
+Families scale or cap their logits, and add a loss that balances experts. No code here repeats that. The forward of the
+model's own class runs once for each tile, on a copy of the model (a twin). The twin's base model returns that tile of
+the last hidden state. It runs once more with the real base model, whose output is cut to no tokens, for everything
+else.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ from ds_seqpar.config import most_logits
 from ds_seqpar.errors import ConfigError, InputError
 
 from .graphs import between_graphs
-from .tiles import Deferred, Source, Sums, ceil_of, tiled_sum, trained
+from .tiles import Deferred, GradientSums, Source, tile_count, tiled_sum, trained_parameters
 
 TILING = "_sequence_parallel_tiling"  # an attribute of modules that have tiles: their Tiling
 STAGED = "_sequence_parallel_staged"  # an attribute of an attention module that has stages: its hook
 LEAF = "_z3_leaf"  # DeepSpeed's mark of a module
-TOGETHER = 1024  # tokens whose logits are made fp32 at once
-# kinds of hooks that see what a module is given or gives, and whose hooks do not look at the numbers
+TOGETHER = 1024  # tokens whose logits are cast to fp32 at once
+# kinds of hooks that see a module's inputs or outputs; packages whose hooks do not read the values
 HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 BLIND = ("hf_integration", "deepspeed", "accelerate", "transformers", "torch.distributed", "torch.utils")
 
 
 @dataclasses.dataclass(kw_only=True)
 class Tiling:
-    """What a tiled model's modules share.
+    """The state that the modules of a tiled model share.
 
-    mlp, loss: numbers of tiles, or "auto". local: whether the running forward is local, and so not tiled. evaluated:
-    for forwards without gradients, as `tiling.evaluated` has it. losses: sums of token losses, one a tile so far; None:
-    nothing is added up. norms: attention or MLP -> the norm before it, whose only readers these are. deferred: of the
-    norm that ran last, until all readers had it, (the storage of its output, what that stands for). unread: by how many
-    it is still to be read. layers: norm -> its layer. watched: norms that somebody else saw in this forward.
-    in_layer: whether a checkpoint of transformers computes a layer now, in which what the MLP's norm is given was made.
+    mlp, loss: numbers of tiles, or "auto". local: whether the running forward is local, and so has no tiles. evaluated:
+    what forwards without gradients compute, as in `tiling.evaluated`. losses: sums of token losses, one for each tile
+    so far; None: they are not collected.
+
+    Deferred norms: norms: attention or MLP -> the norm before it, which no other module reads. layers: norm -> its
+    layer. deferred: (storage of the output, source) of the norm that ran last, until all its readers have read it;
+    unread: how many have not. watched: norms whose output another hook may see in this forward. in_layer: whether a
+    transformers checkpoint computes a layer now, and has made the input of the MLP's norm in it.
     """
 
     mlp: int | str
@@ -64,8 +67,8 @@ class Tiling:
     in_layer: bool = False
 
     def defers(self, norm: nn.Module) -> bool:
-        """Whether nobody but its readers is given this norm's output, or its gradient. What a forward has found holds
-        for what checkpoints compute again: hooks may be gone by then."""
+        """Whether a norm may be deferred: no module or hook but its readers sees its output, or its gradient. What a
+        forward has decided holds when checkpoints compute it again, since hooks may be gone by then."""
         readers = [reader for reader, its in self.norms.items() if its is norm]
         if not readers:
             return False
@@ -76,7 +79,7 @@ class Tiling:
         return norm not in self.watched
 
     def defer(self, x: Tensor, norm: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """A norm's output for x (B, s, d), which its readers compute."""
+        """Defers a norm of x (B, s, d): returns a placeholder, of which the norm's readers compute tiles."""
         self.check_read()
         out = Deferred.apply(x)
         self.deferred = StorageWeakRef(out.untyped_storage()), Source(x.detach(), norm, forward)
@@ -84,7 +87,7 @@ class Tiling:
         return out
 
     def readers(self, norm: nn.Module) -> int:
-        """How many modules compute this norm."""
+        """How many modules read this norm."""
         return sum(one is norm for one in self.norms.values())
 
     def source(self, x: Tensor, reader: nn.Module) -> Source | None:
@@ -114,8 +117,8 @@ class Tiling:
         self.deferred, self.unread = None, 0
 
     def lend(self, user: Any) -> None:
-        """Has ZeRO-3 fetch the parameters of the norm before `user` with its own, since backward may compute that norm
-        again. On all ranks, since some may have to and some not."""
+        """Makes ZeRO-3 gather the parameters of the norm before `user` with the user's own, since backward may compute
+        that norm again. All ranks do so, even if only some of them need to."""
         if user in self.norms and hasattr(user, "ds_id"):
             from deepspeed.runtime.zero import register_external_parameter
 
@@ -134,7 +137,7 @@ class Tiling:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether it has hooks that may look at numbers: whoever is not known to be blind may."""
+    """Whether a module has hooks that may read values: all do but those of packages in BLIND."""
     kinds = [*(getattr(module, f"_{kind}") for kind in HOOKS), *(getattr(of_all, f"_global_{kind}") for kind in HOOKS)]
     return any(not _is_blind(hook) for kind in kinds for hook in kind.values())
 
@@ -147,7 +150,7 @@ def _is_blind(hook: Any) -> bool:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> float:
-    """The sum of the losses of tokens, logits (B, s, vocabulary), shift_labels (B, s); few are made fp32 at once."""
+    """The sum of token losses, in fp32. logits (B, s, vocabulary), labels: shift_labels (B, s)."""
     flat, targets = logits.detach().flatten(0, 1), labels.to(logits.device).flatten()
     parts = zip(flat.split(TOGETHER), targets.split(TOGETHER), strict=True)
     losses = [F.cross_entropy(x.float(), of.long(), ignore_index=IGNORE, reduction="sum") for x, of in parts]
@@ -155,8 +158,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> float:
 
 
 def model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a causal language model, by its class's own: once without tokens between base model and loss, and
-    once for the loss of each tile."""
+    """The forward of a causal language model with a tiled loss, in place of its class's; without tiles it calls
+    that."""
     given = {**dict(zip(_names(model), args, strict=False)), **kwargs} if args else kwargs
     if not _wants_tiles(model, given):
         return type(model).forward(model, *args, **kwargs)
@@ -196,14 +199,14 @@ def _in_tiles(model: Any, given: dict[str, Any]) -> Any:
 
 @between_graphs
 def _loss(model: Any, given: dict[str, Any], base: Any, logits: list[Tensor]) -> Tensor:
-    """Of tokens, from the base model's output. logits: takes those of tiles, where they are wanted."""
+    """The loss of tokens, from the base model's output. logits: takes the logits of each tile, if they are wanted."""
     in_tiles = functools.partial(_sum_of_tiles, model, given, type(base), logits)
     return _through(model.lm_head, in_tiles, base.last_hidden_state)
 
 
 def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """What in_tiles makes of the head and of x, inside one call of the head: what has hooked it, as ZeRO-3 has, sees no
-    tiles. Until that call the head's forward is its own: it may have been replaced at any time before."""
+    """in_tiles(head's forward, x, sums), run inside one call of the head, so that hooks on the head, as ZeRO-3's, see
+    no tiles. For that call alone the head's forward is replaced; others may have replaced it before."""
     own, before = head.forward, vars(head).get("forward")
     has_parts, partitioned = any(head.children()), any(hasattr(p, "ds_id") for p in head.parameters())
     if has_parts and partitioned and not hasattr(head, LEAF):
@@ -213,7 +216,7 @@ def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
         )
 
     def forward(x: Tensor) -> Tensor:
-        sums = Sums(trained(head))
+        sums = GradientSums(trained_parameters(head))
         plain = before is None and type(head).forward is nn.Linear.forward
         return in_tiles((lambda tile: sums.linear(tile, head.weight, head.bias)) if plain else own, x, sums)
 
@@ -227,7 +230,7 @@ def _through(head: Any, in_tiles: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """(the output of the base model, that of the model for none of its tokens): all but the loss of tokens."""
+    """(the output of the base model, the output of the model for no tokens): everything but the loss of tokens."""
     outputs: list[Any] = []
 
     def base(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +242,7 @@ def _around(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
 
 @between_graphs
 def _without_tokens(output: Any, outputs: list[Any]) -> Any:
-    """A base model's output with a last hidden state of no tokens; outputs takes what it was."""
+    """A base model's output, cut to no tokens. outputs: takes the output as it was."""
     outputs.append(output)
     return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, :0]})
 
@@ -251,10 +254,10 @@ def _sum_of_tiles(
     logits: list[Tensor],
     head: Callable[..., Tensor],
     x: Tensor,
-    sums: Sums,
+    sums: GradientSums,
 ) -> Tensor:
-    """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: of the base model's output.
-    logits: takes those of tiles, where they are wanted."""
+    """The loss of tokens from x (B, s, d), the base model's last hidden state. kind: type of the base model's output.
+    logits: takes the logits of each tile, if they are wanted."""
     tiling: Tiling = getattr(model, TILING)
     wanted = not torch.is_grad_enabled() and tiling.evaluated == "logits"
     shape = given["shift_labels"].shape
@@ -289,4 +292,4 @@ def _twin(model: Any, base: Callable[..., Any], head: Callable[..., Tensor]) -> 
 
 def _loss_tiles(model: Any, x: Tensor) -> int:
     tiles, vocab = getattr(model, TILING).loss, model.config.vocab_size
-    return ceil_of(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles
+    return tile_count(x.shape[0] * x.shape[1] * vocab * 4, most_logits(vocab, x.shape[2])) if tiles == "auto" else tiles

@@ -1,14 +1,14 @@
-"""A function of each token applied tile by tile, so that what it needs inside never stands whole in memory.
+"""Computes a function of each token tile by tile, so that its intermediate tensors never exist for all tokens at once.
 
-Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed's (`sequence_tiled_compute`) add
-up gradients of tiles in `.grad`, in the parameters' dtype. A mark on each parameter tells ZeRO when the last tile has
-come. Here nothing reaches a parameter until all tiles are through. `torch.autograd.grad`, which runs no hook of a
-parameter, gives the gradients of tiles. They are added up in fp32 or wider, and given back once, as those of the
-function itself. So ZeRO and DDP see one gradient a parameter and backward pass, whatever the number of tiles.
+Source: TiledMLP and the tiled loss of ALST (arXiv 2506.13996, section 3.1). DeepSpeed (`sequence_tiled_compute`) adds
+up the gradients of tiles in `.grad`, in the parameters' dtype, and marks each parameter so that ZeRO knows the last
+tile. Here no parameter gets a gradient until all tiles are through. `torch.autograd.grad` gives the gradients of a tile
+and runs no hook of a parameter. They are summed in fp32 or wider, and returned once, as the gradients of the function.
+So ZeRO and DDP see one gradient a parameter and backward pass, whatever the number of tiles.
 
-In backward tiles are computed again, with the gradient that arrived. That of a loss is a factor for all of it: a loss
-takes its gradients in forward, as DeepSpeed's does, and computes nothing again. In fp16 it does, since those would not
-have had the loss scale.
+Backward computes each tile again. A loss needs no second run: the gradient that arrives is one factor for all tiles, so
+their gradients are computed in forward, as DeepSpeed does. In fp16 tiles of a loss are computed again too, because
+their gradients need the loss scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Compute = Callable[[Tensor, slice], Tensor]  # of a tile (B, t, d) and of the to
 
 
 class Source(NamedTuple):
-    """What a tensor of `Deferred` stands for: tile by tile forward(norm, x[:, cut]), of x (B, s, d)."""
+    """The computation that a `Deferred` tensor stands for: forward(norm, x[:, cut]) for each tile, of x (B, s, d)."""
 
     x: Tensor
     norm: nn.Module
@@ -40,8 +40,8 @@ class Source(NamedTuple):
 
 
 class Deferred(Function):
-    """A tensor of x's shape that has no memory: a norm's output, which its readers compute of x, tile by tile. They
-    give it the gradient of x. To anybody else it is NaN."""
+    """A tensor of x's shape without memory, in place of a norm's output. The modules that read it compute the norm of x
+    themselves, tile by tile, and give it the gradient of x. Any other reader finds NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,59 +55,63 @@ class Deferred(Function):
 
 def tiled(
     compute: Compute, x: Tensor, parameters: Sequence[nn.Parameter], tiles: int, source: Source | None = None,
-    used_up: bool = False,
+    overwrites_source: bool = False,
 ) -> Tensor:  # fmt: skip
-    """compute(x) (B, s, d), of a function of each token by itself that keeps the shape, over `tiles` tiles of dim 1.
+    """compute(x), computed over `tiles` tiles of dim 1.
 
-    x (B, s, d). parameters: all that compute uses and that want gradients. The gradients are x's, in one tensor, and
-    the parameters' in their own dtype. What backward needs is kept before anything is computed: where a checkpoint
-    computes again what it did not keep (torch's non-reentrant one), it can stop in front of the tiles. source: what x
-    stands for, where it is `Deferred`. The norm's parameters have their gradients from here, too. used_up: nobody reads
-    source.x after backward, so its gradient takes its place, tile by tile.
+    x (B, s, d). compute: treats each token by itself, and keeps the shape. parameters: those that compute uses and that
+    want gradients. Backward gives the gradient of x as one tensor, and those of the parameters in their own dtype. All
+    that backward needs is saved before anything is computed. So torch's non-reentrant checkpoint, which repeats a
+    forward only up to the last tensor that it needs, stops before the tiles. source: what x stands for, if it is
+    `Deferred`; then the norm's parameters get gradients too. overwrites_source: nobody reads source.x after backward,
+    so backward may write its gradient into it.
     """
     if source is None:
-        run = _Run(compute, x, tuple(parameters), tiles)
+        run = _TiledForward(compute, x, tuple(parameters), tiles)
     else:
         _, norm, forward = source  # the run must not hold x
-        run = _Run(lambda tile, cut: compute(forward(norm, tile), cut), x, (*parameters, *trained(norm)), tiles)
-        run.used_up = used_up
+        run = _TiledForward(
+            lambda tile, cut: compute(forward(norm, tile), cut), x, (*parameters, *trained_parameters(norm)), tiles
+        )
+        run.overwrites_source = overwrites_source
     real = None if source is None else source.x
-    return _Computed.apply(_Held.apply(run, real, x, *run.parameters), real, run)
+    return _TiledOutput.apply(_TiledBackward.apply(run, real, x, *run.parameters), real, run)
 
 
-def tiled_sum(compute: Compute, x: Tensor, sums: Sums, tiles: int) -> Tensor:
-    """The sum over tiles of what compute makes of each, a scalar. sums: of the parameters that compute uses and that
-    want gradients; compute may add to them itself (`Sums.linear`). Otherwise as `tiled`. Gradients are there after
-    forward, which backward multiplies by the one that arrives: once, a second backward raises RuntimeError."""
-    run = _Run(compute, x, sums.parameters, tiles)
-    return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.scaled(x), x, *sums.parameters)
+def tiled_sum(compute: Compute, x: Tensor, sums: GradientSums, tiles: int) -> Tensor:
+    """The sum over tiles of compute(tile), a scalar; otherwise as `tiled`. sums: of the parameters that compute uses
+    and that want gradients; compute may add to them itself (`GradientSums.linear`). Gradients are computed in forward,
+    and backward multiplies them by the gradient that arrives. A second backward raises RuntimeError."""
+    run = _TiledForward(compute, x, sums.parameters, tiles)
+    return _Summed.apply(run, sums, torch.is_grad_enabled() and not run.needs_loss_scale(x), x, *sums.parameters)
 
 
-def cuts(tokens: int, tiles: int) -> list[slice]:
-    """`tiles` tiles of tokens, or as many as there are tokens but at least one: as even as can be, none empty but that
-    of no tokens."""
+def tile_slices(tokens: int, tiles: int) -> list[slice]:
+    """The slices of `tokens` tokens into `tiles` tiles that are as even as possible. There are at most as many as
+    tokens, and at least one."""
     tiles = max(1, min(tiles, tokens))
     ends = [tokens * i // tiles for i in range(tiles + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
-class _Run:
-    """One forward, and what its backward must repeat: the tiles, autocast, and what was drawn at random."""
+class _TiledForward:
+    """One tiled forward, with all that its backward repeats: tiles, autocast, and random numbers."""
 
-    used_up = False
+    overwrites_source = False
 
     def __init__(self, compute: Compute, x: Tensor, parameters: tuple[nn.Parameter, ...], tiles: int) -> None:
-        self.compute, self.parameters, self.cuts = noise.by_tile(compute), parameters, cuts(x.shape[1], tiles)
-        self.conditions, self.dtype = Conditions.of(x), x.dtype
+        self.compute, self.parameters = noise.drawing_by_tile(compute), parameters
+        self.slices = tile_slices(x.shape[1], tiles)
+        self.conditions, self.dtype = ForwardConditions.of(x), x.dtype
 
-    def scaled(self, x: Tensor) -> bool:
-        """Whether fp16 is in it, whose gradients are nothing without the loss's scale."""
+    def needs_loss_scale(self, x: Tensor) -> bool:
+        """Whether fp16 takes part, whose gradients underflow without the loss scale."""
         dtypes = [x.dtype, *(p.dtype for p in self.parameters)]
         return torch.float16 in [*dtypes, *([self.conditions.dtype] if self.conditions.enabled else [])]
 
     def forward(self, x: Tensor) -> Tensor:
         out = None
-        for cut in self.cuts:
+        for cut in self.slices:
             tile = self.compute(x[:, cut], cut)
             if out is None:  # autocast may have chosen another dtype than x's
                 out = tile.new_empty(x.shape)
@@ -116,23 +120,24 @@ class _Run:
         return out
 
     def sum(self, x: Tensor) -> Tensor:
-        return torch.stack([self.compute(x[:, cut], cut) for cut in self.cuts]).sum()
+        return torch.stack([self.compute(x[:, cut], cut) for cut in self.slices]).sum()
 
-    def again(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor], sums: Sums) -> Tensor | None:
-        """`gradients` of a forward that was, under its conditions."""
-        with self.conditions.again():
+    def recompute(self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor], sums: GradientSums) -> Tensor | None:
+        """The gradient of x, by a second run of the forward under its own conditions; otherwise as `gradients`."""
+        with self.conditions.restored():
             return self.gradients(x, wants_x, grad, sums)[1]
 
     def gradients(
-        self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor] | None, sums: Sums
+        self, x: Tensor, wants_x: bool, grad: Callable[[slice], Tensor] | None, sums: GradientSums
     ) -> tuple[list[Tensor], Tensor | None]:
-        """(what tiles give, if that is scalars; the gradient of x, None where it wants none). Those of parameters are
-        added to sums. grad: of a tile's result; None: 1, and that is a scalar."""
+        """(the results of tiles, if they are scalars; the gradient of x, None where it wants none). Gradients of
+        parameters are added to sums. grad: gives the gradient of a tile's result; None: the results are scalars, and it
+        is 1."""
         dx, results = None, []
         if wants_x:
-            dx = x if self.used_up else torch.empty_like(x, dtype=self.dtype)
+            dx = x if self.overwrites_source else torch.empty_like(x, dtype=self.dtype)
         with _without_hooks(self.parameters):
-            for cut in self.cuts:
+            for cut in self.slices:
                 with torch.enable_grad():
                     tile = x[:, cut].detach().requires_grad_(wants_x)
                     out = self.compute(tile, cut)
@@ -151,8 +156,8 @@ class _Run:
 
 @contextlib.contextmanager
 def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
-    """A context in which hooks on parameters are off: `torch.autograd.grad` would run them for each tile, and then they
-    run for the sum."""
+    """A context in which the parameters have no hooks: `torch.autograd.grad` would run them for each tile, while they
+    are to run once, for the sum."""
     kept = [parameter._backward_hooks for parameter in parameters]
     for parameter in parameters:
         parameter._backward_hooks = None
@@ -164,8 +169,8 @@ def _without_hooks(parameters: tuple[nn.Parameter, ...]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """Autocast, the random state and the noise by token with which a forward was computed."""
+class ForwardConditions:
+    """The autocast, the random state and the noise by token with which a forward was computed."""
 
     device: torch.device
     dtype: torch.dtype
@@ -174,33 +179,33 @@ class Conditions:
     drawn: noise.Draw | None
 
     @classmethod
-    def of(cls, x: Tensor) -> Conditions:
+    def of(cls, x: Tensor) -> ForwardConditions:
         kind = x.device.type
         return cls(
             device=x.device,
             dtype=torch.get_autocast_dtype(kind),
             enabled=torch.is_autocast_enabled(kind),
             random=(torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None),
-            drawn=noise.now(),
+            drawn=noise.current_draw(),
         )
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A context with forward's autocast, in which the same is drawn: LoRA inside an MLP may have dropout."""
-        cpu, other = self.random
-        with torch.random.fork_rng([] if other is None else [self.device]), noise.drawing(self.drawn):
-            torch.set_rng_state(cpu)
-            if other is not None:
-                torch.cuda.set_rng_state(other, self.device)
+    def restored(self) -> Iterator[None]:
+        """A context with forward's autocast and random numbers: LoRA inside an MLP may have dropout."""
+        on_cpu, on_device = self.random
+        with torch.random.fork_rng([] if on_device is None else [self.device]), noise.redrawing(self.drawn):
+            torch.set_rng_state(on_cpu)
+            if on_device is not None:
+                torch.cuda.set_rng_state(on_device, self.device)
             with torch.autocast(self.device.type, self.dtype, enabled=self.enabled):
                 yield
 
 
-class _Held(Function):
-    """x as it is. It, or what it stands for, is kept for backward, which does all the work."""
+class _TiledBackward(Function):
+    """x, unchanged. Saves x, or its source, for the backward of all tiles, which runs here."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, run: _TiledForward, source: Tensor | None, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.run = run
         ctx.save_for_backward(x if source is None else source)
         return x.view_as(x)
@@ -209,16 +214,16 @@ class _Held(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        sums = Sums(ctx.run.parameters)
-        dx = ctx.run.again(x, ctx.needs_input_grad[2], lambda cut: grad[:, cut], sums)
-        return None, None, dx, *sums.taken()
+        sums = GradientSums(ctx.run.parameters)
+        dx = ctx.run.recompute(x, ctx.needs_input_grad[2], lambda cut: grad[:, cut], sums)
+        return None, None, dx, *sums.pop_all()
 
 
-class _Computed(Function):
-    """What the tiles make of x. Its gradient goes on to `_Held` as it is: the shapes are the same."""
+class _TiledOutput(Function):
+    """The output of all tiles. Its gradient goes on to `_TiledBackward` unchanged, since the shapes are equal."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor | None, run: _Run) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: Tensor | None, run: _TiledForward) -> Tensor:
         return run.forward(x if source is None else source)
 
     @staticmethod
@@ -228,10 +233,12 @@ class _Computed(Function):
 
 
 class _Summed(Function):
-    """The sum of what tiles give."""
+    """The sum of the tiles' results. early: whether gradients are computed in forward."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, sums: Sums, early: bool, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, run: _TiledForward, sums: GradientSums, early: bool, x: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
         ctx.run, ctx.sums, ctx.early = run, sums, early and any(ctx.needs_input_grad)
         if not ctx.early:
             ctx.save_for_backward(x)
@@ -247,26 +254,26 @@ class _Summed(Function):
         sums, ctx.sums = ctx.sums, None
         if ctx.early:
             dx, ctx.dx = None if ctx.dx is None else ctx.dx.mul_(grad), None
-            return None, None, None, dx, *sums.taken(grad)
+            return None, None, None, dx, *sums.pop_all(grad)
         (x,) = ctx.saved_tensors
-        dx = ctx.run.again(x, ctx.needs_input_grad[3], lambda cut: grad, sums)
-        return None, None, None, dx, *sums.taken()
+        dx = ctx.run.recompute(x, ctx.needs_input_grad[3], lambda cut: grad, sums)
+        return None, None, None, dx, *sums.pop_all()
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
-    """Its parameters that want gradients."""
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The module's parameters that want gradients."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def ceil_of(a: int, b: int) -> int:
-    """Tiles of at most b for a of something."""
-    return max(1, -(-a // b))
+def tile_count(total: int, most: int) -> int:
+    """The number of tiles of at most `most` in each, for `total` of something; at least 1."""
+    return max(1, -(-total // most))
 
 
-ROWS = 4096  # of a weight's gradient that is added to a sum of another dtype, at a time
+ROWS = 4096  # of a weight's gradient that are added at once to a sum of another dtype
 
 
-class Sums:
+class GradientSums:
     """Gradients of parameters, added up in fp32 or wider."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -281,15 +288,15 @@ class Sums:
                 total.add_(gradient)
 
     def linear(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        """x (B, t, d) W^T + b. The gradient of a weight that is one of the parameters goes into its sum some rows at a
-        time. For each tile, the gradient of a vocabulary's weight would be as large as the sum."""
-        found = [i for i, parameter in enumerate(self.parameters) if parameter is weight]
-        if not found or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        """x (B, t, d) W^T + b. If the weight is one of the parameters, its gradient is added to the sum a few rows at a
+        time: a whole gradient of a vocabulary's weight for each tile would take as much memory as the sum."""
+        index = next((i for i, parameter in enumerate(self.parameters) if parameter is weight), None)
+        if index is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, functools.partial(self._add_product, found[0]))
+        return _Linear.apply(x, weight, bias, functools.partial(self._add_product, index))
 
     def _add_product(self, i: int, grad: Tensor, x: Tensor) -> None:
-        """grad (n, rows), x (n, d): adds grad^T x."""
+        """Adds grad^T x to sum i. grad (n, rows), x (n, d)."""
         total, shape = self.totals[i], (grad.shape[1], x.shape[1])
         if total is None:
             total = self.totals[i] = x.new_zeros(shape, dtype=_wide(x.dtype))
@@ -299,9 +306,9 @@ class Sums:
         for rows, of_rows in zip(total.split(ROWS), grad.split(ROWS, 1), strict=True):
             rows += of_rows.T @ x
 
-    def taken(self, factor: Tensor | None = None) -> Iterator[Tensor | None]:
-        """Of each parameter in its dtype, times factor (); None for one that no tile used. The wide one is dropped with
-        it."""
+    def pop_all(self, factor: Tensor | None = None) -> Iterator[Tensor | None]:
+        """The sum of each parameter in the parameter's dtype, times factor, a scalar tensor; None for a parameter that
+        no tile used. Each sum is dropped once it is given."""
         for i, parameter in enumerate(self.parameters):
             total, self.totals[i] = self.totals[i], None
             if total is not None and factor is not None:
@@ -314,7 +321,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Linear(Function):
-    """x W^T + b, whose backward gives what W's gradient is the product of to `add` (grad (n, rows), x (n, d))."""
+    """x W^T + b. Backward calls add(grad (n, rows), x (n, d)) in place of making the gradient of W, their product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add: Callable[..., None]) -> Tensor:

@@ -1,8 +1,8 @@
 """Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
 
-An MLP is tiled inside its own module call, and so is the head together with the loss. So hooks of the module, those of
-ZeRO-3 above all, see one call with one backward, and ranks may have different numbers of tiles. Hooks of the modules
-inside an MLP would run once a tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then fetches and reduces all
+The tiles of an MLP run inside one call of its module, and so do those of the head with the loss. So hooks on the
+module, such as ZeRO-3's, see one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
+inside an MLP would run once a tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then gathers and reduces all
 its parameters together. How the loss is tiled: `tiled_loss`.
 """
 
@@ -24,12 +24,12 @@ from ds_seqpar.runtime.checkpoints import is_checkpointed
 from .families import attentions, is_of_liger, unwrapped
 from .graphs import between_graphs
 from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
-from .tiles import ceil_of, tiled, trained
+from .tiles import tile_count, tiled, trained_parameters
 
 # attribute of a tiled module: the forward that the instance had in place of its class's (Liger's)
 INSTANCE_FORWARD = "_sequence_parallel_own_forward"
-# names of the norm before the MLP: a layer's is the first that it has. The last is also that of the norm before
-# attention: a layer without it has its norms behind
+# names of the norm before the MLP; a layer's is the first of these that it has. The last one is also the name of the
+# norm before attention: a layer without it has norms after attention and MLP alone
 NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
 
 
@@ -137,7 +137,7 @@ def add_up_losses(model: Any, add_up: bool) -> float | None:
 
 
 def _tiling(model: Any) -> Tiling | None:
-    """What `tile` has set on a model; None: nothing."""
+    """The Tiling that `tile` has set on a model; None: it has no tiles."""
     return getattr(getattr(model, "base_model", None), TILING, None)
 
 
@@ -226,11 +226,12 @@ def _after_base(module: Any, args: tuple, output: Any) -> None:
 
 
 def before_leaf(module: Any, args: tuple) -> tuple | None:
-    """Two things that ZeRO-3 needs of a leaf. The parameters of the norm before it are fetched with its own. And an
-    input without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
+    """Prepares a leaf's call under ZeRO-3. The parameters of the norm before it are gathered with its own. An input
+    without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
     if (tiling := getattr(module, TILING, None)) is not None:
         tiling.lend(module)
-    if args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad and trained(module):
+    needs_grad = args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad
+    if needs_grad and trained_parameters(module):
         return (args[0].detach().requires_grad_(), *args[1:])
     return None
 
@@ -241,7 +242,7 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     (x,) = (*args, *kwargs.values())
     untiled, tiling = _untiled_forward(module), getattr(module, TILING)
     tokens = x.shape[0] * x.shape[1]
-    tiles = ceil_of(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
+    tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
     if tiling.local or tiles == 1:
         return untiled(module, x)
     is_norm = _is_norm(module)
@@ -250,9 +251,9 @@ def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     if is_norm:
         tiling.check_read()
     source = None if is_norm else tiling.source(x, module)
-    # what an MLP's own norm is of is made in the layer: a checkpoint's second run makes it for one backward alone
+    # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
     used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
-    return tiled(lambda tile, _: untiled(module, tile), x, trained(module), tiles, source, used_up)
+    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
 
 
 def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> bool:
@@ -262,9 +263,9 @@ def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> 
 
 @between_graphs
 def normed(module: nn.Module, x: Tensor) -> Tensor:
-    """An attention's input as it is: computed, where the norm before it has deferred it."""
+    """The input of an attention module: x, or the output of the norm before it if that was deferred."""
     tiling = getattr(module, TILING, None)
     source = None if tiling is None else tiling.source(x, module)
     if source is None:
         return x
-    return tiled(lambda tile, _: tile, x, [], ceil_of(x.shape[0] * x.shape[1], x.shape[2]), source)
+    return tiled(lambda tile, _: tile, x, [], tile_count(x.shape[0] * x.shape[1], x.shape[2]), source)

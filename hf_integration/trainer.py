@@ -1,8 +1,8 @@
-"""HF Trainer fine-tuning: the same losses, norms, evaluation and checkpoints however many ranks share a sequence.
+"""Fine-tuning with the Trainer: the same losses, norms, evaluation and checkpoints however many ranks share a sequence.
 
-The ranks that share a sequence are to the Trainer what one rank is to the plain one. They are given the same whole
-batches, and the model, which takes those, gives each of them the plain model's whole outputs. What the Trainer gathers
-over ranks it gets of groups (`OfGroups`), so its own counting, losses and evaluation stay as they are.
+A group of ranks that share sequences takes the place of one rank of the plain Trainer. Its ranks are given the same
+whole batches, and the model gives each of them the plain model's whole outputs. Where the Trainer gathers over ranks,
+it gets the values of groups (`GroupAccelerator`). So its own counting, losses and evaluation stay as they are.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .loaders import Stream, examples_of, prepare_loader, stream_of
 from .patch import patch_attention, unpatch_attention
 from .tiling import evaluated
 
-Behind: Any = object  # to a type checker whatever the mixin goes before, a Trainer
+Behind: Any = object  # the class after the mixin; for a type checker it may have any attribute
 
 
-class OfGroups:
-    """accelerate's Accelerator for a Trainer whose "ranks" are the groups that share a sequence: what it gathers is
-    what each group has, once. own: the Accelerator of all ranks. sp: None until the model is patched."""
+class GroupAccelerator:
+    """An Accelerator for a Trainer whose "ranks" are groups: it gathers one value of each group. own: the Accelerator
+    of all ranks. sp: None until the model is patched."""
 
     def __init__(self, own: Any, sp: SequenceParallel | None) -> None:
         vars(self).update(own=own, sp=sp)
@@ -67,7 +67,7 @@ class OfGroups:
         return recursively_apply(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self.own.gather(data))
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """The same without the examples that fill up the last batch."""
+        """`gather` without the examples that fill up the last batch."""
         state = self.own.gradient_state
         real = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         return recursively_apply(lambda x: x[:real] if x.dim() else x, self.gather(data))
@@ -107,17 +107,17 @@ class SequenceParallelMixin(Behind):
     def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
         checks.check_kind(type(self))
         self.gather_logits, self.check_loss = gather_logits, check_loss
-        self._eval_steps: dict[str, int] = {}  # by prefix: of the last evaluation
-        self._stream: Stream | None = None  # what is being evaluated, if it is iterable
+        self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
+        self._stream: Stream | None = None  # the data set that is evaluated, if it is iterable
         super().__init__(*args, **kwargs)
-        # around what a subclass has, whether it comes before this class in its bases or behind it
+        # wrap the methods of a subclass, whether it comes before or after this class among the bases
         self._own_loss, self.compute_loss = self.compute_loss, self._counted_loss
         self._own_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
         self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if self.model_init is None:
             self._patch_models()
         self._throughput = SequenceParallelCallback(self.sp)
-        # behind the one that decides whether a step is logged, before those that report what is logged
+        # after the callback that decides whether a step is logged, before those that report logs
         self.callback_handler.callbacks[1:1] = [randomness.SharedDraws(self.sp), self._throughput]
         preemption.take_over(self)
 
@@ -136,10 +136,10 @@ class SequenceParallelMixin(Behind):
             section_of(plugin.deepspeed_config), given, self.accelerator.num_processes
         )
         SequenceParallelConfig.from_dict(self._section)
-        for key in left_out(plugin.deepspeed_config):  # in our section accelerate would fill every "auto" that it finds
+        for key in left_out(plugin.deepspeed_config):  # accelerate would replace every "auto" in our section
             plugin.deepspeed_config.pop(key, None)
         self.accelerator.prepare_data_loader = self._prepare_data_loader
-        self.accelerator = OfGroups(self.accelerator, getattr(self, "sp", None))
+        self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None))
         self.gather_function = self.accelerator.gather_for_metrics
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
@@ -148,7 +148,7 @@ class SequenceParallelMixin(Behind):
         return model
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
-        """trl's trainers for preferences call it while they are made."""
+        """trl's preference trainers call this in their __init__, before the model would be patched."""
         self._patch_models()
         return super()._precompute_ref_logps(*args)
 
@@ -165,23 +165,23 @@ class SequenceParallelMixin(Behind):
         self._look_at_loss(base)
 
     def _look_at_loss(self, base: nn.Module) -> None:
-        whole_calls.look_at_loss(base, "the Trainer" if self.check_loss else None)
+        whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
 
     # ---- data: the whole batches of this rank's group
 
     def _prepare_data_loader(
         self, loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader:
-        """accelerate's own preparation, told which data group this rank works for instead of which rank it is."""
+        """accelerate's own preparation of a loader, for this rank's group in place of this rank."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
         if isinstance(loader.dataset, IterableDataset):
-            vars(loader)["dataset"] = Stream(loader.dataset)  # accelerate makes a loader of its own of what this has
+            vars(loader)["dataset"] = Stream(loader.dataset)  # accelerate makes a new loader from these attributes
         settings = self.accelerator
         prepared = prepare_loader(
             loader,
             self.sp,
-            put_on_device=False,  # a window of whole sequences need not be there: each step brings its own
+            put_on_device=False,  # each step moves its own batch, so a window of whole sequences need not be there
             even_batches=settings.even_batches,
             rng_types=settings.rng_types.copy(),
             use_seedable_sampler=settings.use_seedable_sampler,
@@ -194,9 +194,9 @@ class SequenceParallelMixin(Behind):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The batches of an accumulation window, and the label tokens of the whole of it, over all groups.
+        """(the batches of an accumulation window, the number of label tokens in it over all groups).
 
-        Raises on every rank where one rank's data set or collator fails, or gives something else than its peers'.
+        Raises on every rank where one rank's data set or collator fails, or gives other batches than its group's.
         """
         self._throughput.start()
         window = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
@@ -206,8 +206,8 @@ class SequenceParallelMixin(Behind):
         return window, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
 
     def _agreed(self, what: str, batches: Callable[[], Iterator[Any]]) -> list[Any]:
-        """The batches, once all ranks have as many, and those of a sequence the same. Of labels for the model's own
-        loss those are left that count. Raises on every rank."""
+        """The batches, after all ranks have agreed that they have equally many, and that ranks of a sequence have the
+        same ones. Labels for the model's own loss that do not count are set to -100. Raises on every rank."""
         found, given, error = [], [], None
         try:
             found = list(batches())
@@ -231,7 +231,7 @@ class SequenceParallelMixin(Behind):
         return len(stream) if stream is not None and has_length(stream) else super().num_examples(dataloader)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        return super().floating_point_ops(inputs) / self.sp.size  # which the Trainer adds up over all ranks
+        return super().floating_point_ops(inputs) / self.sp.size  # the Trainer sums it over all ranks
 
     # ---- training
 
@@ -240,7 +240,7 @@ class SequenceParallelMixin(Behind):
             error = checks.data_error(self)
         agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
         agree(self.sp.control_world, "training arguments", checks.settings(self))
-        run = resuming.Run.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        run = resuming.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
         folder = resuming.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
         return super().train(folder, *args, **kwargs)
 
@@ -252,10 +252,10 @@ class SequenceParallelMixin(Behind):
         return super()._prepare_for_training(max_steps, loader, *args)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(model, whole_calls.brought(inputs, self.args.device), *args, **kwargs)
+        return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # the steps since the last log, which the Trainer adds to `train_loss` rank by rank
+        # the loss since the last log, which the Trainer adds to `train_loss` on each rank by itself
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
 
@@ -263,12 +263,12 @@ class SequenceParallelMixin(Behind):
         if checkpoint is None:
             return
         path = resuming.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
-        if resuming.is_whole(path):  # of others `train` has warned
+        if resuming.is_whole(path):  # for other files `train` has warned
             super()._load_rng_state(checkpoint)
         randomness.share(self.sp.groups.control)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:  # a folder that is written again is not whole before its end
+        if self.args.should_save:  # until it is complete, a folder that is overwritten must not count as a checkpoint
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
@@ -290,9 +290,9 @@ class SequenceParallelMixin(Behind):
     def _whole_prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """(loss, logits, labels) of the class's own `prediction_step`, the logits gathered. The model's own loss is the
-        mean token loss of the step, over all groups, of sequences that are no repetitions. Any other loss is the plain
-        Trainer's, of this group's sequences; the Trainer weights it by those that are no repetitions."""
+        """(loss, logits, labels) of the class's own `prediction_step`, with whole logits. The model's own loss becomes
+        the mean token loss over all groups, without repeated sequences. Any other loss is the plain Trainer's, of this
+        group's sequences; the Trainer weights it by the sequences that are no repetitions."""
         loss_only, own = prediction_loss_only or not self.gather_logits, checks.has_own_loss(self)
         (batch,) = self._agreed("evaluation batch", lambda: iter([dict(inputs)]))
         real = self._real_sequences()
@@ -303,22 +303,22 @@ class SequenceParallelMixin(Behind):
         loss, logits, labels = self._tried_step(model, batch, loss_only, own, ignore_keys)
         if loss is not None and not own:
             loss = self.accelerator.gather(loss).mean()
-        if isinstance(labels, Tensor) and not own:  # as they were given
+        if isinstance(labels, Tensor) and not own:  # the labels before any were set to -100
             labels = inputs.get("labels", labels).to(labels.device)
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, tree_map(lambda x: plain(x) if isinstance(x, Tensor) else x, logits), labels
 
     def _tried_step(self, model: nn.Module, batch: Any, loss_only: bool, own: bool, *args: Any) -> tuple:
-        """What the class's own `prediction_step` gives. Raises on every rank where it fails on one, and where some have
-        no loss, which all ranks are about to gather."""
+        """The result of the class's own `prediction_step`. Raises on every rank where it fails on one, and where only
+        some ranks have a loss to gather."""
         found, error = (None, None, None), None
         try:
             with evaluated(model, "loss" if loss_only and not own else None):
-                brought = whole_calls.brought(batch, self.args.device)
+                brought = whole_calls.moved_batch(batch, self.args.device)
                 found = self._own_prediction_step(model, brought, loss_only, *args)
         except (SeqParError, RuntimeError):
-            raise  # the one on all ranks; after the other a rank cannot go on, not even to say so
+            raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         except Exception as reason:
             error = as_error("prediction_step failed", reason)
         agree(self.sp.groups.control, "evaluation step", None, error=error)
@@ -329,14 +329,14 @@ class SequenceParallelMixin(Behind):
     def _counted_loss(
         self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        """The class's own `compute_loss`. One that is given no count in evaluation, as trl's, has that of the step."""
+        """The class's own `compute_loss`. In evaluation, where the Trainer passes no count, it is given the step's."""
         items = inputs.pop("num_items_in_batch", None)
         if num_items_in_batch is None and items is not None:
             num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
         return self._own_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
 
     def _real_sequences(self) -> int | None:
-        """How many of the current step's sequences, over all groups, are no repetitions; None: all of them."""
+        """The number of the step's sequences, over all groups, that are no repetitions; None: all of them."""
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader:
             return None
@@ -345,9 +345,9 @@ class SequenceParallelMixin(Behind):
         return state.remainder if state.remainder > 0 else None
 
     def _once(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
-        """Labels without those of examples that fill the last batch up a second time."""
+        """The labels, with -100 for examples that fill up the last batch. real: as `_real_sequences` returns it."""
         labels, error = batch["labels"], None
-        if real is None or self.sp.data_size == 1:  # a group alone is given a shorter batch
+        if real is None or self.sp.data_size == 1:  # a single group has a shorter last batch instead
             return labels
         try:
             labels = self._without_repeated(batch, labels, real)
@@ -357,8 +357,8 @@ class SequenceParallelMixin(Behind):
         return labels
 
     def _without_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
-        """The same. Where a collator has laid all examples end to end, each must be one document, or there must be
-        one."""
+        """The labels, with -100 for examples from number `real` on, over all groups. Raises InputError where a collator
+        has laid examples end to end and they cannot be told apart by documents."""
         examples = self.args.eval_batch_size
         first = self.sp.data_rank * examples
         repeated = torch.arange(first, first + examples, device=labels.device) >= real
@@ -386,7 +386,7 @@ class SequenceParallelMixin(Behind):
         super().log(logs, *args, **kwargs)
 
     def _count_steps(self, metrics: dict[str, Any]) -> None:
-        """The Trainer divides by the batch size of all ranks as if each had sequences of its own."""
+        """Corrects steps a second: the Trainer counts steps as if each rank had sequences of its own."""
         for prefix, steps in self._eval_steps.items():
             if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
                 metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)

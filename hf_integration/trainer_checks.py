@@ -1,7 +1,8 @@
-"""What in a Trainer's setup would make a sequence parallel run another run: found before training, said in a sentence.
+"""Checks of a Trainer's setup, before training: each setting that would make a sequence parallel run differ from the
+unsplit one raises a sentence.
 
-The label shift and the divisor of the loss must be global (docs/gradient_contract.md). What the Trainer does by rank
-would often have to be by group of ranks.
+The label shift and the divisor of the loss must be global (docs/gradient_contract.md). What the Trainer does for each
+rank would often have to be done for each group of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_error
 from ds_seqpar.loaders import Loader
 
-# field of TrainingArguments -> (what is wrong, what is needed and what to do)
+# field of TrainingArguments -> (the wrong value, what is needed and why)
 ARGUMENTS = {
     "average_tokens_across_devices": (
         False,
@@ -46,7 +47,7 @@ BATCHING = {
     "split_batches": (False, "batch sizes are those of a group of ranks"),
     "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
 }
-# what is not supported yet -> the Trainers of trl that do it, whose batches or losses are others
+# kind of training that is not supported yet -> Trainers of trl for it
 KINDS = {
     "other preference training": ("KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
     "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
@@ -54,7 +55,7 @@ KINDS = {
 }
 SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # of trl's
 TOKENS = {"input_ids", "inputs_embeds", "labels"}
-# fields of TrainingArguments that say what is trained, and when all ranks come together
+# fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
 ALIKE = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -66,7 +67,7 @@ ALIKE = (
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
 OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
-LOOKED_AT = 64  # examples of a data set whose lengths are compared before training
+LOOKED_AT = 64  # examples of a data set that are tried before training
 
 
 def check_kind(kind: type) -> None:
@@ -74,7 +75,7 @@ def check_kind(kind: type) -> None:
     named = {name: what for what, names in KINDS.items() for name in names}
     for base in kind.__mro__:
         name, library = base.__name__, base.__module__.partition(".")[0]
-        # whatever else trl has, too: its experimental ones are more than names can be kept of
+        # all other Trainers of trl are refused too: it has too many experimental ones to list
         if name in named or (library == "trl" and name.endswith("Trainer") and name not in SUPPORTED):
             raise ConfigError(
                 "sequence parallel training is of next tokens or of preferences (Trainer, trl's SFTTrainer and "
@@ -93,15 +94,15 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_json(args: TrainingArguments) -> None:
-    """Raises ConfigError for a DeepSpeed JSON file with faults that reading it by transformers leaves unseen, and for
-    what DeepSpeed refuses, in a file or a dict."""
+    """Raises ConfigError for a DeepSpeed JSON, a file or a dict, that DeepSpeed refuses, or with faults that
+    transformers would read without an error."""
     given = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(given, Mapping) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
         check_deepspeed(read_deepspeed(given), given)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises ConfigError for how accelerate was set up, by TrainingArguments or by its launcher."""
+    """Raises ConfigError for an Accelerator whose settings, from TrainingArguments or a launcher, do not fit."""
     world = _world_size()
     if accelerator.num_processes != world:
         raise ConfigError(
@@ -143,8 +144,8 @@ def _world_size() -> int:
 
 
 def has_own_loss(trainer: Any) -> bool:
-    """Whether the loss is computed beside the model, from whole outputs: by label smoothing, by a compute_loss_func, by
-    a compute_loss of a user's class, or by trl's of preferences."""
+    """Whether the loss is computed outside of the model, from whole outputs: by label smoothing, a compute_loss_func, a
+    user's compute_loss, or trl's DPOTrainer."""
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", __package__
@@ -153,7 +154,7 @@ def has_own_loss(trainer: Any) -> bool:
 
 
 def loader_error(loader: Any) -> ConfigError | None:
-    """Why the Trainer cannot take what a get_train_dataloader or get_eval_dataloader of the user's gives."""
+    """The error for a loader of a user's get_train_dataloader or get_eval_dataloader; None where it is right."""
     if not isinstance(loader, Loader):
         return None
     return ConfigError(
@@ -163,7 +164,7 @@ def loader_error(loader: Any) -> ConfigError | None:
 
 
 def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
-    """(name, data set, sequences that a group takes of it at once) of training and evaluation."""
+    """(name, data set, sequences of it in a group's batch), for training and evaluation."""
     evaluated = trainer.eval_dataset
     evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
     yield "training", trainer.train_dataset, trainer.args.per_device_train_batch_size
@@ -172,7 +173,7 @@ def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def settings(trainer: Any) -> dict[str, object]:
-    """What all ranks must be told alike: each has its part of the optimizer, and would step by its own settings."""
+    """The settings that must be equal on all ranks: each rank steps its own part of the optimizer by them."""
     content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     stage = content.get("zero_optimization", {}).get("stage")
     in_json = {name: content.get(name) for name in OF_JSON} | {"zero_optimization stage": stage}
@@ -180,15 +181,15 @@ def settings(trainer: Any) -> dict[str, object]:
 
 
 def lengths(trainer: Any) -> dict[str, int | None]:
-    """How many examples the data sets have, None where they do not say: the same on all ranks, or ranks make unequal
-    numbers of steps."""
+    """Name of a data set -> its number of examples; None: it does not say. Unequal numbers would make ranks take
+    unequal numbers of steps."""
     return {
         f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset, _ in _datasets(trainer)
     }
 
 
 def data_error(trainer: Any) -> SeqParError | None:
-    """What shows in some examples of the data sets: padding between tokens, lengths that nobody pads."""
+    """The error that some examples of the data sets show, such as padding between tokens; None where they are right."""
     for _, dataset, together in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
             try:
@@ -199,7 +200,7 @@ def data_error(trainer: Any) -> SeqParError | None:
 
 
 def _try_examples(trainer: Any, dataset: Any, together: int) -> None:
-    """Collates the shortest and the longest of some examples, as a batch may meet them."""
+    """Collates the shortest and the longest of some examples, which one batch may hold, and checks the result."""
     examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
@@ -226,7 +227,7 @@ def _try_examples(trainer: Any, dataset: Any, together: int) -> None:
 
 
 def _refuse_text(example: object, reason: Exception | None = None) -> None:
-    """Raises ConfigError where nobody made tokens of an example."""
+    """Raises ConfigError for an example that was not tokenized."""
     if isinstance(example, Mapping) and not TOKENS.intersection(example):
         raise ConfigError(
             f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "

@@ -18,10 +18,10 @@ from benchmarks import contenders, tables
 from benchmarks.memory import peers
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
-from ds_seqpar.parallel import seen
-from ds_seqpar.planner.auto import Job, planned
+from ds_seqpar.parallel import detected_machine
+from ds_seqpar.planner.auto import Job, resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
-from ds_seqpar.planner.request import Step
+from ds_seqpar.planner.request import TrainingStep
 from ds_seqpar.runtime.devices import own_host
 
 MIB = 2**20
@@ -38,19 +38,21 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[s
     return sum(storages.values()), ranks.followed(step)
 
 
-def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> Step:
+def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> TrainingStep:
     """The step that a contender of `memory.ranks` makes, as the planner knows it."""
     from benchmarks.memory.ranks import divided
-    from hf_integration.job import numbers
+    from hf_integration.job import config_sizes
 
     own, section = divided(options, seq)
     trained: Any = {
-        "model": numbers(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
+        "model": config_sizes(model.config), "seq": seq, "dtype": "bfloat16" if model.bf16 else "float32",
         "zero": Zero.of(model.settings()["zero_optimization"]), "checkpointing": own["checkpointing"],
     }  # fmt: skip
     config, heads = SequenceParallelConfig(**{"size": world, **section}), (model.heads, model.kv_heads)
-    found = planned(config, Job(**trained), heads, world, lambda dtype: seen(dtype, [own_host()] * world))
-    return Step(config=found.config, world=world, **trained)
+    found = resolve_with_plan(
+        config, Job(**trained), heads, world, lambda dtype: detected_machine(dtype, [own_host()] * world)
+    )
+    return TrainingStep(config=found.config, world=world, **trained)
 
 
 def main() -> None:

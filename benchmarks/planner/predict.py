@@ -25,16 +25,16 @@ from benchmarks.contenders import Spec
 from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench
 from ds_seqpar.cli.calibrate import calibrate
-from ds_seqpar.compiler.heads import stages
+from ds_seqpar.compiler import heads
 from ds_seqpar.compiler.masks import CAUSAL, FULL
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planner.calls import Call
-from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.attention_call import AttentionCall
+from ds_seqpar.planner.call_costs import call_seconds
+from ds_seqpar.planner.lower_bound import lower_bound
 from ds_seqpar.planner.machine import Machine, machine_of
-from ds_seqpar.planner.prices import call_seconds
 from ds_seqpar.planner.search import DIRECTIONS
-from ds_seqpar.planner.steptime import call_of, carried_seconds, step_time
+from ds_seqpar.planner.steptime import attention_link_seconds, call_of, step_time
 from ds_seqpar.runtime.comm import distances
 from tests.launch import PRELOAD, Ranks
 
@@ -80,8 +80,8 @@ def of_call(spec: Spec, args: argparse.Namespace, machine: Machine) -> float:
     """Seconds of one call, forward and backward, and of comparing its inputs."""
     config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
     config = config.resolve(args.world, (args.heads, args.kv_heads))
-    first = stages(args.heads, args.kv_heads, config.head_stages)[0]
-    call = Call(
+    first = heads.stages(args.heads, args.kv_heads, config.head_stages)[0]
+    call = AttentionCall(
         config=config, world=args.world, mask=CAUSAL if args.causal else FULL,
         shards=EvenShards(config.layout, args.seq, config.size // config.ulysses),
         heads=(*first.counts, args.head_dim), dtype=DTYPES[args.dtype], stages=config.head_stages,
@@ -99,8 +99,8 @@ def of_step(spec: Spec, model: Any, args: argparse.Namespace, machine: Machine) 
     forward, backward = (call_seconds(machine, one, way) for way in DIRECTIONS)
     wire = machine.between if step.config.size > machine.per_node else machine.inside
     forward += len(distances(step.config.size)) * wire.latency
-    carried = [stages * carried_seconds(machine, step.world, closed(machine, one, way)) for way in DIRECTIONS]
-    return step_time(step, machine, forward, backward, carried=(carried[0], carried[1])).seconds
+    links = [stages * attention_link_seconds(machine, step.world, lower_bound(machine, one, way)) for way in DIRECTIONS]
+    return step_time(step, machine, forward, backward, attention_links=(links[0], links[1])).seconds
 
 
 def table(rows: Sequence[Row]) -> str:

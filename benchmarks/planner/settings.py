@@ -18,7 +18,7 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model, Request
-from hf_integration.job import numbers
+from hf_integration.job import config_sizes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings_reference.md"
 MARK = "<!-- python -m benchmarks.planner.settings -->\n"
@@ -34,7 +34,7 @@ HEAD = ["model, GPUs", "tokens", "machine", '`"sequence_parallel"`', "s a sequen
 @functools.cache
 def model_of(name: str) -> Model:
     hidden, intermediate, layers, heads, vocab = SHAPES[name]
-    return numbers(LlamaConfig(
+    return config_sizes(LlamaConfig(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=8, vocab_size=vocab,
     ))  # fmt: skip
@@ -63,9 +63,9 @@ def rows(name: str, seq: int) -> list[list[str]]:
         found.setdefault(section, []).append((f"`{place}`", seconds, size))
     said = f"{name}, {NODES[name] * Machine.load(MACHINES[0]).per_node}", f"{seq:,}"
     return [
-        [*said, places, section, seconds, size]
+        [*said, coordinates, section, seconds, size]
         for section, its in found.items()
-        for places, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
+        for coordinates, seconds, size in [[", ".join(dict.fromkeys(column)) for column in zip(*its, strict=True)]]
     ]
 
 

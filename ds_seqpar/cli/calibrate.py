@@ -1,5 +1,5 @@
-"""`deepspeed --module ds_seqpar calibrate -o machine.json`: measures, on the ranks that are to train, what the planner
-asks of a machine (`planner.machine`)."""
+"""`deepspeed --module ds_seqpar calibrate -o machine.json`: measures the machine's rates and links on the ranks that
+are to train, and writes the file that the planner reads (`planner.machine`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .calibration import Calibration, zero_costs
 
 
 def run(args: argparse.Namespace) -> None:
-    """Collective over the ranks of a launcher. Raises ConfigError where nobody launched any, and on all ranks where
-    the first one cannot write the file."""
+    """Runs the command. Collective over the launched ranks. Raises ConfigError where no launcher started them, and on
+    all ranks where the first one cannot write the file."""
     _check_launcher()
     accelerator = set_device()
     try:
@@ -59,7 +59,7 @@ def _check_launcher() -> None:
 
 
 def _file_error(file: str) -> ConfigError | None:
-    """Why a file cannot be written, known before a minute of measuring."""
+    """The error for a file that cannot be written, found before a minute of measuring."""
     folder = Path(file).parent
     if os.path.isdir(file) or not os.access(folder, os.W_OK | os.X_OK):
         return ConfigError(f"--output must be a file in a folder that can be written to; got {file!r}")
@@ -67,8 +67,8 @@ def _file_error(file: str) -> ConfigError | None:
 
 
 def calibrate() -> dict[str, Any]:
-    """The content of a machine's file, the same on all ranks; torch.distributed must be up. Under a minute. Raises
-    ConfigError for one rank, and where nodes have not equally many."""
+    """Measures for less than a minute and returns the content of a machine's file, the same on all ranks. Collective;
+    torch.distributed must be up. Raises ConfigError for a single rank, and for nodes with unequal numbers of ranks."""
     config = SequenceParallelConfig(ulysses=1, layout="contiguous")
     with SequenceParallel(config) as sp:
         measured = Calibration(sp.comm, sp.control_world)
@@ -115,10 +115,10 @@ def _found(measured: Calibration) -> dict[str, Any]:
         "spare": "supposed",
     }
     found["sources"]["host"] += "; ahead: what the kind of device does"
-    for name, seen in (("inside", inside), ("between", between)):
-        if seen is None:
+    for name, measured_link in (("inside", inside), ("between", between)):
+        if measured_link is None:
             found["sources"][name] = "not measured: no two ranks are so far apart; taken for the other one"
-    machine_of("calibrated", found)  # which raises for what no file may hold
+    machine_of("calibrated", found)  # raises where a file must not have such a value
     return found
 
 
@@ -127,13 +127,13 @@ def _wire(link: dict[str, Any]) -> dict[str, float]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures as a person reads them."""
+    """The figures as the command prints them."""
     lines = [found["about"], ""]
     for name, words in (("inside", "two ranks of a node"), ("between", "ranks of two nodes")):
         link = found[name]
-        taken = " (not measured: taken for the other)" * found["sources"][name].startswith("not measured")
+        note = " (not measured: taken for the other)" * found["sources"][name].startswith("not measured")
         rate, latency = link["rate"] / 1e9, link["latency"] * 1e6
-        lines.append(f"{words:<20}{rate:10.3f} GB/s each way, latency {latency:.1f} us{taken}")
+        lines.append(f"{words:<20}{rate:10.3f} GB/s each way, latency {latency:.1f} us{note}")
     if found["uplink"]:
         lines.append(f"{'a node to others':<20}{found['uplink'] / 1e9:10.3f} GB/s each way, which its ranks share")
     for dtype, ways in found["attention"].items():

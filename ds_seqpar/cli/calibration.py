@@ -1,5 +1,5 @@
-"""What a machine does in how long, measured on all ranks at the same time, as they work in a step. Where ranks share
-cores or a link, the figures are those of a share."""
+"""Measures a machine's rates and links, on all ranks at the same time, as they work in a training step. Where ranks
+share cores or a link, the figures are those of one rank's share."""
 
 from __future__ import annotations
 
@@ -22,36 +22,34 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.tiles import Tile
 from ..config import SequenceParallelConfig
 from ..errors import ConfigError, KernelError
-from ..planner.machine import PER_PRODUCT
+from ..planner.machine import FLOPS_PER_PAIR
 from ..runtime.call import Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
 from ..runtime.devices import device_name, host_memory, own_device, ranks_per_node
 from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select
 from ..runtime.runtime import Runtime, run
 
-# by type of device: tokens of tiles, (heads, head_dim) of them, head_dims at which kernels are compared, sides of
-# products of matrices, bytes of a long message
-TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 4096, 8192, 16384)}
-HEADS = {"cpu": (4, 64), "gpu": (16, 128)}
-HEAD_DIMS = {"cpu": (64,), "gpu": (64, 128, 256)}
-MATRIX = {"cpu": 512, "gpu": 8192}
-LONG = {"cpu": 2**22, "gpu": 2**26}
-PIECES = 16  # tensors that together no cache holds, each a quarter of what follows
-MOVED = {"cpu": 2**22, "gpu": 2**28}  # bytes of a tensor that is added to
-WINDOWS = 5  # of calls, of whose means the median is taken
-# seconds of a window, at least. Where ranks share cores, what is shorter than a turn of the scheduler (some ms) takes
-# either the time that it has alone or a turn more, and no median of single calls is what it takes on average
+TILES = {"cpu": (32, 64, 128, 256, 512, 1024), "gpu": (256, 512, 1024, 2048, 4096, 8192, 16384)}  # tokens of tiles
+HEADS = {"cpu": (4, 64), "gpu": (16, 128)}  # (heads, head_dim) of tiles
+HEAD_DIMS = {"cpu": (64,), "gpu": (64, 128, 256)}  # at which kernels are compared
+MATRIX = {"cpu": 512, "gpu": 8192}  # rows and columns of a matrix product
+LONG = {"cpu": 2**22, "gpu": 2**26}  # bytes of a long message
+MOVED = {"cpu": 2**22, "gpu": 2**28}  # bytes of a tensor that another is added to
+PIECES = 16  # tensors, each a quarter of that, which together fit no cache
+WINDOWS = 5  # windows of calls; the median of their means is a rank's figure
+# seconds of a window, at least. Ranks may share cores: then a call takes either its own time, or a scheduler's turn
+# (some ms) more. The mean over a window has the right share of such turns; a median of single calls has not.
 WINDOW = {"cpu": 0.04, "gpu": 0.004}
-SLOW = 0.25  # seconds of a tile beyond which no larger one is looked at: its rate is taken for theirs
-LASTING = 0.1  # seconds that the longest message takes, about, where links are slow
+SLOW = 0.25  # seconds of a tile beyond which no larger tile is measured: it counts as fast as this one
+LASTING = 0.1  # seconds that the longest message takes on slow links, about
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
-MODULES, HOOKED = 32, 5  # of a model whose hooks are looked at, and in how many steps
-SHARED = 0.75  # a node's ranks share a link where together they get less of what as many alone would
+MODULES, HOOKED = 32, 5  # modules of the model whose hooks are measured, and the steps in which they are
+SHARED = 0.75  # ranks of a node share a link if together they get less than this share of what they get one by one
 
 
 class Calibration:
-    """Figures of the machine, each by a method that all ranks call together and that tells all the same. Seconds are
-    medians on each rank, and their mean over ranks."""
+    """Measures the machine, one figure a method. All ranks call each method together, and all get the same result.
+    Seconds are the mean over ranks of each rank's median."""
 
     def __init__(self, comm: Comm, world: dist.ProcessGroup) -> None:
         """comm: between all ranks, by their number; world: all of them, for CPU tensors."""
@@ -83,8 +81,8 @@ class Calibration:
     # ---- clocks
 
     def seconds(self, function: Callable[[], object], count: int | None = None, counts: bool = True) -> float:
-        """Of one call: the median of windows' means on each rank, and of those the mean. count: of calls, where ranks
-        need each other's; counts: whether this rank's figure does."""
+        """Seconds of one call. count: the number of calls, where ranks must make equally many; None: as many as fill
+        the windows. counts: whether this rank's figure is part of the mean over ranks."""
         function()
         self.settle()
         dist.barrier(self.group)
@@ -94,7 +92,7 @@ class Calibration:
         return statistics.mean(median for median in every if median is not None)
 
     def window(self, function: Callable[[], object], count: int | None) -> float:
-        """Seconds of a call, of so many, or of as many as fill a window."""
+        """The mean seconds of `count` calls; None: of as many as fill a window."""
         done, began, took = 0, time.perf_counter(), 0.0
         while done < (count or 1) or (count is None and took < WINDOW[self.kind]):
             function()
@@ -113,7 +111,7 @@ class Calibration:
     # ---- work
 
     def kernels(self) -> Iterator[tuple[str, torch.dtype, Kernel]]:
-        """Of each dtype that there is a kernel for: on a GPU only fast ones count."""
+        """(name of a dtype, dtype, kernel) for each dtype that "auto" finds a kernel for."""
         heads, dim = HEADS[self.kind]
         for dtype in (torch.float32, torch.bfloat16):
             with contextlib.suppress(KernelError):
@@ -122,15 +120,15 @@ class Calibration:
                 yield str(dtype).removeprefix("torch."), dtype, kernel
 
     def product(self, tokens: int) -> Callable[[], object]:
-        """A function that calls the kernel of one dtype."""
+        """A function that calls a kernel on so many tokens."""
         heads, dim = HEADS[self.kind]
         _, dtype, kernel = next(self.kernels())
         q, k, v = (self.random(1, tokens, heads, dim, dtype=dtype) for _ in range(3))
         return lambda: kernel.forward(q, k, v, False, 1.0)
 
     def orders(self) -> dict[str, dict[str, list[str]]]:
-        """Device -> case -> the kernels that take it, the fastest first, both ways together. One order for all devices
-        of these ranks, which must all choose the same. What is measured later takes the first."""
+        """Name of a device -> case -> the kernels that take it, the fastest first (forward and backward together). All
+        devices have one order, since all ranks must choose the same kernel. Later figures use the fastest."""
         tokens = TILES[self.kind][-2]
         documents = Mask(documents=(0, tokens // 16, tokens // 8, tokens // 4, tokens // 2))
         masks = FULL, CAUSAL, Mask(window=tokens // 8), documents
@@ -143,23 +141,25 @@ class Calibration:
         return {name: self.measured for name in sorted(set(self.gathered(device_name(self.device))))}
 
     def compared(self, spec: BlockSpec, mask: Mask, tokens: int) -> dict[str, float]:
-        """Seconds, forward and backward, of each kernel that takes such blocks on every rank. The dense score matrix is
-        left out, and of documents what makes a graph for each length."""
+        """Name of a kernel -> seconds of forward and backward, for the kernels that take such blocks on every rank. The
+        reference, which makes the whole score matrix, is left out. For documents so are kernels that compile anew for
+        each length."""
         counts = spec.q_heads, spec.kv_heads, spec.kv_heads, spec.q_heads
         given = [self.random(1, tokens, heads, spec.head_dim, dtype=spec.dtype) for heads in counts]
         names = [name for name in candidates(spec) if name != "reference" and not KERNELS[name].reasons(spec)]
         if mask.documents[1:]:
             names = [name for name in names if not getattr(KERNELS[name], "graph_per_shape", False)]
         calls = {name: self.attends(name, mask, *given) for name in names}
-        failed = {name: said for name, once in calls.items() if (said := self.failure(once))}
+        failed = {name: reason for name, once in calls.items() if (reason := self.failure(once))}
         every = self.gathered((set(calls) - set(failed), failed))
-        for name, said in {name: said for _, theirs in every for name, said in theirs.items()}.items():
+        for name, why in {name: why for _, of_rank in every for name, why in of_rank.items()}.items():
             if self.rank == 0:
-                tqdm.write(f"{name} fails at {spec.case(mask)}, and is left out of its order: {said}", file=sys.stderr)
+                tqdm.write(f"{name} fails at {spec.case(mask)}, and is left out of its order: {why}", file=sys.stderr)
         return {name: self.seconds(once) for name, once in calls.items() if all(name in works for works, _ in every)}
 
     def attends(self, kernel: str, mask: Mask, *given: Tensor) -> Callable[[], object]:
-        """A function that attends to q, k and v, and goes back with do, by the kernel and this rank alone."""
+        """A function that runs attention forward and backward with the kernel, on this rank alone. given: q, k, v,
+        do."""
         q, k, v, do = given
         config = SequenceParallelConfig(size=1, ulysses=1, kernel=kernel).resolve(1)
         alone = Runtime(config, config.topology(1), 0, self.comm)
@@ -173,7 +173,7 @@ class Calibration:
         return once
 
     def failure(self, once: Callable[[], object]) -> str:
-        """What the function raises; "" where it works."""
+        """The first line of the error that the function raises; "" where it raises none."""
         try:
             once()
             self.settle()
@@ -182,10 +182,10 @@ class Calibration:
         return ""
 
     def attention(self) -> dict[str, Any]:
-        """dtype -> direction -> kind -> (tokens, flops/s of what the mask leaves)."""
+        """dtype -> direction -> kind of tile -> [[tokens, flops/s of the visible pairs]]."""
         found: dict[str, Any] = {}
         for name, dtype, kernel in self.kernels():
-            found[name] = {way: {"full": [], "causal": []} for way in PER_PRODUCT}
+            found[name] = {way: {"full": [], "causal": []} for way in FLOPS_PER_PAIR}
             for kind in ("full", "causal"):
                 took = 0.0
                 for tokens in TILES[self.kind]:
@@ -194,7 +194,7 @@ class Calibration:
         return found
 
     def tile(self, kernel: Kernel, dtype: torch.dtype, kind: Any, tokens: int, found: dict[str, Any]) -> float:
-        """Adds its rates to those found; returns its seconds."""
+        """Adds a tile's rates to `found`, and returns its seconds, forward and backward."""
         heads, dim = HEADS[self.kind]
         q, k, v, do = (self.random(1, tokens, heads, dim, dtype=dtype) for _ in range(4))
         options = kind == "causal", dim**-0.5
@@ -205,7 +205,7 @@ class Calibration:
         }
         pairs = Tile(0, tokens, 0, tokens, kind).products * heads * dim
         for way, seconds in took.items():
-            found[way][kind].append([tokens, PER_PRODUCT[way] * pairs / seconds])
+            found[way][kind].append([tokens, FLOPS_PER_PAIR[way] * pairs / seconds])
         return sum(took.values())
 
     def gemm(self) -> dict[str, float]:
@@ -216,17 +216,18 @@ class Calibration:
         return found
 
     def memory_rate(self, device: torch.device | None = None) -> float:
-        """Bytes read and written by an addition, as results are merged. device: default: the rank's."""
+        """Bytes/s that an addition in place reads and writes, as merging of results does. device: default: the
+        rank's."""
         x, y = (torch.randn(MOVED[self.kind] // 4, device=device or self.device) for _ in range(2))
         return 3 * 4 * x.numel() / self.seconds(lambda: x.add_(y))
 
     def host_rate(self) -> float:
-        """The same of a node's host memory, by all its ranks together."""
+        """Bytes/s of a node's host memory, by all ranks of the node together."""
         return self.per_node * self.memory_rate(torch.device("cpu"))
 
     def elementwise_rate(self) -> float:
-        """Bytes read and written by products of elements, as in a layer: of one tensor after another, to new ones that
-        are kept."""
+        """Bytes/s that elementwise products read and write, as in a layer: one tensor after another, into new tensors
+        that are kept."""
         inputs = [self.random(MOVED[self.kind] // 16, dtype=torch.float32) for _ in range(PIECES)]
         pairs = list(itertools.pairwise(inputs))
         return len(pairs) * 3 * 4 * inputs[0].numel() / self.seconds(lambda: [x * y for x, y in pairs])
@@ -237,12 +238,12 @@ class Calibration:
         return 4 * x.numel() / self.seconds(lambda: host.copy_(x))
 
     def instruction(self) -> float:
-        """Seconds of the host for what hardly computes: a kernel's call on one token."""
+        """Seconds of the host for an instruction: a kernel's call on one token, which hardly computes."""
         once, many = self.product(1), 32
         return self.seconds(lambda: [once() for _ in range(many)]) / many
 
     def memory(self) -> float:
-        """Bytes that a rank may have: of its device, or its share of the node's."""
+        """Bytes of a rank: its device's, or on CPUs its share of the host's."""
         if self.kind != "cpu":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
         return host_memory() / self.per_node
@@ -250,14 +251,15 @@ class Calibration:
     # ---- links
 
     def neighbour(self, apart: int) -> int | None:
-        """The rank `apart` further in a pair of groups of so many; None where it has no partner."""
-        other = self.rank + apart if self.rank // apart % 2 == 0 else self.rank - apart
-        same_node = other // self.per_node == self.rank // self.per_node
-        return other if other < self.world and same_node == (apart < self.per_node) else None
+        """This rank's partner where ranks are paired with those `apart` further: 0 with 1 and 2 with 3 for 1. None
+        where it has no partner. A distance below a node's ranks pairs within nodes, another one between nodes."""
+        peer = self.rank + apart if self.rank // apart % 2 == 0 else self.rank - apart
+        same_node = peer // self.per_node == self.rank // self.per_node
+        return peer if peer < self.world and same_node == (apart < self.per_node) else None
 
     def link(self, peer: int | None) -> dict[str, Any]:
-        """Between each rank and its peer, all pairs at once. Where both ways at once take longer than one alone, the
-        rate is one's."""
+        """Latency (s) and rate (bytes/s) between each rank and its peer, all pairs at once. duplex: whether both
+        directions at once take hardly longer than one; if not, the rate is that of one alone."""
         counts = peer is not None
         latency = self.seconds(self.trade(peer, 8), 200, counts)
         both = self.slope(lambda size: self.trade(peer, size), counts)
@@ -266,8 +268,8 @@ class Calibration:
         return {"latency": latency, "rate": 1 / (both if duplex else one), "duplex": duplex}
 
     def slope(self, made: Callable[[int], Callable[[], object]], counts: bool = True) -> float:
-        """Seconds of a byte more. made: gives the function for so many bytes. What a few bytes take is no part of it:
-        where cores are shared, they may take longer than many. So a long message is one that takes some time, too."""
+        """Seconds that one more byte takes. made: gives the function to time for a number of bytes. Two long messages
+        are compared, because on shared cores a short one may take longer than a long one."""
         least = LONG[self.kind] // 16
         factor = min(16, max(1, round(LASTING / self.seconds(made(least), WINDOWS, counts))))
         long, count = factor * least, 4 * WINDOWS if factor == 16 else WINDOWS
@@ -275,7 +277,8 @@ class Calibration:
         return (took[1] - took[0]) / (long - long // 4) if took[1] > took[0] else took[1] / long
 
     def between(self) -> tuple[dict[str, Any], float | None]:
-        """From node to node: a rank's alone, and bytes/s of a node's together where they share a link."""
+        """(the link of one rank to another node; bytes/s of all ranks of a node together, None where they share no
+        link)."""
         peer = self.neighbour(self.per_node)
         alone = self.link(peer if self.rank % self.per_node == 0 else None)
         if self.per_node == 1:
@@ -286,8 +289,8 @@ class Calibration:
     def trade(
         self, peer: int | None, size: int, both: bool = True, meanwhile: Callable[[], None] = lambda: None
     ) -> Callable[[], None]:
-        """A function that sends so many bytes to the peer and receives as many; not both: the lower rank sends.
-        meanwhile: what it does while they travel."""
+        """A function that sends `size` bytes to the peer and receives as many; both=False: only the lower rank sends.
+        meanwhile: called while they travel. peer None: only `meanwhile` is called."""
         sent, received = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
 
         def once() -> None:
@@ -303,7 +306,7 @@ class Calibration:
         return once
 
     def stolen(self, link: dict[str, Any]) -> float:
-        """Seconds of a rank's work that a byte takes which it sends or receives meanwhile."""
+        """Seconds by which a byte that a rank sends or receives delays the computation beside it."""
         once, size = self.product(512), LONG[self.kind]
         peer = self.neighbour(1 if self.per_node > 1 else self.per_node)
         count = max(1, round(2 * size / link["rate"] / self.seconds(once)))
@@ -322,7 +325,7 @@ class Calibration:
 
 
 def zero_costs(measured: Calibration) -> dict[str, Any]:
-    """Collectives of all ranks as DeepSpeed calls them, and the host's time for a module with measured hooks."""
+    """The costs of ZeRO, as `planner.machine.ZeroCosts` has them: collectives of all ranks, and hooks of a module."""
     forward, backward = _hooks(measured)
     kinds = ("gather", "reduce", "all_reduce")
     return {"ranks": measured.world, **{kind: _collective(measured, kind) for kind in kinds},
@@ -342,9 +345,9 @@ def _collective(measured: Calibration, kind: str) -> dict[str, float]:
 
 
 def _hooks(measured: Calibration) -> tuple[float, float]:
-    """Seconds of the host, forward and backward, for a module that hardly computes: nothing is gathered, and
-    reductions wait for a bucket that holds them all. The first two steps are another matter: ZeRO learns the
-    order in which modules are called."""
+    """Seconds of the host (forward, backward) for a module with ZeRO-3's hooks that hardly computes. Nothing is
+    gathered, and one bucket holds all gradients. The first two steps do not count: in them ZeRO learns the order of
+    modules."""
     import deepspeed  # which takes seconds
 
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(MODULES)))

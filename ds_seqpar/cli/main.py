@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a whole number of more than 64 bits: arithmetic with it may be without end."""
+    """Raises ConfigError for an option with more than 64 bits: arithmetic with such a number may never end."""
     for name, value in vars(args).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:

@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar memory`: what a training step needs on each rank, before anything is launched."""
+"""`python -m ds_seqpar memory`: the memory of a training step on each rank, before anything is launched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..deepspeed_checks import check_deepspeed
 from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
 from ..errors import ConfigError, nearest
 from ..files import parse_json, shown
-from ..planner.attended import shortened
+from ..planner.attention_memory import on_fewer_ranks
 from ..planner.footprint import (
     HOST_PARTS,
     PARTS,
@@ -27,17 +27,17 @@ from ..planner.footprint import (
     fits,
     footprint,
     longest,
-    taken,
+    rank_bytes,
 )
 from ..planner.machine import Machine, presets
-from ..planner.request import Room, Step
+from ..planner.request import Room, TrainingStep
 from .numbers import numbers_of
 
 DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 GIB, KIB = 2**30, 2**10
 MOST_GIB = 2**40  # of --memory
-DIGITS = 18  # of a number on the command line: products of three of them are finite
-# of the parts of a step's memory, in their order
+DIGITS = 18  # of a number on the command line: products of three such numbers are finite
+# colours of `PARTS`, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
           "#8e5a97")  # fmt: skip
 
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
-    """Adds those that `memory` and `plan` share. machine: what --machine is, and its presets."""
+    """Adds the options that `memory` and `plan` share. machine: the help of --machine."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
     parser.add_argument(
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     step, filled = step_of(args)
-    room = room_of(args, step.world)
+    room = machine_room(args, step.world)
     found, slope = footprint(step), bytes_a_token(step)
     most = longest(step, room) if room else None
     if args.json:
@@ -78,15 +78,15 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(numbers))
     else:
         fitting = fit_lines(found, room, most) if room and most else []
-        print("\n".join([*table(found, slope, step), *fitting, *told(filled)]))
+        print("\n".join([*table(found, slope, step), *fitting, *auto_lines(filled)]))
     if args.png is not None:
         draw(found, args.png)
         if not args.json:
             print(f"wrote {args.png}")
 
 
-def room_of(args: argparse.Namespace, world: int) -> Room | None:
-    """What the machine has, where one is named."""
+def machine_room(args: argparse.Namespace, world: int) -> Room | None:
+    """The memory of the machine; None where no machine is named."""
     memory = None if args.memory is None else gibibytes("--memory", args.memory)
     if args.machine is not None:
         return Room.of(Machine.load(args.machine), world, memory)
@@ -95,8 +95,9 @@ def room_of(args: argparse.Namespace, world: int) -> Room | None:
     return None
 
 
-def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
-    """The step, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
+def step_of(args: argparse.Namespace) -> tuple[TrainingStep, dict[str, Any]]:
+    """(the step, key -> value that an "auto" of the configuration counts as). Raises ConfigError for options or
+    settings that do not fit."""
     seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
@@ -110,13 +111,13 @@ def step_of(args: argparse.Namespace) -> tuple[Step, dict[str, Any]]:
     model = numbers_of(args.model)
     filled = fill_in(content, model.hidden)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
-    few = shortened(resolved)
-    limits.check_followed(few.size // few.ulysses, few.overlap)
-    return Step(model=model, config=resolved, world=ranks, seq=seq, **run_of(args, content)), filled
+    smaller = on_fewer_ranks(resolved)
+    limits.check_followed(smaller.size // smaller.ulysses, smaller.overlap)
+    return TrainingStep(model=model, config=resolved, world=ranks, seq=seq, **training_arguments(args, content)), filled
 
 
-def run_of(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step and a request share, by their names for it."""
+def training_arguments(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that TrainingStep and Request share, from the options and the DeepSpeed JSON."""
     batch = content.get("train_micro_batch_size_per_gpu") or 1
     limits.check("train_micro_batch_size_per_gpu", batch, limits.COUNT)
     zero = Zero.of(content.get("zero_optimization", {}))
@@ -124,7 +125,7 @@ def run_of(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, An
 
 
 def count(name: str, text: str, most: int = limits.COUNT) -> int:
-    """Raises ConfigError for what is no whole number from 1 to `most`."""
+    """The number in an option. Raises ConfigError unless it is a whole number from 1 to `most`."""
     if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
     limits.check(name, int(text), most)
@@ -132,7 +133,7 @@ def count(name: str, text: str, most: int = limits.COUNT) -> int:
 
 
 def gibibytes(name: str, text: str) -> int:
-    """Bytes. Raises ConfigError for what is no number of GiB above 0."""
+    """The bytes in an option that gives GiB. Raises ConfigError unless it is a number above 0."""
     try:
         found = float(text)
     except ValueError:
@@ -143,7 +144,7 @@ def gibibytes(name: str, text: str) -> int:
 
 
 def content_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed JSON with what --set says. Raises ConfigError for what DeepSpeed refuses."""
+    """The DeepSpeed JSON with the values of --set. Raises ConfigError where DeepSpeed refuses it."""
     content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
     for text in args.set:
         name, equals, value = text.partition("=")
@@ -169,9 +170,9 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Replaces the "auto" of a configuration, where memory depends on it, and returns by its key what each counts as.
-    The Trainer takes sizes of buckets from the model; what it takes from its arguments can only be supposed."""
-    supposed = {
+    """Replaces each "auto" of a configuration that memory depends on, and returns key -> the new value. Sizes of
+    buckets are those that the Trainer takes from the model; for what it takes from its arguments usual values stand."""
+    assumed = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,
         "fp16.enabled": not content.get("bf16", {}).get("enabled"),
@@ -179,7 +180,7 @@ def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
     }
     filled = {}
-    for name, value in supposed.items():
+    for name, value in assumed.items():
         section, _, key = name.rpartition(".")
         inside = content.get(section, {}) if section else content
         if inside.get(key) == "auto":
@@ -189,13 +190,13 @@ def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
     return filled
 
 
-def told(filled: dict[str, Any]) -> list[str]:
-    """Lines for a person on what each "auto" counts as."""
+def auto_lines(filled: dict[str, Any]) -> list[str]:
+    """Lines for the user: the value that each "auto" counts as."""
     values = ", ".join(f"{key} {shown(value)}" for key, value in filled.items())
     return ["", f'what the configuration leaves "auto" counts as {values}'] if filled else []
 
 
-def table(found: Footprint, slope: float, step: Step) -> list[str]:
+def table(found: Footprint, slope: float, step: TrainingStep) -> list[str]:
     peak = found.peak
     lines = [f"{step.seq} tokens on {step.world} ranks, {step.config.size} to a sequence", ""]
     lines += [f"{'part':<16}{'GiB a rank':>12}{'share':>8}", *part_lines(peak, PARTS)]
@@ -211,14 +212,14 @@ def table(found: Footprint, slope: float, step: Step) -> list[str]:
 
 
 def part_lines(moment: Moment, words: Mapping[str, str]) -> list[str]:
-    """The greatest first."""
+    """A line for each part of a moment, the largest first."""
     parts = sorted(moment.parts.items(), key=lambda item: -item[1])
     return [f"{name:<16}{size / GIB:>12.3f}{size / moment.total:>8.1%}  {words[name]}" for name, size in parts]
 
 
 def fit_lines(found: Footprint, room: Room, most: Longest) -> list[str]:
-    """What ranks and their node need beside what they have, and the longest sequence that fits."""
-    lines = [f"a rank needs {taken(found, room) / GIB:.1f} GiB of {room.limit / GIB:.1f}"]
+    """Lines for the user: what a rank and its node need and have, and the longest sequence that fits."""
+    lines = [f"a rank needs {rank_bytes(found, room) / GIB:.1f} GiB of {room.limit / GIB:.1f}"]
     if room.apart:
         node = found.host.total * room.together / GIB
         lines += [f"the host of a node's {room.together} ranks needs {node:.1f} GiB of {room.host / GIB:.1f}"]
@@ -228,7 +229,7 @@ def fit_lines(found: Footprint, room: Room, most: Longest) -> list[str]:
 
 
 def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str, Any]:
-    """Bytes. "auto": what each "auto" of the configuration counts as."""
+    """The footprint for --json, in bytes. "auto": the values that each "auto" of the configuration counts as."""
 
     def numbers(moment: Any) -> dict[str, Any]:
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.parts)}
@@ -239,8 +240,8 @@ def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str,
 
 
 def draw(found: Footprint, file: str | Path) -> None:
-    """Writes the moments of a step as bars, part upon part. Raises ConfigError without matplotlib, and for a
-    file that cannot be written."""
+    """Draws the moments of a step as stacked bars. Raises ConfigError without matplotlib, and for a file that cannot be
+    written."""
     moments = (found.resting, *found.moments)
     figure = new_figure(11, 1.4 + 0.38 * len(moments))
     axes = figure.add_subplot()

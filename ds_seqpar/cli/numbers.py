@@ -1,6 +1,6 @@
 """Sizes and parameter counts of a model, from its config.json.
 
-Four plain families are counted here by a formula, without transformers. For any other, transformers makes the model.
+For four plain families a formula is enough. For any other, transformers makes the model without memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..files import read_json
 from ..limits import check_model
 from ..planner.request import Model
 
-# family -> (whether the q, k and v projections have biases; None: as attention_bias says, and then o_proj has one too,
-# norms of head_dim weights in a layer's attention)
+# family -> (whether q, k and v projections have biases, norms of head_dim weights in a layer's attention). None: the
+# config's attention_bias decides, for the output projection too
 PLAIN = {"llama": (None, 0), "mistral": (False, 0), "qwen2": (True, 0), "qwen3": (None, 2)}
 DTYPES = (None, "float32", "bfloat16", "float16")
 ROPES = (None, "default", "llama3")
@@ -34,18 +34,18 @@ def numbers_of(place: str) -> Model:
     # os.path: a name that is too long for any file is one that does not exist, where Path raises
     file = os.path.join(place, "config.json") if os.path.isdir(place) else place
     try:
-        found = counted(read_json(file, "--model")) if os.path.exists(file) else None
+        model = plain_model(read_json(file, "--model")) if os.path.exists(file) else None
     except ConfigError:
-        found = None  # transformers' reader below raises, with a better sentence
-    if found is not None:
-        return found
+        model = None  # the reader below raises a better sentence
+    if model is not None:
+        return model
     from ..models import numbers_of as numbers_by_transformers
 
     return numbers_by_transformers(place)
 
 
-def counted(content: dict[str, Any]) -> Model | None:
-    """The model of a config.json's content, by the formula of a plain decoder; None where that may not hold."""
+def plain_model(content: dict[str, Any]) -> Model | None:
+    """The model of a config.json's content, by the formula of a plain decoder; None where the formula may be wrong."""
     family = content.get("model_type")
     if not isinstance(family, str) or family not in PLAIN or "quantization_config" in content:
         return None

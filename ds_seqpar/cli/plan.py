@@ -1,4 +1,4 @@
-"""`python -m ds_seqpar plan`: which configuration is the fastest that fits, what it takes, and why others lost."""
+"""`python -m ds_seqpar plan`: the fastest configuration that fits, its time and memory, and why others lost."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..errors import ConfigError
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
 from ..planner.machine import DEFAULT, Machine, presets
-from ..planner.plan import ALIKE, SIMULATED, Choice, over_floor, plan
+from ..planner.plan import ALIKE, SIMULATED, PlanResult, plan, received_over_least
 from ..planner.plan import section_of as section
 from ..planner.request import Request
-from ..planner.search import Prediction, in_words, timelines
-from ..planner.steptime import TIMES
-from .memory import DIGITS, add_options, content_of, count, fill_in, gibibytes, run_of, told
+from ..planner.search import Prediction, settings_in_words, timelines
+from ..planner.steptime import STEP_PARTS
+from .memory import DIGITS, add_options, auto_lines, content_of, count, fill_in, gibibytes, training_arguments
 from .numbers import numbers_of
 
 GIB = 2**30
 SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
 DRAWN = 32  # ranks in a picture
-REASONS = 16  # that the table has
+REASONS = 16  # lines of "why not others" in the table
 
 
 def add_parser(commands: Any) -> None:
@@ -46,14 +46,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     request, filled = request_of(args)
-    choice = plan(request)
-    print(json.dumps({**as_json(choice), "auto": filled}) if args.json else "\n".join([table(choice), *told(filled)]))
+    result = plan(request)
+    numbers = {**as_json(result), "auto": filled}
+    print(json.dumps(numbers) if args.json else "\n".join([table(result), *auto_lines(filled)]))
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
         if file is not None:
-            line = _timeline(choice)
+            line = _timeline(result)
             ranks = line.ranks[:DRAWN]
             if name == "png":
-                draw_timelines({str(choice.best.candidate): line}, file, ranks)
+                draw_timelines({str(result.best.candidate): line}, file, ranks)
             else:
                 line.save(file)
             if not args.json:
@@ -61,11 +62,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
-    """The request, and what each "auto" of the configuration counts as. Raises ConfigError for what does not fit."""
+    """(the request, key -> value that an "auto" of the configuration counts as). Raises ConfigError for options or
+    settings that do not fit."""
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
-    said = DEFAULT if config.machine == "auto" else config.machine
-    machine = Machine.load(said if args.machine is None else args.machine)
+    in_section = DEFAULT if config.machine == "auto" else config.machine
+    machine = Machine.load(in_section if args.machine is None else args.machine)
     if args.gpus_per_node is not None:
         machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.RANKS))
     documents = _documents(args.documents) if args.documents is not None else ()
@@ -82,7 +84,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         seq=seq,
         documents=documents,
         window=None if args.window is None else count("--window", args.window, limits.TOKENS),
-        **run_of(args, content),
+        **training_arguments(args, content),
         given={name: value for name, value in section_of(content).items() if name not in PLAN_REQUESTS},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),
         memory=None if args.memory is None else gibibytes("--memory", args.memory),
@@ -91,7 +93,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
 
 
 def _documents(file: str) -> tuple[int, ...]:
-    """Whole numbers with blanks or ends of lines between them."""
+    """The lengths in a file: whole numbers, separated by blanks or line ends."""
     words = read_text(file, "--documents").split()
     wrong = (word for word in words or ["nothing"] if not (word.isdecimal() and len(word) <= DIGITS and int(word)))
     if (word := next(wrong, None)) is not None:
@@ -102,60 +104,60 @@ def _documents(file: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _timeline(choice: Choice) -> Timeline:
-    ranks, inner = choice.best.candidate.size, choice.best.candidate.inner
+def _timeline(result: PlanResult) -> Timeline:
+    ranks, inner = result.best.candidate.size, result.best.candidate.inner
     if 12 * ranks * inner > SIMULATED:
         raise ConfigError(
             f"a time line is simulated for small jobs only; got {ranks} ranks a sequence, take fewer "
             "or draw a schedule by python -m ds_seqpar show"
         )
-    found = timelines(choice.request, choice.best)
+    found = timelines(result.request, result.best)
     return found["backward"].after(found["forward"])
 
 
-def table(choice: Choice) -> str:
-    request, best = choice.request, choice.best
-    more = len(choice.rejected) - REASONS
+def table(result: PlanResult) -> str:
+    request, best = result.request, result.best
+    unlisted = len(result.rejected) - REASONS
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     head = f"{what} on {request.world} ranks of {request.machine.name} ({request.machine.about})"
     rows = [["s a sequence", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]]
-    rows += [_row(choice, one) for one in choice.ranked]
+    rows += [_row(result, one) for one in result.ranked]
     return "\n".join(
         [
             head,
-            f"compared {choice.considered} configurations, predicted and not run ({choice.legal} possible ones, of "
+            f"compared {result.considered} configurations, predicted and not run ({result.legal} possible ones, of "
             "which many do the same)",
             "",
             *columns(rows),
             "",
             f"The first row is the plainest of those within {ALIKE - 1:.1%} of the fastest. It takes",
-            f"{_rank_hours(choice)} (a rank is a GPU, or a process on CPUs).",
+            f"{_rank_hours(result)} (a rank is a GPU, or a process on CPUs).",
             "forward, backward: attention of one layer. bytes/least: received in forward by the busiest rank, over the",
             "least that any schedule with as much Ulysses could receive under full attention.",
             "",
             f'"{SECTION}": {json.dumps(section(best))}',
             "",
-            *_links(best, request.model.layers),
+            *_link_lines(best, request.model.layers),
             "",
-            *_parts(choice),
+            *_part_lines(result),
             "",
             "why not others:",
-            *(f"  {who}: {why}" for who, why in choice.rejected[:REASONS]),
-            *[f"  and {more} more reasons: --json lists all"][: more > 0],
+            *(f"  {who}: {why}" for who, why in result.rejected[:REASONS]),
+            *[f"  and {unlisted} more reasons: --json lists all"][: unlisted > 0],
         ]
     )
 
 
-def _rank_hours(choice: Choice) -> str:
-    """Of the best: what a buyer of GPU hours pays for."""
-    hours = choice.best.seconds * choice.request.world / 3600
-    return f"{hours:.3g} rank hours a sequence, {hours * 1e9 / choice.request.seq:,.0f} for a billion tokens"
+def _rank_hours(result: PlanResult) -> str:
+    """The cost of the best configuration, in rank hours."""
+    hours = result.best.seconds * result.request.world / 3600
+    return f"{hours:.3g} rank hours a sequence, {hours * 1e9 / result.request.seq:,.0f} for a billion tokens"
 
 
-def _row(choice: Choice, one: Prediction) -> list[str]:
-    layers = choice.request.model.layers
-    over = over_floor(choice, one)
-    words = f"{one.candidate}{_extras(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
+def _row(result: PlanResult, one: Prediction) -> list[str]:
+    layers = result.request.model.layers
+    over = received_over_least(result, one)
+    words = f"{one.candidate}{_notes(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
         f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
@@ -163,14 +165,14 @@ def _row(choice: Choice, one: Prediction) -> list[str]:
     ]  # fmt: skip
 
 
-def _extras(one: Prediction) -> str:
+def _notes(one: Prediction) -> str:
     words = [f"{way} q" for way, side in zip(("forward", "backward"), one.travels, strict=True) if side == "q"]
     words += ["overlap"] * one.config.overlap
-    words += in_words(one.spared)
+    words += settings_in_words(one.spared)
     return f" ({', '.join(words)})" if words else ""
 
 
-def _links(best: Prediction, layers: int) -> list[str]:
+def _link_lines(best: Prediction, layers: int) -> list[str]:
     stages = best.config.head_stages
     lines = ["attention of one layer, on the busiest rank:"]
     for name, way in (("forward", best.forward), ("backward", best.backward)):
@@ -184,16 +186,16 @@ def _links(best: Prediction, layers: int) -> list[str]:
     return lines
 
 
-def _parts(choice: Choice) -> list[str]:
-    best = choice.best
+def _part_lines(result: PlanResult) -> list[str]:
+    best = result.best
     took, peak = best.time, best.memory.peak
     lines = [f"one step, of {took.sequences} sequence{'s'[: took.sequences > 1]}: {took.seconds:.3f} s"]
-    lines += [f"  {seconds:10.3f} s  {name}: {TIMES[name]}" for name, seconds in took.parts.items() if seconds]
+    lines += [f"  {seconds:10.3f} s  {name}: {STEP_PARTS[name]}" for name, seconds in took.parts.items() if seconds]
     lines += ["", f"memory: {peak.total / GIB:.2f} GiB on each rank at the peak ({peak.name})"]
     sizes = sorted(peak.parts.items(), key=lambda item: -item[1])
     lines += [f"  {size / GIB:10.3f} GiB  {name}: {PARTS[name]}" for name, size in sizes]
     if (host := best.memory.host).total:
-        node = host.total * choice.request.room.together
+        node = host.total * result.request.room.together
         lines += [f"and {host.total / GIB:.2f} GiB of host memory, {node / GIB:.1f} GiB a node"]
         lines += [f"  {size / GIB:10.3f} GiB  {name}: {HOST_PARTS[name]}" for name, size in host.parts.items()]
     if best.memory.drives:
@@ -201,18 +203,18 @@ def _parts(choice: Choice) -> list[str]:
     return lines
 
 
-def as_json(choice: Choice) -> dict[str, Any]:
-    """Seconds and bytes."""
+def as_json(result: PlanResult) -> dict[str, Any]:
+    """The result for --json, in seconds and bytes."""
     return {
-        "section": choice.section,
-        "simulated": choice.simulated,
-        "legal": choice.legal,
-        "ranked": [_numbers(choice, one) for one in choice.ranked],
-        "rejected": [{"who": who, "why": why} for who, why in choice.rejected],
+        "section": result.section,
+        "simulated": result.simulated,
+        "legal": result.legal,
+        "ranked": [_numbers(result, one) for one in result.ranked],
+        "rejected": [{"who": who, "why": why} for who, why in result.rejected],
     }
 
 
-def _numbers(choice: Choice, one: Prediction) -> dict[str, Any]:
+def _numbers(result: PlanResult, one: Prediction) -> dict[str, Any]:
     ways = {"forward": one.forward, "backward": one.backward}
     return {
         "section": section(one),
@@ -221,6 +223,6 @@ def _numbers(choice: Choice, one: Prediction) -> dict[str, Any]:
         "simulated": one.simulated,
         "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host.total},
         "travels": one.travels,
-        "bytes_over_floor": over_floor(choice, one),
+        "bytes_over_floor": received_over_least(result, one),
         "attention": {way: dataclasses.asdict(its) for way, its in ways.items()},
     }

@@ -1,4 +1,4 @@
-"""`ds-seqpar show`: what each rank does in each step, as a table, a picture or a time line. Nothing is run."""
+"""`ds-seqpar show`: what each rank does in each step of a schedule, as a table, a picture or a time line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ConfigError for settings that do not fit."""
+    """Runs the command. Raises ConfigError for settings that do not fit."""
     given = {name: getattr(args, name, None) for name in setting_names()}
     chosen = {name: value for name, value in given.items() if value is not None}
     if len(args.placement) == 1:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_limits(args: argparse.Namespace) -> None:
-    """Raises ConfigError for more than `show` can do in some ten seconds."""
+    """Raises ConfigError for a plan that `show` would need more than about ten seconds for."""
     limits.check("--heads", max(args.heads), limits.HEADS)
     limits.check("--seq", args.seq or 0, limits.TOKENS)
     limits.check("--size", args.size, limits.RANKS)

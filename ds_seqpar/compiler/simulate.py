@@ -2,8 +2,8 @@
 
 Model: a rank does one thing at a time. Transfers run beside it, each on the links that it takes, and a link carries one
 at a time. A transfer starts when both ends have posted it and all its links are free. `Prices` says what takes how
-long, and which links there are. In `Costs` a rank has one link in and one out, and only products and transfers take
-time; `planner.prices` has a machine with nodes.
+long, and which links there are. `Costs` has one link in and one out a rank, and only products and transfers take time;
+`planner.call_costs` has a machine with nodes.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class _Simulation:
         self.arrive(dst, name, start, seconds, _label(transfer.unit, src, dst))
 
     def take(self, since: float, links: Sequence[tuple[Link, float]]) -> float:
-        """Takes links once all are free, not before `since`; returns when. links: as in `TransferTime`."""
+        """KernelSupport links once all are free, not before `since`; returns when. links: as in `TransferTime`."""
         start = max(since, *(self.link_free[link] for link, _ in links)) if links else since
         for link, seconds in links:
             self.link_free[link] = start + seconds

@@ -1,10 +1,10 @@
-"""What "auto" is: what is to be trained, as ranks know it when they start, what is planned for it, and the line that
-says so. Torch-free."""
+"""The planner's answer to settings that are "auto": a `Job` says what is to be trained, `resolve_with_plan` replaces
+the settings, and `line_of` tells the user. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .. import limits
@@ -12,21 +12,23 @@ from ..compiler.layout import divisors
 from ..config import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..deepspeed_json import Zero, dtype_of
 from ..errors import SECTION, ConfigError
-from .footprint import taken
+from .footprint import rank_bytes
 from .machine import Machine
-from .plan import Choice, chosen, plan
+from .plan import PlanResult, find_plan, plan
 from .request import Model, Request
-from .search import Prediction, in_words, leanest, predict
+from .search import Prediction, most_saving_settings, predict, settings_in_words
 
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """model: its numbers. seq: tokens of the longest sequence, None where nobody knows them. documents: the lengths of
-    those that it is a pack of. window: of attention of all layers, in tokens. batch: sequences that a group of ranks
-    trains at once. steps: how often, of an optimiser step. sequences: of the step; None leaves the number free, and all
-    ranks share one. dtype, zero, checkpointing: as in `planner.request`."""
+    """What ranks know of a training run when they start; a `Request` is made from it once the length is known.
+
+    model: its sizes. seq: tokens of the longest sequence; None: not known. documents: their lengths in tokens, where
+    that sequence is a pack. window: attention's window in tokens, the same in all layers. batch: sequences that a group
+    of ranks trains at once. steps: micro-batches of an optimiser step. sequences: of an optimiser step; None: any
+    number, and then all ranks share each sequence. dtype, zero, checkpointing: as in `Request`."""
 
     model: Model | None = None
     seq: int | None = None
@@ -41,38 +43,40 @@ class Job:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Job:
-        """What a DeepSpeed JSON says. What it leaves to a Trainer ("auto") is not known."""
+        """The job of a DeepSpeed JSON. What the JSON leaves to a Trainer ("auto") counts as not known."""
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
         batch, steps, sequences = (x if isinstance(x := content.get(name), int) else None for name in names)
         zero = Zero.of(content.get("zero_optimization", {}))
         return cls(batch=batch, steps=steps, sequences=sequences, dtype=dtype_of(content), zero=zero)
 
     def sizes(self, world: int) -> tuple[int, ...]:
-        """Ranks that may share a sequence so that a step has the sequences that it must have."""
+        """The numbers of ranks that may share a sequence, so that an optimiser step has `sequences` sequences."""
         if self.sequences is None:
             return (world,)
         each = (self.batch or 1) * (self.steps or 1)
-        found = [(size, self.sequences, world // size * each) for size in divisors(world)]
         exact = self.batch is not None and self.steps is not None
-        return tuple(size for size, wanted, got in found if (wanted == got if exact else wanted % got == 0)) or (world,)
+        trained = {size: world // size * each for size in divisors(world)}
+        return tuple(
+            size for size, n in trained.items() if (self.sequences == n if exact else self.sequences % n == 0)
+        ) or (world,)
 
 
 class Planned(NamedTuple):
-    """config: resolved. choice: what was found, None where nothing was to be planned."""
+    """config: without any "auto". plan: the planner's result; None: nothing was to be planned."""
 
     config: SequenceParallelConfig
-    choice: Choice | None
+    plan: PlanResult | None
 
 
-def planned(
+def resolve_with_plan(
     config: SequenceParallelConfig,
     job: Job | None,
     heads: tuple[int, int] | None,
     world: int,
-    seen: Callable[[str], Machine],
+    detect_machine: Callable[[str], Machine],
 ) -> Planned:
     """The configuration with every "auto" replaced: by the planner where it `asks_for_plan`, else as `config.resolve`
-    says. seen: what the machine is supposed to be, for a dtype.
+    says. detect_machine: gives the machine of these ranks, for a dtype that it must have rates of.
 
     Raises ConfigError for what `resolve` or the planner refuses, and where a plan is asked for without a model or a
     length.
@@ -80,137 +84,92 @@ def planned(
     resolved = config.resolve(world, heads)
     if not config.asks_for_plan:
         return Planned(resolved, None)
-    said = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
+    asking = next((name for name in PLANNED_FOR if getattr(config, name) != "auto"), "memory")
     if job is None or job.model is None:
         raise ConfigError(
-            f"{SECTION}.{said} plans for a model whose numbers are known; got {getattr(config, said)} without a model, "
-            f"let initialize make the SequenceParallel of a transformers model, or leave {said} out"
+            f"{SECTION}.{asking} plans for a model whose numbers are known; got {getattr(config, asking)} without a "
+            f"model, let initialize make the SequenceParallel of a transformers model, or leave {asking} out"
         )
     seq = config.seq_len if config.seq_len != "auto" else job.seq
     if seq is None:
         raise ConfigError(
-            f"{SECTION}.{said} plans for a length that is known; got {getattr(config, said)!r} and data that does not "
-            f"say how long its sequences are, say seq_len too, or leave {said} out"
+            f"{SECTION}.{asking} plans for a length that is known; got {getattr(config, asking)!r} and data that does "
+            f"not say how long its sequences are, say seq_len too, or leave {asking} out"
         )
-    choice = choose(request_of(config, job, seq, world, seen(job.dtype)))
-    best = choice.best.config
-    chosen = (*config.unsaid, *(("head_stages",) if config.head_stages == "auto" else ()))
-    kept = {name: getattr(config, name) for name in ("head_stages", *PLAN_REQUESTS) if name not in chosen}
-    return Planned(dataclasses.replace(best, **kept), choice)
+    result = plan_even_if_too_large(request_of(config, job, seq, world, detect_machine(job.dtype)))
+    planned = (*config.unsaid, *(("head_stages",) if config.head_stages == "auto" else ()))
+    kept = {name: getattr(config, name) for name in ("head_stages", *PLAN_REQUESTS) if name not in planned}
+    return Planned(dataclasses.replace(result.best.config, **kept), result)
 
 
-def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, seen: Machine) -> Request:
+def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, detected: Machine) -> Request:
+    """The planner's question for a job. detected: the machine of these ranks; a `machine` of the section replaces all
+    of it but the ranks of a node. A length that zigzag cannot share equally is rounded up, as padding would."""
     assert job.model is not None
-    machine = seen
+    machine = detected
     if config.machine != "auto":
-        machine = dataclasses.replace(Machine.load(config.machine), per_node=seen.per_node)
+        machine = dataclasses.replace(Machine.load(config.machine), per_node=detected.per_node)
     documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.DOCUMENTS else ()
-    share = 2 * world  # of zigzag's chunks; what is missing is padded
+    share = 2 * world  # zigzag's chunks
     return Request(
         model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,
         documents=documents, window=job.window, batch=job.batch or 1, dtype=job.dtype, zero=job.zero,
-        checkpointing=job.checkpointing, given=given_of(config), sequences=job.sequences,
+        checkpointing=job.checkpointing, given=fixed_settings(config), sequences=job.sequences,
         sizes=job.sizes(world) if config.size == "auto" else (),
     )  # fmt: skip
 
 
-def given_of(config: SequenceParallelConfig) -> dict[str, Any]:
-    """What is no choice any more. Stages that are "auto" are chosen with whether they hide exchanges."""
-    left = {*PLAN_REQUESTS, *config.unsaid}
+def fixed_settings(config: SequenceParallelConfig) -> dict[str, Any]:
+    """The settings that the planner must take as they are. With head_stages "auto" it also decides about overlap, by
+    which stages hide exchanges."""
+    open_settings = {*PLAN_REQUESTS, *config.unsaid}
     if config.head_stages == "auto" and not config.overlap:
-        left.add("overlap")
-    return {name: value for name, value in config.settings().items() if name not in left}
+        open_settings.add("overlap")
+    return {name: value for name, value in config.settings().items() if name not in open_settings}
 
 
-def choose(request: Request) -> Choice:
-    """The fastest that should fit. Where nothing does, the fastest without regard to memory, with every setting that
-    saves some: the reader of the line may judge, since a machine may only be supposed."""
-    choice = chosen(request)
-    if choice.ranked:
-        return choice
-    lean = {name: value for name, value in leanest(request, 1).items() if name != "head_stages"}
-    anyway = dataclasses.replace(request, regardless=True)
-    choice = plan(dataclasses.replace(anyway, given={**request.given, **lean}))
-    ranked = choice.ranked
+def plan_even_if_too_large(request: Request) -> PlanResult:
+    """The fastest configuration that is predicted to fit. Where none is, the fastest with every setting that saves
+    memory: the machine's memory may only be guessed, and `line_of` tells the user that it is too little."""
+    result = find_plan(request)
+    if result.ranked:
+        return result
+    saving = {name: value for name, value in most_saving_settings(request, 1).items() if name != "head_stages"}
+    without_limit = dataclasses.replace(request, ignores_memory=True)
+    result = plan(dataclasses.replace(without_limit, given={**request.given, **saving}))
+    ranked = result.ranked
     if "head_stages" not in request.given:
-        lean |= leanest(request, choice.best.config.ulysses)
-        found = predict(dataclasses.replace(anyway, given={**request.given, **lean}), choice.best.candidate)
-        ranked = (found, *ranked[1:]) if isinstance(found, Prediction) else ranked
-    return dataclasses.replace(choice, request=anyway, ranked=ranked)
+        saving |= most_saving_settings(request, result.best.config.ulysses)
+        staged = predict(dataclasses.replace(without_limit, given={**request.given, **saving}), result.best.candidate)
+        ranked = (staged, *ranked[1:]) if isinstance(staged, Prediction) else ranked
+    return dataclasses.replace(result, request=without_limit, ranked=ranked)
 
 
-def line_of(choice: Choice) -> str:
-    """The choice, the runner-up, and what would have to change for it to win."""
-    request, best = choice.request, choice.best
-    machine, needed = request.machine, taken(best.memory, request.room)
+def line_of(result: PlanResult) -> str:
+    """One line for the user: what was chosen, its predicted time and memory, and the next best."""
+    request, best = result.request, result.best
+    machine, needed = request.machine, rank_bytes(best.memory, request.room)
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     line = (
         f'{SECTION}: "auto" for {what} on {request.world} ranks of {machine.name}, {machine.per_node} a node, is '
         f"{best.candidate}, predicted {best.seconds:.3g} s a sequence"
     )
-    spared = spared_by(choice)
-    if spared is not None:
-        line += f", with {' and '.join(in_words(spared)) or 'nothing that spares memory'}"
+    saving = chosen_memory_settings(result)
+    if saving is not None:
+        line += f", with {' and '.join(settings_in_words(saving)) or 'nothing that spares memory'}"
     if needed > machine.usable:
         line += f" and {needed / GIB:.1f} GiB a rank where the machine has {machine.usable / GIB:.1f}"
-        line += "" if request.checkpointing or spared is None else ", gradient checkpointing would spare most"
-    elif spared is not None:
+        line += "" if request.checkpointing or saving is None else ", gradient checkpointing would spare most"
+    elif saving is not None:
         line += f", {needed / GIB:.3g} of {machine.usable / GIB:.3g} GiB a rank"
-    for other in choice.ranked[1:2]:
-        times = other.seconds / best.seconds
-        change = to_win(request, best, other)
-        line += f"; next is {other.candidate}, {times:.2f} times as long"
-        line += f", which would win with {change}" if change else ", whatever links and lengths are, within 8 times"
+    for runner_up in result.ranked[1:2]:
+        line += f"; next is {runner_up.candidate}, {runner_up.seconds / best.seconds:.2f} times as long"
     return line
 
 
-def spared_by(choice: Choice) -> dict[str, Any] | None:
-    """What was chosen of the settings that spare memory; None where none was to be chosen."""
-    left = [name for name in MEMORY_SETTINGS if name not in choice.request.given]
-    plain, best = SequenceParallelConfig(), choice.best.config
-    changed = {name: getattr(best, name) for name in left if getattr(best, name) != getattr(plain, name)}
-    return changed if left else None
-
-
-TIMES = (2, 4, 8)
-
-
-def to_win(request: Request, best: Prediction, other: Prediction) -> str:
-    """The smallest of a few changes, of links and of the length, with which `other` is predicted to be faster than
-    `best`; "" where none is enough. By closed forms, in proportion to what was found for both as things are."""
-    now = _predicted(request, best, other)
-    for words, changed in changes(request) if len(now) == 2 else ():
-        then = _predicted(changed, best, other)
-        if len(then) == 2 and then[1] * (other.seconds / now[1]) < then[0] * (best.seconds / now[0]):
-            return words
-    return ""
-
-
-def _predicted(request: Request, *ones: Prediction) -> list[float]:
-    """Seconds by the closed form, of those that fit."""
-    found = [predict(request, one.candidate) for one in ones]
-    return [one.seconds for one in found if isinstance(one, Prediction)]
-
-
-def changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """Small ones first."""
-    several = request.world > request.machine.per_node
-    for times in TIMES:
-        for word, factor in (("slower", 1 / times), ("faster", float(times))):
-            if several:
-                yield f"links between nodes {times} times {word}", _with_links(request, "between", factor)
-            yield f"links inside nodes {times} times {word}", _with_links(request, "inside", factor)
-        if not request.documents:
-            yield f"sequences {times} times as long", dataclasses.replace(request, seq=request.seq * times)
-            if request.seq % (times * 2 * request.world) == 0:
-                yield f"sequences 1/{times} as long", dataclasses.replace(request, seq=request.seq // times)
-
-
-def _with_links(request: Request, name: str, factor: float) -> Request:
-    """The same with links "inside" nodes or "between" them of so many times the rate. A node's shared one goes with the
-    latter."""
-    machine, wire = request.machine, getattr(request.machine, name)
-    changed: dict[str, Any] = {name: dataclasses.replace(wire, rate=wire.rate * factor)}
-    if name == "between" and machine.uplink is not None:
-        changed["uplink"] = machine.uplink * factor
-    return dataclasses.replace(request, machine=dataclasses.replace(machine, **changed))
+def chosen_memory_settings(result: PlanResult) -> dict[str, Any] | None:
+    """The memory settings that the planner chose, where they are not the defaults; None: it had none to choose."""
+    planned = [name for name in MEMORY_SETTINGS if name not in result.request.given]
+    defaults, best = SequenceParallelConfig(), result.best.config
+    changed = {name: getattr(best, name) for name in planned if getattr(best, name) != getattr(defaults, name)}
+    return changed if planned else None

@@ -1,4 +1,4 @@
-"""Every configuration that may be chosen for a job, by what the runtime takes. Torch-free."""
+"""All configurations that the runtime takes for a job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A configuration but for what travels and what spares memory. own: the schedule's own settings; topology: of the
-    job. A search makes thousands of these, and of few of them a `SequenceParallelConfig`."""
+    """A configuration without what travels and without memory settings. own: the schedule's own settings. topology: of
+    the job. A search makes thousands of candidates, and a `SequenceParallelConfig` of a few of them."""
 
     size: int
     ulysses: int
@@ -42,33 +42,33 @@ class Candidate:
         return {**named, "placement": self.placement, **self.own}
 
     def config(self, heads: tuple[int, int], **settings: Any) -> SequenceParallelConfig:
-        """Resolved. settings: those that it leaves open. Raises ConfigError where they do not fit."""
+        """The candidate as a configuration without any "auto". settings: those that a candidate has not. Raises
+        ConfigError where they do not fit."""
         own = {**self.settings, "overlap": self.overlap, **settings}
         return SequenceParallelConfig(**own).resolve(self.topology.world_size, heads)
 
-    def same(self, documents: bool) -> tuple:
-        """Equal where plans are: of one builder, with the same axes of more than one rank in the same order, and equal
-        layouts. Without documents layouts of the same runs are equal. One ring is one, whoever makes it; a rank alone
-        does the same work by any schedule."""
+    def plan_key(self, documents: bool) -> tuple:
+        """Equal for candidates whose plans are equal. These have the same builder, the same axes of more than one rank
+        in the same order, and equal layouts. Schedules with one ring and nothing else are equal, and on one inner rank
+        all are. documents: whether sequences are packs; without, layouts that deal the same tokens are equal."""
         layout = None if self.inner == 1 else self.layout if documents else LAYOUTS[self.layout].runs
-        long = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
-        if len(long) < 2 and not set(long) & set(self.schedule.collective_axes):
+        long_axes = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
+        if len(long_axes) < 2 and not set(long_axes) & set(self.schedule.collective_axes):
             kind = self.schedule.parts, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
-            inner: tuple = kind if long else ()
-            places = tuple((name in long, size) for name, size in self.topology.axes if size > 1)
-            return inner, places, self.size, layout
+            ring: tuple = kind if long_axes else ()
+            order = tuple((name in long_axes, size) for name, size in self.topology.axes if size > 1)
+            return ring, order, self.size, layout
         inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
-        order = tuple(axis for axis in self.topology.axes if axis[1] > 1)
-        return self.schedule.build, inner, order, layout
+        return self.schedule.build, inner, tuple(axis for axis in self.topology.axes if axis[1] > 1), layout
 
     @property
-    def plain(self) -> bool:
-        """Whether tokens lie as the schedule has them by itself."""
+    def has_default_layout(self) -> bool:
+        """Whether the layout is the one that the schedule takes by default."""
         return self.layout == self.schedule.default_layout
 
     @property
-    def turns(self) -> int:
-        """Ranks along axes that nothing is gathered over."""
+    def ring_ranks(self) -> int:
+        """The inner ranks of one ring: those along axes without collectives."""
         axes = set(self.topology.inner_axes) - set(self.schedule.collective_axes)
         return self.topology.size(*axes)
 
@@ -79,7 +79,7 @@ class Candidate:
         ulysses = f"Ulysses {self.ulysses}" if self.ulysses > 1 else ""
         kind = " x ".join(filter(None, (ulysses, name))) or "alone"
         words = f"{self.size} rank{'s' * (self.size > 1)}: {kind}"
-        if not self.plain:
+        if not self.has_default_layout:
             words += f", {self.layout}"
         return words + (f", {self.placement}" if self.placement != "auto" else "")
 
@@ -88,22 +88,21 @@ def _word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-Shape = tuple[int, int, Schedule, Own]  # size, ulysses, and a schedule with its own settings
+ParallelShape = tuple[int, int, Schedule, Own]  # size, ulysses, schedule, the schedule's own settings
 
 
-def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[Shape]:
-    """All of them, of sizes whose programs can be followed, in one order. given: settings that are no choice any more:
-    a size, a schedule, a shape ..."""
+def shapes(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[ParallelShape]:
+    """All shapes that agree with the given settings, of sizes that can be planned, always in the same order."""
     for size, ulysses in degrees(world, heads, given):
         for schedule in _schedules(given):
             for own in schedule.shapes(size // ulysses):
-                wanted = {name: given[name] for name in own if _fixed(given, name)}
+                wanted = {name: given[name] for name in own if _is_given(given, name)}
                 if all(own[name] == (tuple(x) if isinstance(x, list) else x) for name, x in wanted.items()):
                     yield size, ulysses, schedule, own
 
 
 def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """(size, ulysses), of as many inner ranks as programs can be followed of."""
+    """All pairs (size, ulysses) that agree with the given settings and are small enough to be planned."""
     for size in _options(given, "size", divisors(world)):
         for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
             few = size <= limits.PLANNED and ulysses <= limits.MEMBERS
@@ -114,12 +113,14 @@ def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Ite
 def candidates(
     world: int, heads: tuple[int, int], given: Mapping[str, Any], plain: bool = False
 ) -> Iterator[Candidate]:
-    """All shapes in all placements and layouts; plain: in the first of each, where none is given."""
+    """All shapes in all placements and layouts; plain: each shape in its first placement and layout alone."""
     for shape in shapes(world, heads, given):
-        yield from _placed(world, shape, given, 1 if plain else None)
+        yield from _candidates_of_shape(world, shape, given, 1 if plain else None)
 
 
-def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None) -> Iterator[Candidate]:
+def _candidates_of_shape(
+    world: int, shape: ParallelShape, given: Mapping[str, Any], most: int | None
+) -> Iterator[Candidate]:
     size, ulysses, schedule, own = shape
     axes, schedule = schedule.axes(size // ulysses, own), schedule.at(size // ulysses, own)
     layouts = dict.fromkeys((schedule.default_layout, *schedule.layouts))
@@ -137,36 +138,37 @@ def _placed(world: int, shape: Shape, given: Mapping[str, Any], most: int | None
 
 
 def _schedules(given: Mapping[str, Any]) -> list[Schedule]:
-    """What "auto" is comes first, so that it stands for others whose plan is the same."""
-    plain = schedules.schedule(given.get("schedule", "auto"))
-    return [plain] if _fixed(given, "schedule") else list(dict.fromkeys((plain, *schedules.SCHEDULES.values())))
+    """The given schedule, or all. The default comes first: of candidates with equal plans the search keeps the
+    first."""
+    first = schedules.schedule(given.get("schedule", "auto"))
+    return [first] if _is_given(given, "schedule") else list(dict.fromkeys((first, *schedules.SCHEDULES.values())))
 
 
-def _fixed(given: Mapping[str, Any], name: str) -> bool:
+def _is_given(given: Mapping[str, Any], name: str) -> bool:
     return given.get(name, "auto") != "auto"
 
 
 def _options(given: Mapping[str, Any], name: str, every: Iterable[Any]) -> list[Any]:
-    """The value that is given, or every one."""
-    return [given[name]] if _fixed(given, name) else list(every)
+    """[the value that is given], or all values."""
+    return [given[name]] if _is_given(given, name) else list(every)
 
 
 def travels(candidate: Candidate, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Direction -> what may go round, of that which makes a difference."""
+    """Direction -> the sides that may travel, "q" or "kv". On one inner rank nothing travels, so one side is enough."""
     sides = candidate.schedule.moving_sides if candidate.inner > 1 else candidate.schedule.moving_sides[:1]
     return {way: tuple(_options(given, way, sides)) for way in ("forward", "backward")}
 
 
 def refusal(candidate: Candidate, seq: int, documents: bool) -> str:
-    """Why the runtime would refuse a sequence of this length; "" where it would not. Packs may have any length."""
+    """Why the runtime would refuse sequences of `seq` tokens; "" where it takes them. Packs may have any length."""
     share = multiple(candidate.layout, candidate.size, candidate.ulysses)
     if documents or seq % share == 0:
         return ""
     return f"a length that is a multiple of {share} is needed"
 
 
-def checked(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
-    """Raises ConfigError for settings that the runtime would refuse whatever is chosen for the others."""
+def check_given(given: Mapping[str, Any], world: int, heads: tuple[int, int]) -> None:
+    """Raises ConfigError for given settings that the runtime refuses whatever the other settings are."""
     SequenceParallelConfig(**given).resolve(world, heads)
     if isinstance(given.get("placement", "auto"), str):
         return

@@ -2,8 +2,8 @@
 
 A step has a few moments at which the most can be alive; each is a sum of parts, and the greatest is the peak. A layer
 is followed operation by operation as transformers writes it (norms in fp32, RoPE, gate, up, down), its attention by
-`planner.calls`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel takes for
-itself is not in it. docs/archive/2026-11-24-memory.md has the formulas.
+`planner.attention_call`, states and buffers as DeepSpeed makes them. Bytes of tensors; what an allocator or a kernel
+takes for itself is not in it. docs/archive/2026-11-24-memory.md has the formulas.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..compiler.layout import multiple
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..config import HOST_PIECE, most_logits
-from .attended import attention_figures, away, stages_inside, tokens_of
-from .request import Room, Step
-from .states import States, rounded, states
+from .attention_memory import attention_figures, is_offloaded, projecting_stages, tokens_on_rank
+from .request import Room, TrainingStep
+from .states import States, pinned_bytes, states
 
 PARTS = {
     "parameters": "the rank's share of parameters, with fp32 copies",
@@ -61,7 +61,8 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Of a rank. resting: between steps; host: in its host's memory, beside these; drives: bytes on drives."""
+    """The memory of a rank. resting: between steps. moments: of a step. host: in its host's memory, beside these.
+    drives: bytes on drives."""
 
     resting: Moment
     moments: tuple[Moment, ...]
@@ -73,87 +74,91 @@ class Footprint:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def footprint(step: Step, attention: Figures | None = None) -> Footprint:
-    """Of the rank with the most. attention: what it takes, where that is known; default: what it does."""
-    found = _Step(step)
+def footprint(step: TrainingStep, attention: Figures | None = None) -> Footprint:
+    """The memory of a step on the rank that needs most. attention: the memory of a layer's attention, where the caller
+    knows it; default: `attention_figures`."""
+    memory = _StepMemory(step)
     if attention is not None:
-        found.attention = attention
-    return found.found()
+        memory.attention = attention
+    return memory.footprint()
 
 
-def taken(found: Footprint, room: Room) -> int:
-    """Bytes of a rank's own memory at the peak; with those of its host's memory where that is the same."""
-    host = 0 if room.apart else found.host.total - found.host.parts.get("rounding", 0)
-    return found.peak.total + host
+def rank_bytes(memory: Footprint, room: Room) -> int:
+    """Bytes of a rank's memory at the peak; without device memory, those in host memory are among them."""
+    host = 0 if room.apart else memory.host.total - memory.host.parts.get("rounding", 0)
+    return memory.peak.total + host
 
 
-def hosted(found: Footprint, room: Room) -> bool:
+def fits_host(memory: Footprint, room: Room) -> bool:
     """Whether a node's host has room for what its ranks keep there."""
-    return not room.apart or found.host.total * room.together <= room.host
+    return not room.apart or memory.host.total * room.together <= room.host
 
 
-def fits(found: Footprint, room: Room) -> bool:
-    return taken(found, room) <= room.limit and hosted(found, room)
+def fits(memory: Footprint, room: Room) -> bool:
+    return rank_bytes(memory, room) <= room.limit and fits_host(memory, room)
 
 
 class Longest(NamedTuple):
-    """tokens: of a sequence; 0 where no length fits. full: what is full beyond: "rank", "host", or "" where more tokens
-    are not taken."""
+    """The longest sequence that fits. tokens: 0 where no length fits. full: the memory that a longer sequence exceeds,
+    "rank" or "host"; "": the length is the largest that the command takes."""
 
     tokens: int
     full: str
 
 
-def longest(step: Step, room: Room) -> Longest:
-    """The longest sequence with which a step fits, to 0.1 %."""
+def longest(step: TrainingStep, room: Room) -> Longest:
+    """The longest sequence with which a step fits, to 0.1 %, by bisection."""
     unit = multiple(step.config.layout, step.config.size, step.config.ulysses)
 
-    def at(units: int) -> Footprint:
+    def memory_of(units: int) -> Footprint:
         return footprint(dataclasses.replace(step, seq=units * unit))
 
-    least, most = 0, math.ceil(step.seq / unit)
-    while most * unit <= limits.TOKENS and fits(at(most), room):
-        least, most = most, 2 * most
-    while least == 0 and most > 1 and not fits(at(most // 2), room):
-        most //= 2
-    least = least or most // 2
-    while most - least > max(1, least // 1000):
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(at(middle), room) else (least, middle)
-    if most * unit > limits.TOKENS:
-        return Longest(least * unit, "")
-    return Longest(least * unit, "rank" if taken(at(most), room) > room.limit else "host")
+    fitting, too_long = 0, math.ceil(step.seq / unit)
+    while too_long * unit <= limits.TOKENS and fits(memory_of(too_long), room):
+        fitting, too_long = too_long, 2 * too_long
+    while fitting == 0 and too_long > 1 and not fits(memory_of(too_long // 2), room):
+        too_long //= 2
+    fitting = fitting or too_long // 2
+    while too_long - fitting > max(1, fitting // 1000):
+        middle = (fitting + too_long) // 2
+        fitting, too_long = (middle, too_long) if fits(memory_of(middle), room) else (fitting, middle)
+    if too_long * unit > limits.TOKENS:
+        return Longest(fitting * unit, "")
+    return Longest(fitting * unit, "rank" if rank_bytes(memory_of(too_long), room) > room.limit else "host")
 
 
-def bytes_a_token(step: Step) -> float:
-    """What one more token of a rank adds to the peak: from this length to twice as many."""
-    short = _Step(step)
-    padded = short.tokens * step.config.size  # a length that ranks share equally, so that twice as many are more
-    long = _Step(dataclasses.replace(step, seq=2 * padded))
-    return (long.found().peak.total - short.found().peak.total) / (long.rows - short.rows)
+def bytes_a_token(step: TrainingStep) -> float:
+    """Bytes that one more token of a rank adds to the peak, as a mean between this length and twice this length."""
+    short = _StepMemory(step)
+    padded = short.tokens * step.config.size  # ranks share this length equally
+    long = _StepMemory(dataclasses.replace(step, seq=2 * padded))
+    return (long.footprint().peak.total - short.footprint().peak.total) / (long.rows - short.rows)
 
 
-def _moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = PARTS) -> Moment:
+def _named_moment(name: str, parts: Mapping[str, int], known: Mapping[str, str] = PARTS) -> Moment:
     return Moment(name, {part: parts[part] for part in known if parts.get(part)})
 
 
-class _Step:
-    def __init__(self, step: Step) -> None:
+class _StepMemory:
+    """The memory of a step, by moments. hidden, q, kv, mlp: bytes of a rank's tensors of these sizes. wide: of an fp32
+    copy of the hidden states; 0: they are fp32."""
+
+    def __init__(self, step: TrainingStep) -> None:
         self.step, self.model, self.zero, self.config = step, step.model, step.zero, step.config
         m, self.size = step.model, ITEMSIZE[step.dtype]
-        self.tokens, self.stages = tokens_of(step), stages_inside(step)
+        self.tokens, self.stages = tokens_on_rank(step), projecting_stages(step)
         self.rows = self.tokens * step.batch
         self.hidden = self.rows * m.hidden * self.size
         self.q = self.rows * m.heads * m.head_dim * self.size
         self.kv = self.rows * 2 * m.kv_heads * m.head_dim * self.size
         self.mlp = self.rows * m.intermediate * self.size
         self.wide = self.rows * m.hidden * 4 if self.size < 4 else 0  # a norm computes in fp32
-        tiled = self.mlp_tiles() > 1  # norms are, too
-        self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # what a norm saves beside its input
-        self.before_mlp = 0 if tiled else self.norm  # with tiles those who read it make it again
+        tiled = self.mlp_tiles() > 1  # with them norms have tiles too
+        self.norm = self.hidden if tiled else self.wide + 2 * self.hidden  # saved by a norm beside its input
+        self.before_mlp = 0 if tiled else self.norm  # saved by the norm before the MLP: tiles compute the norm again
         self.before_attention = 0 if tiled and self.stages > 1 else self.norm
-        self.normed = 0 if tiled and self.stages > 1 else self.hidden  # attention's input; else its tiles make it
-        self.residual = 0 if self.wide and not tiled else self.hidden  # its input, unless it saves an fp32 copy
+        self.normed = 0 if tiled and self.stages > 1 else self.hidden  # attention's input, unless its tiles make it
+        self.residual = 0 if self.wide and not tiled else self.hidden  # a norm's input, unless it saves an fp32 copy
         self.rope = 2 * self.rows * m.head_dim * self.size
         self.keeps = step.checkpointing and step.config.keep_attention
 
@@ -164,7 +169,7 @@ class _Step:
     # ---- states
 
     def share(self, stage: int) -> int:
-        """Ranks that share what ZeRO shares out from this stage on."""
+        """The ranks among which ZeRO divides what it divides from this stage on."""
         return self.step.world if self.zero.stage >= stage else 1
 
     @functools.cached_property
@@ -172,7 +177,8 @@ class _Step:
         return states(self.model, self.zero, self.step.world, self.size)
 
     def moment(self, name: str, *, done: int = 0, gathered: int = 0, grads: int = 0, **parts: int) -> Moment:
-        """done: parameters whose gradients are there; grads: bytes of those that are whole, for a moment."""
+        """A moment of the step. done: parameters whose gradients exist. gathered: parameters that ZeRO-3 holds whole.
+        grads: bytes of gradients that are not reduced yet. parts: bytes of other parts."""
         found = dict(self.states.device)
         stage = self.zero.stage
         if name.startswith("backward") and stage in (1, 2):
@@ -183,18 +189,18 @@ class _Step:
         found["gradients"] = found.get("gradients", 0) + grads
         if stage == 3:
             found["gathered"] = gathered * self.size
-        for part, size in parts.items():
-            known = part.replace("_", " ")
-            found[known] = found.get(known, 0) + size
-        return _moment(name, found)
+        for keyword, size in parts.items():
+            part = keyword.replace("_", " ")
+            found[part] = found.get(part, 0) + size
+        return _named_moment(name, found)
 
     def gathered(self, needed: int, matrices: int = 1) -> int:
-        """Parameters that ZeRO-3 has whole while so many are needed. With them stand earlier ones that are soon used
-        again, later ones that are prefetched, and as many matrices as travel together."""
+        """The parameters that ZeRO-3 holds whole while `needed` ones are in use. It also keeps earlier ones that are
+        soon used again, prefetches later ones, and gathers `matrices` matrices of an MLP together."""
         zero, matrix = self.zero, self.model.hidden * self.model.intermediate
         free = max(0, zero.max_live_parameters - needed)
-        more = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
-        return min(self.model.parameters, needed + min(free, more) + matrices * matrix * (free > 0))
+        kept_or_prefetched = max(zero.prefetch_bucket_size, zero.max_reuse_distance)
+        return min(self.model.parameters, needed + min(free, kept_or_prefetched) + matrices * matrix * (free > 0))
 
     # ---- activations
 
@@ -210,19 +216,20 @@ class _Step:
 
     @property
     def saved_attention(self) -> int:
-        """What attention's backward needs of it: q, k and v, or the inner ones; out and lse. Stages project again."""
+        """Bytes that attention saves for backward: q, k and v (own or exchanged), out and lse. Stages project again, so
+        they save no q, k and v of their own."""
         if self.stages > 1:
-            return 0 if away(self.step) else self.attention.saved
+            return 0 if is_offloaded(self.step) else self.attention.saved
         return self.attention.saved + (self.q + self.kv) * self.attention.inputs
 
     @property
     def saved(self) -> int:
-        """What a layer saves for its backward, its input too."""
+        """Bytes that a layer saves for its backward, its input included."""
         mlp = 4 * self.mlp if self.mlp_tiles() == 1 else 0
         return 2 * self.residual + self.before_attention + self.before_mlp + self.saved_attention + mlp
 
     def layers(self, count: int, running: bool = False) -> dict[str, int]:
-        """What `count` layers hold for their backward; running: the last one is being computed."""
+        """Parts that `count` layers hold for backward. running: whether the last of them is being computed."""
         if not self.step.checkpointing:
             return {"checkpoints": (count - running) * self.saved + self.rope + (self.hidden if running else 0)}
         kept = self.attention.saved * (count - running) if self.keeps else 0
@@ -230,13 +237,13 @@ class _Step:
         return {"checkpoints": self.rope + 2 * self.hidden} if self.config.offload_checkpoints else held
 
     def forward(self) -> list[Moment]:
-        """Of the last layer."""
+        """The moments of the last layer's forward, when most layers hold something."""
         m, held = self.model, self.layers(self.model.layers, running=True)
         gathered = self.gathered(m.layer_parameters)
         saved = 0 if self.step.checkpointing else 1
         tiles = self.mlp_tiles()
-        made = self.hidden if self.stages > 1 else self.q + self.kv  # the output that stages add to
-        layer = self.normed + made + saved * max(0, self.before_attention - self.hidden)
+        output = self.hidden if self.stages > 1 else self.q + self.kv  # stages add to one output
+        layer = self.normed + output + saved * max(0, self.before_attention - self.hidden)
         kept = self.saved_attention if not self.step.checkpointing else self.attention.saved if self.keeps else 0
         after = (3 + saved) * self.mlp if tiles == 1 else 3 * self.mlp // tiles + self.hidden
         head = 2 * m.embedding if self.zero.prefetch_bucket_size else 0  # prefetched, and copied out of what came
@@ -275,14 +282,14 @@ class _Step:
         ]  # fmt: skip
 
     def backward(self, index: int) -> list[Moment]:
-        """Of layer `index`, from 1."""
+        """The moments of backward in layer `index`, counted from 1."""
         m, attention = self.model, self.attention
         held = self.layers(index, running=True)
-        end = m.embedding if index == 1 else 0  # is prefetched
-        matrices = 1 if self.mlp_tiles() == 1 else 3  # a tiled MLP is a leaf of ZeRO-3
-        gathered = self.gathered(m.layer_parameters, matrices) + end
+        prefetched = m.embedding if index == 1 else 0
+        matrices = 1 if self.mlp_tiles() == 1 else 3  # ZeRO-3 gathers a tiled MLP, its leaf, at once
+        gathered = self.gathered(m.layer_parameters, matrices) + prefetched
         done = m.parameters - m.embedding - index * m.layer_parameters
-        tied = m.embedding * self.size if m.tied else 0  # waits for the gradient of the other end
+        tied = m.embedding * self.size if m.tied else 0  # the head's gradient waits for the embedding's
         place = f"layer {index}"
         saved, tiles = self.saved - self.residual, self.mlp_tiles()
         whole = self.hidden + saved - self.saved_attention - (4 * self.mlp if tiles == 1 else 0)
@@ -316,7 +323,7 @@ class _Step:
         head = m.embedding * self.size
         waiting = min(zero.reduce_bucket_size, m.parameters) * self.size if zero.stage else 0
         whole = head * (3 if m.tied else 1)
-        own = self.states.stays * 4
+        own = self.states.elements_on_device * 4
         return [
             self.moment(
                 "backward: embedding", done=m.parameters, gathered=self.gathered(m.embedding), grads=whole,
@@ -328,7 +335,7 @@ class _Step:
             ),
         ]  # fmt: skip
 
-    def found(self) -> Footprint:
+    def footprint(self) -> Footprint:
         layers = self.model.layers
         ends = dict.fromkeys((layers, 1))
         moments = [*self.forward(), *self.loss(), *(x for i in ends for x in self.backward(i)), *self.ends()]
@@ -338,16 +345,18 @@ class _Step:
             host["checkpoints"] = layers * self.hidden
             host["kept attention"] = layers * sum(kept) or (self.attention.saved if self.stages > 1 else 0)
             pinned += [(layers, size % HOST_PIECE) for size in (self.hidden, *kept)]
-        host["rounding"] = sum(count * (rounded(size) - size) for count, size in pinned)
-        in_host = _moment("in host memory", host, HOST_PARTS)
-        return Footprint(_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives)
+        host["rounding"] = sum(count * (pinned_bytes(size) - size) for count, size in pinned)
+        in_host = _named_moment("in host memory", host, HOST_PARTS)
+        return Footprint(
+            _named_moment("between steps", self.states.device), tuple(moments), in_host, self.states.drives
+        )
 
     @property
     def kept_tensors(self) -> list[int]:
-        """Bytes of what a checkpoint keeps of attention, tensor by tensor: out, the lse, and with Ulysses the inner q,
-        k and v."""
-        own = min(self.q, self.attention.saved)
-        lse = min(self.rows * self.model.heads * 4, self.attention.saved - own)
-        inner = self.attention.saved - own - lse
-        q = min(self.q, inner)
-        return [own, lse, q, (inner - q) // 2, inner - q - (inner - q) // 2]
+        """Bytes of each tensor that a checkpoint keeps of attention: out, lse, and with Ulysses the exchanged q, k,
+        v."""
+        out = min(self.q, self.attention.saved)
+        lse = min(self.rows * self.model.heads * 4, self.attention.saved - out)
+        exchanged = self.attention.saved - out - lse
+        q = min(self.q, exchanged)
+        return [out, lse, q, (exchanged - q) // 2, exchanged - q - (exchanged - q) // 2]

@@ -1,5 +1,5 @@
-"""What a machine is to the planner: nodes, links, and how fast a rank computes. Presets with their sources are in
-machines.json; a file of a user's own has the form of one of them. Torch-free."""
+"""The planner's description of a machine: nodes, links, and how fast a rank computes. Presets with their sources are in
+machines.json; a user's file has the same form. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..compiler.tiles import Tile
 from ..errors import ConfigError, nearest
 from ..files import Given, read_json
 
-DEFAULT = "modest"  # what a machine is that nobody named
-CORE = "cpu"  # the preset whose rates are those of one core
+DEFAULT = "modest"  # the preset where no machine is named
+CORE = "cpu"  # the preset whose rates are those of one CPU core
 PRESETS = Path(__file__).with_name("machines.json")
-# kinds of tile that tables have
-NEAREST = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
-PER_PRODUCT = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
+# kind of tile -> kind of the table that has its rate
+TABLE_OF = {"full": "full", "causal": "causal", "upper": "causal", "band": "causal", "segments": "causal"}
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10}  # flops of a visible pair and element of head_dim: 2 and 5 matmuls
 Table = tuple[tuple[float, float], ...]  # (tokens, flops/s), ascending
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
-    """latency: seconds from start to arrival of a message without bytes. rate: bytes/s each way."""
+    """A link. latency: seconds until a message of no bytes arrives. rate: bytes/s in each direction."""
 
     latency: float
     rate: float
@@ -36,9 +36,8 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroCosts:
-    """What DeepSpeed's ZeRO takes, as measured. gather, reduce, all_reduce: collectives of all `ranks`, latency and
-    bytes/s of what each rank has of it in the end, or in the beginning. forward, backward: seconds of the host for a
-    module that ZeRO-3 hooks."""
+    """Measured costs of DeepSpeed's ZeRO. gather, reduce, all_reduce: latency and rate of collectives of all `ranks`;
+    the bytes are those of the whole tensor. forward, backward: seconds of the host for a module that ZeRO-3 hooks."""
 
     ranks: int
     gather: Wire
@@ -50,20 +49,23 @@ class ZeroCosts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """per_node: ranks of a node; rank r is in node r // per_node. inside: a rank's link to ranks of its node; between:
-    its own to other nodes. uplink: bytes/s each way that all of a node's ranks share, None where they share none.
-    duplex: whether a link carries both ways at once. stolen: seconds of a rank's work that a byte takes which it sends
-    or receives: where processors carry bytes, that is most of what a byte costs.
+    """A machine. name, about: for the user. sources: where each figure is from.
 
-    attention: dtype, direction, kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of a tile's
-    rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; elementwise_rate: of
-    operations one after another whose results are new tensors; offload_rate: of copies to host memory. instruction:
-    seconds of host time for each; ahead: whether the host goes on while the device works. host_memory: bytes of a
-    node's host; host_rate: bytes/s of it, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too,
-    None where that is not known. memory: bytes a rank; spare: the share of them that is not for tensors.
-    zero: None where it was not measured: collectives take what links do then, and hooks nothing. kernels: of a device,
-    by its name, and a case, as "bfloat16 128 causal": the kernels that take it, the fastest first. sources: where each
-    figure is from.
+    Links: per_node: ranks of a node; rank r is in node r // per_node. inside: a rank's link to ranks of its node;
+    between: to ranks of other nodes. uplink: bytes/s in each direction that all ranks of a node share; None: they share
+    no link. duplex: whether a link carries both directions at once. stolen: seconds by which a byte that a rank sends
+    or receives delays the rank's work; where CPUs carry the bytes, this is most of what a byte costs.
+
+    Rates: attention: dtype -> direction -> kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of
+    a tile's rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; elementwise_rate: of
+    elementwise operations into new tensors; offload_rate: of copies to host memory. instruction: seconds of the host
+    for one instruction; ahead: whether the host goes on while the device works. kernels: name of a device -> case, as
+    "bfloat16 128 causal" -> the kernels that take it, the fastest first. zero: None: not measured, so collectives cost
+    what links cost, and hooks nothing.
+
+    Memory: memory: bytes of a rank; spare: the share of them that is not for tensors. host_memory: bytes of a node's
+    host; host_rate: its bytes/s, which a node's ranks share; nvme_rate: bytes/s of its drives, shared too; None: not
+    known.
     """
 
     name: str
@@ -92,20 +94,20 @@ class Machine:
 
     @classmethod
     def load(cls, place: str) -> Machine:
-        """A preset by its name, or a file by its path. Raises ConfigError for neither, and for a wrong file."""
-        found = presets()
-        if place in found:
-            return machine_of(place, found[place])
+        """A preset by its name, or a file by its path. Raises ConfigError for anything else, and for a wrong file."""
+        known = presets()
+        if place in known:
+            return machine_of(place, known[place])
         if not place.endswith(".json"):
             raise ConfigError(
-                f"a machine is one of {', '.join(found)}, or a JSON file; got {place!r}{nearest(place, tuple(found))}"
+                f"a machine is one of {', '.join(known)}, or a JSON file; got {place!r}{nearest(place, tuple(known))}"
             )
         return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
 
     @classmethod
-    def supposed(cls, device: str, dtype: str) -> Machine:
-        """Where nobody says which: the preset that is named after the device ("NVIDIA H100 80GB HBM3"), or `DEFAULT`.
-        A dtype without rates is taken to be as fast as bfloat16."""
+    def guessed(cls, device: str, dtype: str) -> Machine:
+        """The preset whose name is in the device's ("NVIDIA H100 80GB HBM3"), or `DEFAULT`. A dtype without rates
+        counts as fast as bfloat16."""
         model = {name.partition("-")[0].upper(): name for name in presets()}
         machine = cls.load(next((name for word, name in model.items() if word in device.upper()), DEFAULT))
         rates = {"attention": machine.attention, "gemm": machine.gemm}
@@ -114,7 +116,7 @@ class Machine:
 
     @classmethod
     def of_cores(cls, cores: int, memory: int, per_node: int) -> Machine:
-        """Hosts without GPUs, of so many cores and bytes, which `per_node` ranks each share equally."""
+        """Hosts without GPUs. cores, memory (bytes): of each host; its `per_node` ranks share them equally."""
         core, share = cls.load(CORE), cores / per_node
 
         def scaled(table: Table) -> Table:
@@ -151,11 +153,11 @@ class Machine:
 
     @property
     def apart(self) -> bool:
-        """Whether ranks have memory of their own beside their host's. Processors have not, nor work ahead."""
+        """Whether ranks have memory beside their host's. CPU ranks have none, and their host does not work ahead."""
         return self.ahead
 
     def rated_dtype(self, dtype: str) -> str:
-        """The dtype whose rates count. Raises ConfigError where there are none."""
+        """The dtype whose rates hold for `dtype`. Raises ConfigError where the machine has none."""
         wanted = "bfloat16" if dtype == "float16" else dtype
         if wanted not in self.attention or wanted not in self.gemm:
             known = sorted({*self.attention} & {*self.gemm})
@@ -163,13 +165,14 @@ class Machine:
         return wanted
 
     def tile_seconds(self, dtype: str, direction: str, tile: Tile, heads: int, head_dim: int, batch: int = 1) -> float:
-        """Of one kernel call: what a mask hides in the tile costs nothing, but a masked or small tile is slower."""
+        """Seconds of one kernel call. Hidden pairs of a tile cost nothing, but masked and small tiles have lower
+        rates."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-        flops = PER_PRODUCT[direction] * tile.products * heads * head_dim * batch
-        return flops / self.tile_rate(dtype, direction, NEAREST[tile.kind], math.sqrt(rows * columns))
+        flops = FLOPS_PER_PAIR[direction] * tile.products * heads * head_dim * batch
+        return flops / self.tile_rate(dtype, direction, TABLE_OF[tile.kind], math.sqrt(rows * columns))
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
-        """Flops/s. A causal tile beyond its table is taken for two causal halves and a full square, and those again."""
+        """Flops/s. A causal tile larger than its table counts as a full square and two causal halves, and so on."""
         tables = self.attention[self.rated_dtype(dtype)][direction]
         rate, last = interpolated(tables[kind], tokens), tables[kind][-1][0]
         if kind == "full" or tokens <= last:
@@ -178,7 +181,7 @@ class Machine:
         return 1 / (1 / full + (1 / rate - 1 / full) * last / tokens)
 
     def best_rate(self, dtype: str, direction: str) -> float:
-        """Flops/s of attention at most."""
+        """The highest rate of attention, in flops/s."""
         tables = self.attention[self.rated_dtype(dtype)][direction]
         return max(rate for table in tables.values() for _, rate in table)
 
@@ -187,8 +190,8 @@ class Machine:
 
 
 def interpolated(table: Table, tokens: float) -> float:
-    """Straight between neighbours, on a scale on which doubling is one step; below the first in proportion, beyond the
-    last as that."""
+    """A table's rate at so many tokens: linear in log(tokens) between two rows, proportional to tokens below the first
+    row, and constant above the last."""
     if tokens <= table[0][0]:
         return table[0][1] * tokens / table[0][0]
     for (low, slow), (high, fast) in itertools.pairwise(table):
@@ -210,9 +213,9 @@ FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen"
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
-    """From what a file holds. place: where errors say that it is from; default: the machine's name. Raises ConfigError,
-    which names what is wrong."""
-    content = {"kernels": None, **content} if isinstance(content, Mapping) else content  # which no preset has
+    """The machine of a file's content. place: what errors call it; default: "machine NAME". Raises ConfigError, which
+    names the wrong field."""
+    content = {"kernels": None, **content} if isinstance(content, Mapping) else content  # presets have no kernels
     given = Given(place or f"machine {name}", content).object(FIELDS)
     host = given["host"].object(("instruction", "ahead"))
     return Machine(
@@ -238,14 +241,14 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
 
 
 def _zero(given: Given) -> ZeroCosts:
-    found = given.object(tuple(field.name for field in dataclasses.fields(ZeroCosts)))
+    fields = given.object(tuple(field.name for field in dataclasses.fields(ZeroCosts)))
     return ZeroCosts(
-        ranks=found["ranks"].count(least=2),
-        gather=_wire(found["gather"]),
-        reduce=_wire(found["reduce"]),
-        all_reduce=_wire(found["all_reduce"]),
-        forward=_seconds(found["forward"]),
-        backward=_seconds(found["backward"]),
+        ranks=fields["ranks"].count(least=2),
+        gather=_wire(fields["gather"]),
+        reduce=_wire(fields["reduce"]),
+        all_reduce=_wire(fields["all_reduce"]),
+        forward=_seconds(fields["forward"]),
+        backward=_seconds(fields["backward"]),
     )
 
 
@@ -267,7 +270,7 @@ def _attention(given: Given) -> dict[str, dict[str, dict[str, Table]]]:
     return {
         dtype: {
             way: {kind: _table(table) for kind, table in kinds.object(("full", "causal")).items()}
-            for way, kinds in ways.object(tuple(PER_PRODUCT)).items()
+            for way, kinds in ways.object(tuple(FLOPS_PER_PAIR)).items()
         }
         for dtype, ways in given.object().items()
     }
@@ -286,12 +289,12 @@ def _table(given: Given) -> Table:
 
 
 def _wire(given: Given) -> Wire:
-    found = given.object(("latency", "rate"))
-    return Wire(latency=_seconds(found["latency"]), rate=_rate(found["rate"]))
+    fields = given.object(("latency", "rate"))
+    return Wire(latency=_seconds(fields["latency"]), rate=_rate(fields["rate"]))
 
 
 def _rate(given: Given) -> float:
-    """Tokens, bytes, or bytes or flops in a second."""
+    """A number of tokens, of bytes, of bytes/s or of flops/s."""
     return given.number(least=1, most=MOST_RATE)
 
 

@@ -1,5 +1,6 @@
-"""Which configuration is the fastest that fits: estimates for all that is legal, the closed form for those that they
-leave, the simulator for the best of these. Pure, and without a clock: the same on all ranks. Torch-free."""
+"""Finds the fastest configuration that fits: estimates for all legal candidates, lower bounds for the promising ones,
+the simulator for the best of these. It reads no clock and no environment, so all ranks find the same. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -16,43 +17,43 @@ from ..compiler.masks import Mask
 from ..config import even_ulysses
 from ..deepspeed_json import Offload
 from ..errors import ConfigError
-from .candidates import Candidate, candidates, checked, degrees, refusal, shapes
-from .footprint import Footprint, fits, footprint, taken
+from .candidates import Candidate, candidates, check_given, degrees, refusal, shapes
+from .footprint import Footprint, fits, footprint, rank_bytes
 from .request import Request
 from .search import (
     DIRECTIONS,
     Estimate,
     Estimator,
     Prediction,
-    configured,
-    floor,
-    instructions,
+    config_of_candidate,
     least_memory,
-    memory_settings,
-    overlapped,
+    least_received_bytes,
+    least_seconds_with_overlap,
+    memory_options,
     predict,
-    simulated,
-    staged,
+    simulated_instructions,
+    with_head_stages,
+    with_simulated_time,
 )
 
-FINALISTS = 6
-FAR = 1.25  # times the best: what is guessed to take longer is not looked at
-ORDERED = 3  # of which overlap is tried, too
-STAGED = 3  # of which stages of heads are tried, too
-ALIKE = 1.005  # times within so much of one another are taken for equal, and the plainer is preferred
-EACH = 2  # candidates of every size, Ulysses degree and schedule that get as far as the closed form
-STEPS, STEPS_EACH = 4000, 80  # of ranks, that the closed form looks at; at least, and of each size and Ulysses degree
-OVERLAPPED = 16  # inner ranks up to which the order of overlap is found, which takes the time of 100 steps
-SIMULATED = 15_000  # instructions, of all finalists together
+FINALISTS = 6  # predictions with the best bounds, which are simulated
+FAR = 1.25  # candidates whose estimate is more than this times the best get no lower bound
+ORDERED = 3  # predictions with which overlap is tried too
+STAGED = 3  # predictions with which head stages are tried too
+ALIKE = 1.005  # predictions whose times differ by less count as equally fast, and the plainer one is preferred
+EACH = 2  # candidates of a size, Ulysses degree and schedule that get a lower bound
+STEPS, STEPS_EACH = 4000, 80  # that lower bounds may visit: at least, and for each pair of a size and a Ulysses degree
+OVERLAPPED = 16  # inner ranks up to which overlap is tried: finding the order of products takes the time of 100 steps
+SIMULATED = 15_000  # instructions that the simulator executes in one plan
 SECONDS = operator.attrgetter("seconds")
 SAME = "in time and memory the same as"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
-    """ranked: the fastest first, all that fit and were looked at to the end. rejected: what was not chosen, and why,
-    as sentences with how many they are about. simulated: whether the best is; else its time is its closed form's.
-    legal: how many configurations there are; considered: of different plans."""
+class PlanResult:
+    """What the planner found. ranked: the finalists, the fastest first; () where nothing fits. rejected: (which
+    configurations, why). simulated: whether the best one was; else its time is a lower bound. legal: how many legal
+    configurations there are. considered: how many of them differ in what they do."""
 
     request: Request
     ranked: tuple[Prediction, ...]
@@ -67,43 +68,42 @@ class Choice:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The "sequence_parallel" section of the best."""
+        """The "sequence_parallel" section of the best configuration."""
         return section_of(self.best)
 
 
 def section_of(one: Prediction) -> dict[str, Any]:
-    """What a JSON has to say for it: size, ulysses and schedule always, others where they are not the default."""
-    settings, plain = one.config.settings(), type(one.config)().settings()
-    found = {name: settings[name] for name in ("size", "ulysses", "schedule")}
+    """The section of a DeepSpeed JSON for a configuration: size, ulysses, schedule, and what is not the default."""
+    settings, defaults = one.config.settings(), type(one.config)().settings()
+    section = {name: settings[name] for name in ("size", "ulysses", "schedule")}
     for name, value in settings.items():
-        if name in found or value == plain[name]:
+        if name in section or value == defaults[name]:
             continue
         if name == "layout" and value == one.candidate.schedule.default_layout:
             continue
         if one.candidate.inner == 1 and name in one.candidate.own:
             continue
-        found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+        section[name] = list(value) if isinstance(value, tuple) else value
+    return section
 
 
-def plan(request: Request) -> Choice:
-    """Raises ConfigError where nothing fits, with the nearest that would."""
-    choice = chosen(request)
-    if not choice.ranked:
-        raise ConfigError(shortage(request, choice.rejected))
-    return choice
+def plan(request: Request) -> PlanResult:
+    """The ranked configurations for a request. Raises ConfigError where none fits, and names the nearest that would."""
+    result = find_plan(request)
+    if not result.ranked:
+        raise ConfigError(nothing_fits(request, result.rejected))
+    return result
 
 
-def chosen(request: Request) -> Choice:
-    """The same; where nothing fits nothing is ranked."""
-    checked(request.given, request.world, request.heads)
+def find_plan(request: Request) -> PlanResult:
+    """As `plan`, but where nothing fits the result has nothing ranked."""
+    check_given(request.given, request.world, request.heads)
     search = _Search(request)
-    finalists = search.closed()
-    ranked = search.finals(finalists)
-    return Choice(
+    ranked = search.simulate_finalists(search.by_lower_bound())
+    return PlanResult(
         request=request,
         ranked=tuple(ranked),
-        rejected=tuple(search.reasons(ranked)),
+        rejected=tuple(search.reasons()),
         simulated=bool(ranked) and ranked[0].simulated,
         legal=search.legal,
         considered=search.considered,
@@ -111,33 +111,35 @@ def chosen(request: Request) -> Choice:
 
 
 class _Search:
+    """One search, with what it has found so far."""
+
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.refused: Counter[tuple[str, str]] = Counter()  # (who, why) -> how many
-        self.found: list[Prediction] = []
-        self.numbers: dict[tuple, Prediction] = {}  # by what they come out with
-        self.steps = 0  # that the closed form has looked at
-        self.most = self.most_steps()
-        self.room = SIMULATED  # instructions that may still be simulated
-        self.lost: list[Prediction] = []
-        self.bounds: list[Prediction] = []  # finalists by their closed form
+        self.refused: Counter[tuple[str, str]] = Counter()  # (which configurations, why) -> how many
+        self.predictions: list[Prediction] = []  # by lower bounds
+        self.by_numbers: dict[tuple, Prediction] = {}  # `_numbers` -> the first prediction that has them
+        self.steps = 0  # that lower bounds have visited
+        self.steps_allowed = self.count_allowed_steps()
+        self.instructions_left = SIMULATED
+        self.finalists: list[Prediction] = []  # by lower bounds
+        self.not_simulated: list[Prediction] = []
         self.legal = self.considered = 0
-        self.dropped: Counter[int] = Counter()  # size -> candidates of which others of its kind receive less
+        self.dropped: Counter[int] = Counter()  # size -> candidates, of which others of their kind receive less
 
-    def most_steps(self) -> int:
-        """How many steps the closed form may look at. Notes sizes that are too large."""
-        every = list(degrees(self.request.world, self.request.heads, self.request.given))
-        largest = max((size for size, _ in every), default=0)
+    def count_allowed_steps(self) -> int:
+        """How many steps lower bounds may visit. Notes sizes that are too large to plan."""
+        sizes = list(degrees(self.request.world, self.request.heads, self.request.given))
+        largest = max((size for size, _ in sizes), default=0)
         if largest < self.request.world and not (self.request.sizes or "size" in self.request.given):
             why = f"at most {limits.PLANNED:,} ranks share a sequence, and {limits.FOLLOWED:,} run its schedule"
             self.refused[f"more than {largest} ranks", why] += 1
-        return max(STEPS, STEPS_EACH * len(every))
+        return max(STEPS, STEPS_EACH * len(sizes))
 
     # ---- by estimates
 
-    def distinct(self) -> Iterator[Candidate]:
-        """One candidate of each plan that is legal."""
-        seen: set[tuple] = set()
+    def distinct_candidates(self) -> Iterator[Candidate]:
+        """The legal candidates, of those with equal plans the first."""
+        keys: set[tuple] = set()
         request, documents = self.request, bool(self.request.documents)
         asked = request.world, request.heads, request.given
         many = sum(1 for _ in shapes(*asked)) > limits.SHAPES
@@ -149,14 +151,14 @@ class _Search:
                 self.refuse(candidate, reason)
                 continue
             self.legal += 1
-            key = candidate.same(documents)
-            if key not in seen:
-                seen.add(key)
+            key = candidate.plan_key(documents)
+            if key not in keys:
+                keys.add(key)
                 self.considered += 1
                 yield candidate
 
     def illegal(self, candidate: Candidate) -> str:
-        """Why it is not looked at, or ""."""
+        """Why a candidate is not considered; "" where it is."""
         request = self.request
         if request.sizes and candidate.size not in request.sizes:
             return "a step's sequences cannot be shared among such groups"
@@ -164,64 +166,65 @@ class _Search:
             return f"the order of overlap is found on {OVERLAPPED} inner ranks at most"
         return refusal(candidate, request.seq, bool(request.documents))
 
-    def sized(self) -> Iterator[Candidate]:
-        """Those of sizes that memory leaves a chance."""
-        least: dict[int, Footprint] = {}
-        for candidate in self.distinct():
-            if candidate.size not in least:
-                least[candidate.size] = least_memory(self.request, candidate.size)
-            needed = taken(least[candidate.size], self.request.room)
+    def fitting_sizes(self) -> Iterator[Candidate]:
+        """The distinct candidates of sizes with which something may fit the memory."""
+        of_size: dict[int, Footprint] = {}
+        for candidate in self.distinct_candidates():
+            if candidate.size not in of_size:
+                of_size[candidate.size] = least_memory(self.request, candidate.size)
+            needed = rank_bytes(of_size[candidate.size], self.request.room)
             if needed > self.request.limit:
-                self.refuse(candidate, self.request.shortage(needed))
+                self.refuse(candidate, self.request.memory_shortage(needed))
             else:
                 yield candidate
 
-    def estimated(self) -> list[Estimate]:
-        """The best of each size and Ulysses degree and then others, the most promising first, and few of a kind."""
+    def ordered_estimates(self) -> list[Estimate]:
+        """The estimates to look at: the best of each size and Ulysses degree, then others with the schedule's own
+        layout, then the rest. Each part has the most promising first, and few of one kind."""
         kinds: Counter[tuple] = Counter()
         first, then, last = list[Estimate](), list[Estimate](), list[Estimate]()
-        for entry in sorted(map(Estimator(self.request), self.sized()), key=_promise):
+        for entry in sorted(map(Estimator(self.request), self.fitting_sizes()), key=_promise):
             candidate = entry.candidate
-            kind = *candidate.degree, candidate.schedule.name, candidate.plain
+            kind = *candidate.degree, candidate.schedule.name, candidate.has_default_layout
             kinds.update((candidate.degree, kind))
             if kinds[candidate.degree] == 1:
                 first.append(entry)
-            elif kinds[kind] <= (EACH if candidate.plain else 1):
-                (then if candidate.plain else last).append(entry)
+            elif kinds[kind] <= (EACH if candidate.has_default_layout else 1):
+                (then if candidate.has_default_layout else last).append(entry)
             else:
                 self.dropped[candidate.size] += 1
         return first + then + last
 
-    # ---- by the closed form
+    # ---- by lower bounds
 
-    def closed(self) -> list[Prediction]:
-        """Those that fit, the fastest first."""
-        for estimate in self.estimated():
-            self.look(estimate)
-        return sorted(self.found, key=SECONDS)
+    def by_lower_bound(self) -> list[Prediction]:
+        """The predictions that fit, by their lower bounds, the fastest first."""
+        for estimate in self.ordered_estimates():
+            self.consider(estimate)
+        return sorted(self.predictions, key=SECONDS)
 
-    def look(self, estimate: Estimate) -> None:
-        """At its closed form, if that may be among the best."""
+    def consider(self, estimate: Estimate) -> None:
+        """Predicts a candidate that may be among the best."""
         candidate = estimate.candidate
-        if why := self.hopeless(estimate):
+        if why := self.why_hopeless(estimate):
             self.refuse(candidate, why)
             return
         one = predict(self.request, candidate)
         if isinstance(one, str):
             self.refused[str(candidate), one] += 1
             return
-        self.steps += estimate.work + (candidate.inner**2 // 2 if candidate.overlap else 0)
-        if (same := self.numbers.setdefault(_numbers(one), one)) is not one:
+        self.steps += estimate.bound_steps + (candidate.inner**2 // 2 if candidate.overlap else 0)
+        if (same := self.by_numbers.setdefault(_numbers(one), one)) is not one:
             self.refused[str(candidate), f"{SAME} {same.candidate}"] += 1
         else:
-            self.found.append(one)
+            self.predictions.append(one)
 
-    def hopeless(self, estimate: Estimate) -> str:
-        """Why it need not be looked at beside what is found, or ""."""
-        best = sorted(map(SECONDS, self.found))[:FINALISTS]
-        if len(best) == FINALISTS and estimate.least > best[-1]:
+    def why_hopeless(self, estimate: Estimate) -> str:
+        """Why a candidate cannot, or will hardly, be among the best; "" where it may."""
+        best = sorted(map(SECONDS, self.predictions))[:FINALISTS]
+        if len(best) == FINALISTS and estimate.least_seconds > best[-1]:
             return "computing attention alone takes longer than all that others do"
-        if best and (self.steps + estimate.work > self.most or estimate.seconds > FAR * best[0]):
+        if best and (self.steps + estimate.bound_steps > self.steps_allowed or estimate.seconds > FAR * best[0]):
             return "receives so much that it is expected to be slower"
         return ""
 
@@ -230,56 +233,57 @@ class _Search:
 
     # ---- by the simulator
 
-    def finals(self, found: list[Prediction]) -> list[Prediction]:
-        """The best, the fastest first. Those that are too many to simulate stay at their closed form; they are taken
-        to be slower than it by as much as any of the others is."""
-        finalists = found[:FINALISTS]
-        self.lost, self.bounds = found[FINALISTS:], finalists
+    def simulate_finalists(self, predictions: list[Prediction]) -> list[Prediction]:
+        """The ranked finalists. One that takes too long to simulate keeps its lower bound; it is ranked as if it were
+        slower than that by the largest ratio among the others."""
+        self.finalists, self.not_simulated = predictions[:FINALISTS], predictions[FINALISTS:]
         ranked: list[Prediction] = []
         slower = 1.0
-        for one in finalists:
-            exact = self.simulated(one)
+        for one in self.finalists:
+            exact = self.simulate(one)
             slower = max(slower, exact.seconds / one.seconds) if exact else slower
             ranked.append(exact or one)
-        for one in [] if "overlap" in self.request.given else self.overlapping(found):
-            if exact := self.simulated(one):
+        for one in [] if "overlap" in self.request.given else self.with_overlap(predictions):
+            if exact := self.simulate(one):
                 ranked.append(exact)
             else:
                 self.refused["overlap", "looking for the order of its products would take too long"] += 1
-        ranked += self.staging(ranked)
+        ranked += self.in_stages(ranked)
         ranked.sort(key=lambda one: one.seconds * (1.0 if one.simulated else slower))
-        return _plainest(self.different(ranked))
+        return _plainest(self.without_duplicates(ranked))
 
-    def simulated(self, one: Prediction) -> Prediction | None:
-        """None where that would take more instructions than are left."""
-        cost = instructions(self.request, one)
-        if cost > self.room:
+    def simulate(self, one: Prediction) -> Prediction | None:
+        """The prediction with simulated time; None where the simulation would take more instructions than are left."""
+        cost = simulated_instructions(self.request, one)
+        if cost > self.instructions_left:
             return None
-        self.room -= cost
-        return simulated(self.request, one)
+        self.instructions_left -= cost
+        return with_simulated_time(self.request, one)
 
-    def staging(self, ranked: list[Prediction]) -> list[Prediction]:
-        """The fastest with Ulysses, in stages that hide its exchanges."""
+    def in_stages(self, ranked: list[Prediction]) -> list[Prediction]:
+        """The fastest predictions with Ulysses, simulated in head stages that hide its exchanges."""
         given = self.request.given
         if given.get("head_stages", "auto") != "auto" or given.get("overlap") is False:
             return []
-        chances = [one for one in sorted(ranked, key=SECONDS) if one.config.ulysses > 1 and not one.config.overlap]
-        few = [one for one in chances[:STAGED] if one.candidate.inner <= OVERLAPPED]
-        found = [self.simulated(other) for one in few for other in staged(self.request, one)]
-        return [one for one in found if one]
+        with_ulysses = [one for one in sorted(ranked, key=SECONDS) if one.config.ulysses > 1 and not one.config.overlap]
+        few = [one for one in with_ulysses[:STAGED] if one.candidate.inner <= OVERLAPPED]
+        staged = [self.simulate(stages) for one in few for stages in with_head_stages(self.request, one)]
+        return [one for one in staged if one]
 
-    def different(self, ranked: list[Prediction]) -> list[Prediction]:
-        """One of those that come out alike: plans that the overlap pass made the same, or ways round of one length."""
-        found: dict[tuple, Prediction] = {}
+    def without_duplicates(self, ranked: list[Prediction]) -> list[Prediction]:
+        """The ranked predictions, of those with equal outcomes the one with the shortest section. The overlap pass may
+        make one plan of two, and rings in different orders may take equally long."""
+        kept: dict[tuple, Prediction] = {}
         for one in sorted(ranked, key=lambda one: len(section_of(one))):
-            if (first := found.setdefault(_outcome(one), one)) is not one:
+            if (first := kept.setdefault(_outcome(one), one)) is not one:
                 self.refused[str(one.candidate), f"{SAME} {first.candidate}"] += 1
-        return [one for one in ranked if one in found.values()]
+        return [one for one in ranked if one in kept.values()]
 
-    def overlapping(self, found: list[Prediction]) -> list[Prediction]:
-        """Those with overlap that may be faster than the best without."""
-        least = [(overlapped(self.request, one), n) for n, one in enumerate(found) if _gathers(one.candidate)]
-        chances = [found[n] for bound, n in sorted(least) if bound < found[0].seconds]
+    def with_overlap(self, predictions: list[Prediction]) -> list[Prediction]:
+        """Predictions with overlap, of candidates that may then be faster than the best without."""
+        gathering = [one for one in predictions if _gathers(one.candidate)]
+        bounds = sorted((least_seconds_with_overlap(self.request, one), n) for n, one in enumerate(gathering))
+        chances = [gathering[n] for bound, n in bounds if bound < predictions[0].seconds]
         for one in chances:
             if one.candidate.inner > OVERLAPPED:
                 self.refused["overlap", f"its order is looked for on {OVERLAPPED} inner ranks at most"] += 1
@@ -287,93 +291,90 @@ class _Search:
         tried = [predict(self.request, dataclasses.replace(one.candidate, overlap=True)) for one in chances]
         return [one for one in tried if isinstance(one, Prediction)]
 
-    def reasons(self, ranked: list[Prediction]) -> Iterator[tuple[str, str]]:
-        fastest = min((one.seconds for one in self.bounds), default=1.0)
-        for one in self.lost[:FINALISTS]:
+    def reasons(self) -> Iterator[tuple[str, str]]:
+        """(which configurations, why they lost)."""
+        fastest = min((one.seconds for one in self.finalists), default=1.0)
+        for one in self.not_simulated[:FINALISTS]:
             slower = one.seconds / fastest - 1
             yield str(one.candidate), f"estimated {slower:.1%} slower than the fastest; not simulated"
-        if rest := len(self.lost[FINALISTS:]):
-            yield f"{rest} others", "estimated slower still"
-        doubles = [item for item in self.refused.items() if SAME in item[0][1]]
-        for (who, why), count in [*(item for item in self.refused.items() if item not in doubles), *doubles]:
+        if others := len(self.not_simulated[FINALISTS:]):
+            yield f"{others} others", "estimated slower still"
+        for (who, why), count in sorted(self.refused.items(), key=lambda item: SAME in item[0][1]):  # duplicates last
             yield (who if count == 1 else f"{who}, {count} configurations"), why
         for size, count in self.dropped.items():
             yield f"{size} ranks, {count} configurations", "others of their schedule and Ulysses degree receive less"
 
 
 def _promise(estimate: Estimate) -> tuple:
-    """In steps of 2 %, which estimates are off by; then by what a sequence takes of links; then the plainest."""
+    """The order of estimates: by time in steps of 2 %, since they are off by more; then by what a sequence takes of
+    links; then the plainest first."""
     candidate = estimate.candidate
-    links = estimate.moved * candidate.size
-    return (
-        round(50 * math.log(estimate.seconds)),
-        links,
-        len(candidate.own),
-        candidate.placement != "auto",
-    )
+    plainness = len(candidate.own), candidate.placement != "auto"
+    return round(50 * math.log(estimate.seconds)), estimate.message_seconds * candidate.size, *plainness
 
 
 def _numbers(one: Prediction) -> tuple:
+    """What a lower bound and a footprint say of a candidate: of candidates with equal numbers one is enough."""
     return one.config.size, one.config.ulysses, one.forward, one.backward, one.memory.peak.total, one.config.overlap
 
 
 def _outcome(one: Prediction) -> tuple:
-    """What a row of the table shows."""
+    """The figures that the command's table shows of a prediction."""
     seconds = [float(f"{one.time.parts[f'attention {way}']:.6g}") for way in DIRECTIONS]
     return one.config.size, one.config.ulysses, one.simulated, one.memory.peak.total, *seconds
 
 
 def _gathers(candidate: Candidate) -> bool:
+    """Whether the schedule has collectives, which overlap replaces by single messages."""
     return any(candidate.topology.size(axis) > 1 for axis in candidate.schedule.collective_axes)
 
 
 def _plainest(ranked: list[Prediction]) -> list[Prediction]:
-    """With the plainest of those that are as fast as the first in front."""
+    """The ranked predictions, with the plainest of those that are about as fast as the first in front."""
     alike = [one for one in ranked if one.simulated == ranked[0].simulated]
     alike = [one for one in alike if one.seconds <= ranked[0].seconds * ALIKE]
     first = sorted(alike, key=lambda one: (len(section_of(one)), one.config.size))[:1]
     return first + [one for one in ranked if one not in first]
 
 
-def over_floor(choice: Choice, one: Prediction) -> float | None:
-    """Bytes that the busiest rank receives in forward over the least that there is; None where that is none."""
-    least = floor(choice.request, one)
-    stages = one.config.head_stages
-    return stages * one.forward.received / least if least else None
+def received_over_least(result: PlanResult, one: Prediction) -> float | None:
+    """Bytes that the busiest rank receives in forward, over the least that any schedule needs; None: it needs none."""
+    least = least_received_bytes(result.request, one)
+    return one.config.head_stages * one.forward.received / least if least else None
 
 
-def shortage(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
-    """What would fit, where nothing does, in one sentence. rejected: who, and why."""
-    sizes = [f"{who}: {why}" for who, why in rejected if "GiB" in why]
-    said = sizes[-1] if sizes else ": ".join(rejected[0]) if rejected else "there is no candidate"
+def nothing_fits(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
+    """The sentence for a request that nothing fits, with what would fit. rejected: as in PlanResult."""
+    too_large = [f"{who}: {why}" for who, why in rejected if "GiB" in why]
+    reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
     near = nearest_fits(request)
     advice = f"take {' or '.join(near)}" if near else "take a smaller model"
     tokens = f"{request.seq} tokens on {request.world} ranks"
-    return f"a configuration must fit the memory and the length; got none for {tokens} ({said}), {advice}"
+    return f"a configuration must fit the memory and the length; got none for {tokens} ({reason}), {advice}"
 
 
 def nearest_fits(request: Request) -> list[str]:
-    """What to change so that something fits, one thing at a time, with numbers."""
-    found = []
+    """What to change so that something fits: more ranks, an offloaded optimiser, or a shorter sequence."""
+    changes = []
     for times in (2, 4, 8, 16, 32):
-        more = dataclasses.replace(request, world=request.world * times, given={**request.given, "size": "auto"})
-        if _fits(more, more.world):
-            found.append(f"{more.world} ranks")
+        larger = dataclasses.replace(request, world=request.world * times, given={**request.given, "size": "auto"})
+        if _fits(larger, larger.world):
+            changes.append(f"{larger.world} ranks")
             break
-    if (away := away_optimiser(request)) is not None and _fits(away, request.world):
-        found.append("zero_optimization.offload_optimizer with device cpu")
+    if (offloaded := with_optimiser_on_host(request)) is not None and _fits(offloaded, request.world):
+        changes.append("zero_optimization.offload_optimizer with device cpu")
     if not request.documents:
         shorter = request.seq
         while shorter > 1024:
             shorter //= 2
             if _fits(dataclasses.replace(request, seq=shorter), request.world):
-                found.append(f"{shorter} tokens")
+                changes.append(f"{shorter} tokens")
                 break
-    return found
+    return changes
 
 
-def away_optimiser(request: Request) -> Request | None:
-    """The same with the optimiser in host memory, where it could go there."""
+def with_optimiser_on_host(request: Request) -> Request | None:
+    """The request with the optimiser in host memory; None where it cannot go there, or is there already."""
     if request.zero.optimiser_away or not (request.zero.stage and request.machine.apart):
         return None
     zero = dataclasses.replace(request.zero, offload_optimizer=Offload(device="cpu"))
@@ -381,16 +382,16 @@ def away_optimiser(request: Request) -> Request | None:
 
 
 def _fits(request: Request, size: int) -> bool:
-    """Whether the leanest of this size fit: a ring, alone and inside Ulysses as far as it divides heads equally."""
-    if taken(least_memory(request, size), request.room) > request.limit:
+    """Whether a ring fits with the strongest memory settings, alone or in the largest even Ulysses degree."""
+    if rank_bytes(least_memory(request, size), request.room) > request.limit:
         return False
     for ulysses in {1, max(even_ulysses(size, *request.heads))}:
         plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
         candidate = next(candidates(request.world, request.heads, plain))
         if refusal(candidate, request.seq, bool(request.documents)):
             continue
-        for spared in memory_settings(request, ulysses)[-3:]:
-            config = configured(request, candidate, **spared)
+        for spared in memory_options(request, ulysses)[-3:]:
+            config = config_of_candidate(request, candidate, **spared)
             if fits(footprint(request.step(config, Mask())), request.room):
                 return True
     return False

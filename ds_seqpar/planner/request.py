@@ -1,4 +1,4 @@
-"""What is asked of the planner: a model, a machine, and what is to be trained on it. Torch-free."""
+"""The planner's question: a model, a machine, and what is to be trained. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .machine import Machine
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """The numbers of a model. intermediate: of the experts that a token goes to together, where there are any;
-    parameters: all, tied ones once; layer_parameters: of one layer. norms_heads: whether norms of q and k are over all
-    heads, so that stages of heads do not project by themselves."""
+    """The sizes of a model. intermediate: with experts, the sum over those that one token goes to. parameters: of the
+    whole model, tied ones once; layer_parameters: of one layer. norms_heads: whether q and k have norms over all heads,
+    so that a head stage cannot make its own."""
 
     hidden: int
     intermediate: int
@@ -40,18 +40,19 @@ class Model:
 
     @property
     def projections(self) -> int:
-        """Weights of a layer's attention: of q and o, of k and v."""
+        """Weights of a layer's four attention projections."""
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def mlp(self) -> int:
-        """Weights of a layer's MLP that a token meets."""
+        """Weights of a layer's MLP; with experts, of those that one token goes to."""
         return 3 * self.hidden * self.intermediate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step is made of. config: resolved; seq: tokens of the whole sequence; batch: sequences at once."""
+class TrainingStep:
+    """A training step. config: without any "auto". seq: tokens of the whole sequence. batch: sequences that a group of
+    ranks trains at once. world: ranks of the job."""
 
     model: Model
     config: SequenceParallelConfig
@@ -64,18 +65,19 @@ class Step:
     mask: Mask = CAUSAL
 
 
-def pairs_of(lengths: Iterable[int], window: int | None = None) -> int:
-    """(query, key) pairs that causal attention sees in documents of these lengths. window: in tokens."""
-    found = 0
+def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
+    """The number of (query, key) pairs that causal attention computes in documents of these lengths, with a window of
+    so many tokens."""
+    pairs = 0
     for n in lengths:
         hidden = max(0, n - window) if window else 0
-        found += n * (n + 1) // 2 - hidden * (hidden + 1) // 2
-    return found
+        pairs += n * (n + 1) // 2 - hidden * (hidden + 1) // 2
+    return pairs
 
 
 class Room(NamedTuple):
-    """Bytes that there are: of a rank for tensors, and of its node's host, which `together` ranks share. apart: whether
-    these are two."""
+    """The memory that there is. limit: bytes of a rank for tensors. host: bytes of a node's host, which `together`
+    ranks share. apart: whether ranks have memory beside their host's, as GPUs do."""
 
     limit: int
     host: float
@@ -84,18 +86,20 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine, world: int, memory: int | None = None) -> Room:
-        """memory: of a rank; default: what the machine has for tensors."""
+        """The memory of a machine. memory: bytes of a rank in place of the machine's."""
         limit = machine.usable if memory is None else memory
         return cls(limit, machine.host_memory, min(world, machine.per_node), machine.apart)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What is to be trained on what. seq: tokens of a sequence; documents: the lengths of those that it is a pack of,
-    () for one. window: of the attention, in tokens. batch: sequences that a group of ranks trains at once. given:
-    settings that are no choice. sequences: those of an optimiser step, None for as many as there are ranks for.
-    sizes: those that may be chosen, () for all. memory: bytes a rank, None for what the machine has for tensors.
-    regardless: whether memory decides nothing."""
+    """What is to be trained, on which machine, and which settings are fixed.
+
+    world: ranks of the job. seq: tokens of a sequence. documents: their lengths in tokens, where the sequence is a
+    pack; () for one document. window: attention's, in tokens. batch: sequences that a group of ranks trains at once.
+    given: fixed settings. sequences: of an optimiser step; None: as many as the groups train at once. sizes: values
+    that `size` may take; () for all. memory: bytes of a rank; None: what the machine has for tensors. ignores_memory:
+    whether configurations may need more memory than there is."""
 
     model: Model
     machine: Machine
@@ -111,7 +115,7 @@ class Request:
     sequences: int | None = None
     sizes: tuple[int, ...] = ()
     memory: int | None = None
-    regardless: bool = False
+    ignores_memory: bool = False
 
     def __post_init__(self) -> None:
         for what, value, most in (
@@ -132,8 +136,7 @@ class Request:
             )
 
     def _check_given(self) -> None:
-        """Of sizes that are open those are left out whose programs are too long to be followed. Raises ConfigError
-        where none is left."""
+        """Raises ConfigError where the given size, or all sizes that may be chosen, are too large to be planned."""
         ulysses = self.given.get("ulysses", "auto")
         if ulysses != "auto":
             limits.check("ulysses of a plan", ulysses, limits.MEMBERS)
@@ -143,8 +146,8 @@ class Request:
             limits.check_followed(min(size // self._most_ulysses(size) for size in sizes), overlap=False)
 
     def _most_ulysses(self, size: int) -> int:
-        if (said := self.given.get("ulysses", "auto")) != "auto":
-            return said
+        if (given := self.given.get("ulysses", "auto")) != "auto":
+            return given
         return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MEMBERS)
 
     @property
@@ -162,25 +165,26 @@ class Request:
     @property
     def room(self) -> Room:
         room = Room.of(self.machine, self.world, self.memory)
-        return room._replace(limit=2**62, host=math.inf) if self.regardless else room
+        return room._replace(limit=2**62, host=math.inf) if self.ignores_memory else room
 
-    def shortage(self, needed: float) -> str:
-        """Why what needs so many bytes of a rank does not fit."""
+    def memory_shortage(self, needed: float) -> str:
+        """The sentence for a configuration that needs `needed` bytes of a rank."""
         return f"needs at least {needed / 2**30:.1f} GiB on each rank, which has {self.limit / 2**30:.1f}"
 
     @functools.cached_property
     def pairs(self) -> int:
-        """(query, key) pairs that are visible."""
-        return pairs_of(self.documents or (self.seq,), self.window)
+        """The number of (query, key) pairs of a sequence that attention computes."""
+        return visible_pairs(self.documents or (self.seq,), self.window)
 
-    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> Step:
-        return Step(
+    def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> TrainingStep:
+        return TrainingStep(
             model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,
             zero=self.zero, checkpointing=self.checkpointing, mask=self.mask if mask is None else mask,
         )  # fmt: skip
 
-    def seconds_each(self, seconds: float, together: int) -> float:
-        """For each sequence, where a step takes so many seconds and trains so many sequences together."""
+    def seconds_a_sequence(self, seconds: float, together: int) -> float:
+        """Seconds of an optimiser step divided by its sequences. seconds: of a micro-batch on all ranks, which trains
+        `together` sequences."""
         if self.sequences is None:
             return seconds / together
         return math.ceil(self.sequences / together) * seconds / self.sequences

@@ -1,5 +1,5 @@
-"""What the planner predicts of a candidate, from cheap to exact: an estimate, memory and a closed form, a simulation.
-Also the settings that save memory, in the order in which they are tried. Torch-free."""
+"""What the planner predicts of a candidate, from cheap to exact: an estimate; its memory and a lower bound of its time;
+a simulation. Also the settings that save memory, in the order in which they are tried. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from ..compiler.shape import ITEMSIZE, Shape, shape_of
 from ..compiler.timeline import Timeline
 from ..config import MEMORY_SETTINGS, SequenceParallelConfig
 from ..errors import ConfigError
-from . import prices
-from .attended import attention_figures, stages_inside
+from . import call_costs
+from .attention_memory import attention_figures, projecting_stages
 from .candidates import Candidate, travels
-from .closed import Closed, closed, sampled
-from .footprint import Footprint, fits, footprint, taken
-from .machine import PER_PRODUCT, Machine
-from .request import Request, Step
-from .steptime import StepTime, call_of, carried_seconds, step_time
+from .footprint import Footprint, fits, footprint, rank_bytes
+from .lower_bound import LowerBound, lower_bound, sampled_ranks
+from .machine import FLOPS_PER_PAIR, Machine
+from .request import Request, TrainingStep
+from .steptime import StepTime, attention_link_seconds, call_of, step_time
 
 DIRECTIONS = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """What is predicted of a candidate that fits.
+    """The predicted time and memory of a candidate that fits.
 
-    config: resolved. travels: "q" or "kv", forward and backward. spared: the settings that it needs to save memory.
-    figures: bytes of attention. forward, backward: closed forms of one head stage of one layer. time: of a training
-    step. seconds: of a step, for each sequence. memory: of a rank and its host. simulated: whether attention's time is
-    the simulator's; else it is the closed form's."""
+    config: without any "auto". travels: "q" or "kv", forward and backward. spared: the memory settings that it needs.
+    figures: bytes of attention. forward, backward: bounds of attention in one head stage of one layer. time: of a
+    training step, in parts. seconds: of a step, divided by its sequences. memory: of a rank and its host. simulated:
+    whether attention's time comes from the simulator; else it is the lower bound."""
 
     candidate: Candidate
     config: SequenceParallelConfig
     travels: tuple[str, str]
     spared: Mapping[str, Any]
     figures: Figures
-    forward: Closed
-    backward: Closed
+    forward: LowerBound
+    backward: LowerBound
     time: StepTime
     seconds: float
     memory: Footprint
     simulated: bool = False
 
     @property
-    def ways(self) -> tuple[Closed, Closed]:
+    def bounds(self) -> tuple[LowerBound, LowerBound]:
         return self.forward, self.backward
 
 
@@ -59,72 +59,73 @@ class Prediction:
 
 
 class Estimate(NamedTuple):
-    """A quick guess of a candidate's time. seconds: of a step, for each sequence. least: a lower bound of that, without
-    messages. moved: seconds of one layer's messages. work: about how many steps its closed form would look at."""
+    """A quick guess of a candidate's time. seconds: of a step, divided by its sequences. least_seconds: the same
+    without messages, a lower bound. message_seconds: of one layer. bound_steps: about how many steps of the schedule
+    its `lower_bound` would visit."""
 
     seconds: float
-    least: float
-    moved: float
-    work: int
+    least_seconds: float
+    message_seconds: float
+    bound_steps: int
     candidate: Candidate
 
 
 class Estimator:
-    """Estimates candidates, to order them. Keeps what candidates have in common."""
+    """Estimates candidates, to order them. Caches what several candidates have in common."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.products, self.seconds = functools.cache(self._products), functools.cache(self._seconds)
-        self.known: dict[tuple, tuple[float, list[float]]] = {}
+        self.link_seconds: dict[tuple, tuple[float, list[float]]] = {}
 
     def __call__(self, candidate: Candidate) -> Estimate:
         size, ulysses, inner = candidate.size, candidate.ulysses, candidate.inner
         products, lopsided = self.products(size, ulysses), self.lopsided(candidate)
-        exchanged, carried = self.links(candidate)
+        exchange, messages = self.links(candidate)
         slower = 2 if lopsided else 1
-        took = [max(product * slower, links) + exchanged for product, links in zip(products, carried, strict=True)]
-        steps = candidate.turns + inner // 8 + (inner**2 // 50 if lopsided else 0)  # blocks may go one by one
+        attention = [max(slower * work, links) + exchange for work, links in zip(products, messages, strict=True)]
+        steps = candidate.ring_ranks + inner // 8 + (inner**2 // 50 if lopsided else 0)  # blocks may go one by one
         return Estimate(
-            seconds=self.seconds(size, *took),
-            least=self.seconds(size, *products),
-            moved=2 * exchanged + sum(carried),
-            work=len(sampled(self.request.machine, size)) * (steps + 2),
+            seconds=self.seconds(size, *attention),
+            least_seconds=self.seconds(size, *products),
+            message_seconds=2 * exchange + sum(messages),
+            bound_steps=len(sampled_ranks(self.request.machine, size)) * (steps + 2),
             candidate=candidate,
         )
 
     def _products(self, size: int, ulysses: int) -> tuple[float, float]:
-        """(forward, backward) seconds of a layer's products on the Ulysses member with the most heads, if inner ranks
-        have equal shares."""
+        """Seconds of a layer's products (forward, backward) on the Ulysses member with the most heads, if all inner
+        ranks compute equally much."""
         request = self.request
         q_heads, _ = largest_share(*request.heads, ulysses)
         pairs = request.pairs * q_heads * request.model.head_dim * request.batch / (size // ulysses)
         rates = [request.machine.best_rate(request.dtype, way) for way in DIRECTIONS]
-        forward, backward = (PER_PRODUCT[way] * pairs / rate for way, rate in zip(DIRECTIONS, rates, strict=True))
+        forward, backward = (FLOPS_PER_PAIR[way] * pairs / rate for way, rate in zip(DIRECTIONS, rates, strict=True))
         return forward, backward
 
     def _seconds(self, size: int, forward: float, backward: float) -> float:
-        """Seconds of a step, for each sequence, given those of attention of one layer."""
-        step = self.request.step(_plain(size))
-        took = step_time(step, self.request.machine, forward, backward)
-        return self.request.seconds_each(took.seconds, took.sequences)
+        """Seconds of a step, divided by its sequences. forward, backward: seconds of one layer's attention."""
+        time = step_time(self.request.step(_plain(size)), self.request.machine, forward, backward)
+        return self.request.seconds_a_sequence(time.seconds, time.sequences)
 
     def links(self, candidate: Candidate) -> tuple[float, list[float]]:
-        """(seconds of Ulysses' exchanges in one direction, [those of the schedule's messages forward, backward])."""
+        """(seconds of Ulysses' exchanges in forward, or in backward; seconds of the schedule's messages [in forward, in
+        backward])."""
         key = candidate.schedule.name, *candidate.own.values(), candidate.topology
-        if key not in self.known:
+        if key not in self.link_seconds:
             request = self.request
             heads = largest_share(*request.heads, candidate.ulysses)
             dtype = request.given.get("travel_dtype", "fp32")
             shape = shape_of(dtype, request.dtype, request.batch, (*heads, request.model.head_dim))
-            exchanged = _exchange_seconds(request, candidate, *heads)
-            self.known[key] = exchanged, _schedule_seconds(request, candidate, shape)
-        return self.known[key]
+            exchange = _exchange_seconds(request, candidate, *heads)
+            self.link_seconds[key] = exchange, _schedule_seconds(request, candidate, shape)
+        return self.link_seconds[key]
 
     def lopsided(self, candidate: Candidate) -> bool:
-        """Whether the last rank computes about twice its share: causal attention on contiguous blocks. Not so with a
-        schedule made for that, which never takes keys of a later block."""
-        plain = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
-        return plain and candidate.inner > 1 and candidate.schedule.can_compute(0, 1)
+        """Whether the last rank computes about twice its share, as it does for causal attention on contiguous blocks.
+        Schedules that never take keys of a later block are made for such blocks, and are balanced."""
+        in_order = self.request.mask.scale_free and LAYOUTS[candidate.layout].runs is contiguous
+        return in_order and candidate.inner > 1 and candidate.schedule.can_compute(0, 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,28 +134,28 @@ def _plain(size: int) -> SequenceParallelConfig:
 
 
 def _crossing(machine: Machine, topology: Topology, axis: str) -> float:
-    """The share of ranks whose neighbour round this axis is in another node; 0 where a node holds the whole axis."""
+    """The share of ranks whose neighbour along this axis is in another node; 0 where a node holds the whole axis."""
     stride = 1
     for name, size in topology.axes:
         if name == axis:
-            near = size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
-            return 0.0 if near else min(1.0, stride / machine.per_node)
+            in_node = size == 1 or (stride * size <= machine.per_node and machine.per_node % (stride * size) == 0)
+            return 0.0 if in_node else min(1.0, stride / machine.per_node)
         stride *= size
     return 0.0
 
 
 def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> list[float]:
-    """[Seconds of all that the busiest rank receives by the schedule, forward, backward]. Bytes along an axis that
-    leaves the node count as bytes between nodes."""
-    machine, schedule, top = request.machine, candidate.schedule, candidate.topology
-    axes = tuple((name, top.size(name)) for name in top.inner_axes)
-    crossing = {name: _crossing(machine, top, name) for name, _ in axes}
-    near = tuple((name, 1 if crossing[name] else size) for name, size in axes)
-    rate, block = _between(machine, max(crossing.values())), request.seq / (candidate.inner * schedule.parts)
+    """Seconds in which the busiest rank receives all messages of the schedule [in forward, in backward]. All bytes
+    along an axis that leaves the node count as bytes between nodes."""
+    machine, schedule, topology = request.machine, candidate.schedule, candidate.topology
+    axes = tuple((name, topology.size(name)) for name in topology.inner_axes)
+    crossing = {name: _crossing(machine, topology, name) for name, _ in axes}
+    in_node = tuple((name, 1 if crossing[name] else size) for name, size in axes)
+    rate, block = _between_rate(machine, max(crossing.values())), request.seq / (candidate.inner * schedule.parts)
 
     def seconds(way: str, side: str) -> float:
         units = tuple((kind, n * block) for kind, n in shape.bytes_per_token(way).items())
-        total, inside = (_most_received(schedule.received, sizes, way, side, units) for sizes in (axes, near))
+        total, inside = (_most_received(schedule.received, sizes, way, side, units) for sizes in (axes, in_node))
         return max(inside / machine.inside.rate, (total - inside) / rate)
 
     return [min(seconds(way, side) for side in sides) for way, sides in travels(candidate, request.given).items()]
@@ -164,160 +165,163 @@ def _schedule_seconds(request: Request, candidate: Candidate, shape: Shape) -> l
 def _most_received(
     received: Callable[..., list[float]], axes: Axes, way: str, side: str, units: tuple[tuple[str, float], ...]
 ) -> float:
-    """Bytes that the busiest rank receives: the same for candidates that differ only in layout and placement."""
+    """Bytes that the busiest rank receives. Cached: candidates that differ only in layout or placement share them."""
     return max(received(axes, way, side, dict(units)))
 
 
-def _between(machine: Machine, crossing: float) -> float:
-    """Bytes/s of a rank to other nodes. crossing: the share of a node's ranks that send there, and share its uplink."""
+def _between_rate(machine: Machine, crossing: float) -> float:
+    """Bytes/s of a rank to other nodes. crossing: the share of a node's ranks that send there, through its uplink."""
     if not (machine.uplink and crossing):
         return machine.between.rate
     return min(machine.between.rate, machine.uplink / (machine.per_node * crossing))
 
 
 def _exchange_seconds(request: Request, candidate: Candidate, q_heads: int, kv_heads: int) -> float:
-    """Seconds of Ulysses' exchanges in one direction, of the member with these numbers of heads."""
+    """Seconds of Ulysses' exchanges in forward, or in backward, for a member with these numbers of heads."""
     machine, members = request.machine, candidate.ulysses
-    near = not _crossing(machine, candidate.topology, "ulysses")
-    rate = machine.inside.rate if near else _between(machine, 1.0)  # members send straight to one another
+    in_node = not _crossing(machine, candidate.topology, "ulysses")
+    rate = machine.inside.rate if in_node else _between_rate(machine, 1.0)  # members send straight to one another
     tokens = request.seq / candidate.size * request.batch
     elements = tokens * (members - 1) * (2 * q_heads + 2 * kv_heads) * request.model.head_dim
     return elements * ITEMSIZE[request.dtype] / rate
 
 
-# ---- closed form, memory, simulation
+# ---- memory, lower bound, simulation
 
 
 def predict(request: Request, candidate: Candidate) -> Prediction | str:
-    """The prediction of a candidate by its closed form, with as few settings that save memory as it needs.
+    """The prediction of a candidate by the lower bound of its time, with as few memory settings as it needs. Of
+    `LAST_RESORTS` the fastest that fits is taken.
 
-    Returns one sentence where it does not fit or is not legal. Of the last resorts (`LAST_RESORTS`) the fastest that
-    fits is taken."""
+    Returns a sentence instead where the candidate does not fit, or is not legal."""
     least, best = math.inf, None
-    closed_forms: dict[tuple, list[Closed]] = {}  # by (head stages, what forward leaves for backward)
+    bounds: dict[tuple, list[LowerBound]] = {}  # by (head stages, what forward keeps for backward)
     try:
-        plain = configured(request, candidate)
-        for spared in memory_settings(request, candidate.ulysses):
+        without_saving = config_of_candidate(request, candidate)
+        for spared in memory_options(request, candidate.ulysses):
             if best is not None and not (LAST_NAMES & set(best.spared) and len(spared) == len(best.spared)):
                 break
-            config = dataclasses.replace(plain, **spared)
+            config = dataclasses.replace(without_saving, **spared)
             step = request.step(config, Mask())
-            without = taken(footprint(step, least_attention(step)), request.room)
-            if without > request.limit:  # the exact memory of attention takes a hundred times the work
-                least = min(least, without)
+            at_least = rank_bytes(footprint(step, least_attention(step)), request.room)
+            if at_least > request.limit:  # attention's exact memory takes a hundred times the work
+                least = min(least, at_least)
                 continue
             figures = attention_figures(step)
             memory = footprint(step, figures)
-            least = min(least, taken(memory, request.room))
+            least = min(least, rank_bytes(memory, request.room))
             if fits(memory, request.room):
-                one = _prediction(request, candidate, config, spared, figures, memory, closed_forms)
-                best = one if best is None or one.seconds < best.seconds else best
+                prediction = _prediction(request, candidate, config, spared, figures, memory, bounds)
+                best = prediction if best is None or prediction.seconds < best.seconds else best
     except ConfigError as error:
         return str(error)
     if best is not None:
         return best
     if least <= request.limit:
         return "what would have to leave the device does not fit the host"
-    return request.shortage(least)
+    return request.memory_shortage(least)
 
 
-def configured(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
-    """The resolved config. What travels, q or kv, is given, or else what brings the busiest rank fewer bytes."""
+def config_of_candidate(request: Request, candidate: Candidate, **spared: Any) -> SequenceParallelConfig:
+    """The candidate's configuration without any "auto". Whether q or kv travels is given, or else the one with which
+    the busiest rank receives fewer bytes."""
     sides = {way: request.given.get(way, "auto") for way in DIRECTIONS}
-    return candidate.config(request.heads, **{**common(request.given), **spared, **sides})
+    return candidate.config(request.heads, **{**given_common_settings(request.given), **spared, **sides})
 
 
 def _prediction(
     request: Request, candidate: Candidate, config: SequenceParallelConfig, spared: Mapping[str, Any],
-    figures: Figures, memory: Footprint, known: dict[tuple, list[Closed]],
+    figures: Figures, memory: Footprint, known: dict[tuple, list[LowerBound]],
 ) -> Prediction:  # fmt: skip
-    """known: closed forms that were computed before."""
+    """known: bounds that were computed before; takes those that are computed here."""
     stages, call = config.head_stages, call_of(request.step(config))
     if (stages, call.kept) not in known:
-        known[stages, call.kept] = [closed(request.machine, call, way) for way in DIRECTIONS]
-    ways = known[stages, call.kept]
-    attention = [stages * (way.overlapped if config.overlap else way.seconds) for way in ways]
-    time, seconds = _timed(request, config, figures, ways, attention)
+        known[stages, call.kept] = [lower_bound(request.machine, call, way) for way in DIRECTIONS]
+    bounds = known[stages, call.kept]
+    attention = [stages * (bound.overlapped if config.overlap else bound.seconds) for bound in bounds]
+    time, seconds = _step_time(request, config, figures, bounds, attention)
     return Prediction(
         candidate=candidate,
         config=config,
         travels=(call.travels("forward"), call.travels("backward")),
         spared=dict(spared),
         figures=figures,
-        forward=ways[0],
-        backward=ways[1],
+        forward=bounds[0],
+        backward=bounds[1],
         time=time,
         seconds=seconds,
         memory=memory,
     )
 
 
-def _timed(
-    request: Request, config: SequenceParallelConfig, figures: Figures, ways: Sequence[Closed],
+def _step_time(
+    request: Request, config: SequenceParallelConfig, figures: Figures, bounds: Sequence[LowerBound],
     attention: Sequence[float],
 ) -> tuple[StepTime, float]:  # fmt: skip
-    """(The time of a step, its seconds for each sequence). ways: closed forms, forward and backward. attention: seconds
-    of one layer, forward and backward."""
-    carried = [config.head_stages * carried_seconds(request.machine, request.world, way) for way in ways]
+    """(the time of a step, its seconds divided by its sequences). bounds, attention: of one layer, [forward, backward];
+    attention is in seconds."""
+    links = [config.head_stages * attention_link_seconds(request.machine, request.world, bound) for bound in bounds]
     forward, backward = attention
-    took = step_time(request.step(config), request.machine, forward, backward, figures, (carried[0], carried[1]))
-    return took, request.seconds_each(took.seconds, took.sequences)
+    time = step_time(request.step(config), request.machine, forward, backward, figures, (links[0], links[1]))
+    return time, request.seconds_a_sequence(time.seconds, time.sequences)
 
 
-def staged(request: Request, one: Prediction) -> list[Prediction]:
-    """The same candidate with overlap, in head stages that hide Ulysses' exchanges: one for each number of stages that
-    sends no more bytes and fits."""
-    found = []
-    candidate = dataclasses.replace(one.candidate, overlap=True)
+def with_head_stages(request: Request, prediction: Prediction) -> list[Prediction]:
+    """Predictions of the same candidate with overlap, in head stages that hide Ulysses' exchanges: one for each number
+    of stages that sends no more bytes and fits."""
+    predictions = []
+    candidate = dataclasses.replace(prediction.candidate, overlap=True)
     for stages in free_stage_counts(*request.heads, candidate.ulysses)[1:]:
-        given = {**request.given, **one.spared, "head_stages": stages}
-        other = predict(dataclasses.replace(request, given=given), candidate)
-        if isinstance(other, Prediction):
-            found.append(dataclasses.replace(other, spared={**one.spared, **other.spared, "head_stages": stages}))
-    return found
+        given = {**request.given, **prediction.spared, "head_stages": stages}
+        staged = predict(dataclasses.replace(request, given=given), candidate)
+        if isinstance(staged, Prediction):
+            spared = {**prediction.spared, **staged.spared, "head_stages": stages}
+            predictions.append(dataclasses.replace(staged, spared=spared))
+    return predictions
 
 
-def instructions(request: Request, one: Prediction) -> int:
-    """About how many instructions a simulation would take: at most 12 for each pair of a followed and an inner rank."""
-    call = call_of(request.step(one.config))
-    each = call.stages if call.hides_exchanges else 1
-    return 12 * prices.followed_ranks(request.machine, call) * (one.candidate.inner + 1) * each
+def simulated_instructions(request: Request, prediction: Prediction) -> int:
+    """About how many instructions the simulator would execute: at most 12 a pair of a simulated and an inner rank."""
+    call = call_of(request.step(prediction.config))
+    stages = call.stages if call.hides_exchanges else 1
+    return 12 * call_costs.simulated_ranks(request.machine, call) * (prediction.candidate.inner + 1) * stages
 
 
-def overlapped(request: Request, one: Prediction) -> float:
-    """A lower bound of the seconds of a step with overlap, for each sequence."""
-    attention = [one.config.head_stages * way.overlapped for way in one.ways]
-    return _timed(request, one.config, one.figures, one.ways, attention)[1]
+def least_seconds_with_overlap(request: Request, prediction: Prediction) -> float:
+    """A lower bound of the seconds of a step with overlap, divided by its sequences."""
+    attention = [prediction.config.head_stages * bound.overlapped for bound in prediction.bounds]
+    return _step_time(request, prediction.config, prediction.figures, prediction.bounds, attention)[1]
 
 
-def simulated(request: Request, one: Prediction) -> Prediction:
+def with_simulated_time(request: Request, prediction: Prediction) -> Prediction:
     """The same prediction, with the time of attention that the simulator finds."""
-    call = call_of(request.step(one.config))
-    attention = [prices.call_seconds(request.machine, call, way) for way in DIRECTIONS]
-    time, seconds = _timed(request, one.config, one.figures, one.ways, attention)
-    return dataclasses.replace(one, time=time, seconds=seconds, simulated=True)
+    call = call_of(request.step(prediction.config))
+    attention = [call_costs.call_seconds(request.machine, call, way) for way in DIRECTIONS]
+    time, seconds = _step_time(request, prediction.config, prediction.figures, prediction.bounds, attention)
+    return dataclasses.replace(prediction, time=time, seconds=seconds, simulated=True)
 
 
-def timelines(request: Request, one: Prediction) -> dict[str, Timeline]:
-    """Direction -> what all ranks do in attention of one layer, for one stage of heads unless stages hide exchanges."""
-    call = call_of(request.step(one.config))
-    return {way: prices.simulated(request.machine, call, way) for way in DIRECTIONS}
+def timelines(request: Request, prediction: Prediction) -> dict[str, Timeline]:
+    """Direction -> what all ranks do over time in one layer's attention: of one head stage, or of all stages where they
+    hide one another's exchanges."""
+    call = call_of(request.step(prediction.config))
+    return {way: call_costs.simulate_call(request.machine, call, way) for way in DIRECTIONS}
 
 
-def floor(request: Request, one: Prediction) -> float:
+def least_received_bytes(request: Request, prediction: Prediction) -> float:
     """The least bytes that a rank can receive in one layer's forward, for full attention and this Ulysses degree.
 
-    No schedule receives less than 4 S D sqrt(Hq Hkv / (U P)), less what the rank owns. Here S is tokens, D head_dim, U
-    the Ulysses degree and P the ranks of a sequence. Under a causal mask the bound is lower by sqrt(2)."""
-    (q_heads, kv_heads), size = request.heads, one.config.size
+    With any schedule a rank needs 4 S D sqrt(Hq Hkv / (U P)) bytes or more, of which it owns some. Here S is tokens, D
+    head_dim, U the Ulysses degree and P the ranks of a sequence. A causal mask lowers the bound by sqrt(2)."""
+    (q_heads, kv_heads), size = request.heads, prediction.config.size
     token = request.model.head_dim * ITEMSIZE[request.dtype] * request.batch * request.seq
-    whole = 4 * token * math.sqrt(q_heads * kv_heads / (one.config.ulysses * size))
-    return max(0.0, whole - token * 2 * (q_heads + kv_heads) / (size * one.config.ulysses))
+    needed = 4 * token * math.sqrt(q_heads * kv_heads / (prediction.config.ulysses * size))
+    return max(0.0, needed - token * 2 * (q_heads + kv_heads) / (size * prediction.config.ulysses))
 
 
-# ---- settings that spare memory
+# ---- settings that save memory
 
-# tried in this order, each together with those before it; head stages come next
+# tried in this order, each together with those before it; head stages are tried after these
 TILES: tuple[dict[str, Any], ...] = ({"loss_tiles": "auto"}, {"mlp_tiles": "auto"})
 LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"keep_exchanged": False},
@@ -326,56 +330,56 @@ LAST_RESORTS: tuple[dict[str, Any], ...] = (
     {"offload_checkpoints": True, "keep_attention": False},
 )
 LAST_NAMES = {name for settings in LAST_RESORTS for name in settings}
-NOTHING = Figures(forward=0, saved=0, backward=0, inputs=True)  # attention with no memory but its inputs: a bound
-COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that are the same for all candidates
+NO_ATTENTION = Figures(forward=0, saved=0, backward=0, inputs=True)  # a lower bound: attention needs its inputs alone
+COMMON = ("travel_dtype", "kernel", *MEMORY_SETTINGS)  # settings that do not distinguish candidates
 
 
-def common(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings of COMMON that the user gives; `head_stages` "auto" is not given, but chosen."""
+def given_common_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of COMMON that the user gives; a `head_stages` of "auto" counts as not given."""
     return {name: given[name] for name in COMMON if name in given and (name, given[name]) != ("head_stages", "auto")}
 
 
-def memory_settings(request: Request, ulysses: int) -> list[dict[str, Any]]:
-    """Settings to try one after another, which save more and more memory. Given settings are left as they are."""
-    given = common(request.given)
+def memory_options(request: Request, ulysses: int) -> list[dict[str, Any]]:
+    """Sets of memory settings to try one after another, each of which saves more. None of them has a given setting."""
+    given = given_common_settings(request.given).keys()
     stages = [{"head_stages": n} for n in free_stage_counts(*request.heads, ulysses) if n > 1]
-    rungs: list[dict[str, Any]] = [{}]
+    options: list[dict[str, Any]] = [{}]
     for settings in (*TILES, *stages):
-        if more := {name: value for name, value in settings.items() if name not in given}:
-            rungs.append({**rungs[-1], **more})
-    plain = rungs[-1]
+        if not settings.keys() & given:
+            options.append({**options[-1], **settings})
+    before_last_resorts = options[-1]
     for settings in LAST_RESORTS if request.checkpointing else ():
-        away = request.machine.apart or "offload_checkpoints" not in settings
-        fits = away and (ulysses > 1 or "keep_exchanged" not in settings)
-        if fits and not set(settings) & set(given):
-            rungs.append({**plain, **settings})
-    return rungs
+        can_offload = request.machine.apart or "offload_checkpoints" not in settings
+        has_effect = can_offload and (ulysses > 1 or "keep_exchanged" not in settings)
+        if has_effect and not settings.keys() & given:
+            options.append({**before_last_resorts, **settings})
+    return options
 
 
-def leanest(request: Request, ulysses: int) -> dict[str, Any]:
-    """All settings that save memory and are not given: the last of `memory_settings`."""
-    return memory_settings(request, ulysses)[-1]
+def most_saving_settings(request: Request, ulysses: int) -> dict[str, Any]:
+    """The last of `memory_options`, which saves most."""
+    return memory_options(request, ulysses)[-1]
 
 
-def in_words(spared: Mapping[str, Any]) -> list[str]:
-    """Each setting that saves memory, for messages."""
-    said = {"keep_attention False": "attention runs twice", "keep_exchanged False": "heads are exchanged again"}
+def settings_in_words(spared: Mapping[str, Any]) -> list[str]:
+    """Each memory setting as the user reads it."""
+    plainer = {"keep_attention False": "attention runs twice", "keep_exchanged False": "heads are exchanged again"}
     words = [name if value is True else f"{name} {value}" for name, value in spared.items()]
-    return [said.get(word, word) for word in words]
+    return [plainer.get(word, word) for word in words]
 
 
 def least_memory(request: Request, size: int) -> Footprint:
-    """A lower bound for all candidates of a size: no attention, and every setting that saves memory."""
-    spared = {**common(request.given), **leanest(request, 1)}
+    """A lower bound of the memory of all candidates of a size: without attention, and with every memory setting."""
+    spared = {**given_common_settings(request.given), **most_saving_settings(request, 1)}
     config = SequenceParallelConfig(size=size, ulysses=1, **spared).resolve(size)
-    return footprint(request.step(config, Mask()), NOTHING)
+    return footprint(request.step(config, Mask()), NO_ATTENTION)
 
 
-def least_attention(step: Step) -> Figures:
-    """The least bytes of attention in any schedule: out, and in backward also dq, dk and dv. With projections inside
-    head stages it is nothing, since none of these exists whole."""
-    if stages_inside(step) > 1:
-        return NOTHING
+def least_attention(step: TrainingStep) -> Figures:
+    """The least memory of attention with any schedule: out, and in backward also dq, dk and dv. With projections inside
+    head stages the bound is 0, since none of these tensors ever exists as a whole."""
+    if projecting_stages(step) > 1:
+        return NO_ATTENTION
     m, rows = step.model, step.seq // step.config.size * step.batch
     out, grads = (rows * heads * m.head_dim * ITEMSIZE[step.dtype] for heads in (m.heads, m.heads + 2 * m.kv_heads))
     return Figures(forward=out, saved=out, backward=out + grads, inputs=True)

@@ -1,5 +1,5 @@
-"""What DeepSpeed's ZeRO keeps of parameters, gradients and optimiser states between steps, and where: in a rank's own
-memory, in its host's, or on drives. Torch-free."""
+"""The parameters, gradients and optimiser states that DeepSpeed's ZeRO keeps between steps, and where: in a rank's own
+memory, in its host's, or on drives. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each 
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """Bytes of a rank by name of part. pinned: what is pinned in host memory, as (tensors, bytes of each). stays:
-    elements of the rank's share whose optimiser states are in its own memory; drives: bytes on drives."""
+    """What a rank keeps. device, host: name of a part -> bytes. pinned: pinned tensors in host memory, as (how many,
+    bytes of each). elements_on_device: elements of the rank's share whose optimiser states are in its own memory.
+    drives: bytes on drives."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     pinned: tuple[tuple[int, int], ...]
-    stays: int
+    elements_on_device: int
     drives: int = 0
 
 
-def rounded(size: int) -> int:
+def pinned_bytes(size: int) -> int:
     """Bytes that torch takes for pinned memory of this size: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def states(model: Model, zero: Zero, world: int, size: int) -> States:
-    """size: bytes of an element of a parameter. ZeRO has fp32 copies of fp32 parameters too."""
+    """The states of one rank. size: bytes of a parameter's element. ZeRO makes fp32 copies of fp32 parameters too."""
     count, stage = model.parameters, zero.stage
-    own = count // world if stage else count  # whose states a rank has
+    own = count // world if stage else count  # elements whose states the rank has
     if not zero.optimiser_away:
         moments = MASTER if stage else size
         device = {
@@ -41,19 +42,21 @@ def states(model: Model, zero: Zero, world: int, size: int) -> States:
             "gradients": own * size if stage == 3 else 0,
             "optimiser": 2 * own * moments,
         }
-        found = States(device, {}, (), stays=own)
+        found = States(device, {}, (), elements_on_device=own)
     else:
-        found = _third(zero, own, size) if stage == 3 else _first(model, zero, own, size)
+        found = (
+            _offloaded_at_stage_3(zero, own, size) if stage == 3 else _offloaded_before_stage_3(model, zero, own, size)
+        )
     if zero.parameters_away:
-        found = _without_parameters(found, zero, own, size)
+        found = _with_parameters_offloaded(found, zero, own, size)
     if stage == 3:
         found = dataclasses.replace(found, device={**found.device, "buckets": zero.reduce_bucket_size * size})
     return found
 
 
-def _first(model: Model, zero: Zero, own: int, size: int) -> States:
-    """With the optimiser in host memory, stages 1 and 2. A gradient passes a buffer on either side, as large as the
-    largest parameter. New parameters wait in their own dtype."""
+def _offloaded_before_stage_3(model: Model, zero: Zero, own: int, size: int) -> States:
+    """The states with the optimiser in host memory, at stages 1 and 2. Gradients pass through a buffer on the device
+    and one on the host, each as large as the largest parameter. New parameters wait on the host in their own dtype."""
     largest = size * max(model.embedding, model.hidden * model.intermediate)
     device = {"parameters": model.parameters * size, "gradients": largest}
     host = {
@@ -62,38 +65,42 @@ def _first(model: Model, zero: Zero, own: int, size: int) -> States:
         "optimiser": 2 * MASTER * own,
     }
     pinned = _pinned(zero.offload_optimizer.pin_memory, (2, MASTER * own), (1, size * own), (1, largest))
-    return States(device, host, pinned, stays=0)
+    return States(device, host, pinned, elements_on_device=0)
 
 
-def _third(zero: Zero, own: int, size: int) -> States:
-    """The same at stage 3, where sub-groups may stay behind. Gradients are there twice: in the parameters' dtype, and
-    in fp32 for the optimiser."""
+def _offloaded_at_stage_3(zero: Zero, own: int, size: int) -> States:
+    """The states with the optimiser in host memory, or on drives, at stage 3. Some sub-groups may stay on the device.
+    The host has gradients twice: in the parameters' dtype, and in fp32 for the optimiser."""
     offload, group = zero.offload_optimizer, min(own, zero.sub_group_size)
     if offload.device == "nvme":
         buffers = MASTER * offload.buffer_count * group
         host = {"gradients": size * own, "buffers": buffers}
         pinned = _pinned(offload.pin_memory, (1, size * own))
-        return States({"parameters": size * own}, host, pinned, stays=0, drives=4 * MASTER * own)
+        return States({"parameters": size * own}, host, pinned, elements_on_device=0, drives=4 * MASTER * own)
     group = max(1, group)
-    stays = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
-    away = own - stays
+    elements_on_device = min(own, int((1 - offload.ratio) * math.ceil(own / group)) * group)
+    on_host = own - elements_on_device
     device = {
-        "parameters": size * own + MASTER * stays,
-        "gradients": MASTER * stays,
-        "optimiser": 2 * MASTER * stays,
+        "parameters": size * own + MASTER * elements_on_device,
+        "gradients": MASTER * elements_on_device,
+        "optimiser": 2 * MASTER * elements_on_device,
     }
-    host = {"parameters": MASTER * away, "gradients": MASTER * away + size * own, "optimiser": 2 * MASTER * away}
-    gradients = (away // group, MASTER * group), (1, MASTER * (away % group))
-    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), stays)
+    host = {
+        "parameters": MASTER * on_host,
+        "gradients": MASTER * on_host + size * own,
+        "optimiser": 2 * MASTER * on_host,
+    }
+    gradients = (on_host // group, MASTER * group), (1, MASTER * (on_host % group))
+    return States(device, host, _pinned(offload.pin_memory, (1, size * own), *gradients), elements_on_device)
 
 
-def _without_parameters(found: States, zero: Zero, own: int, size: int) -> States:
-    """With the share of parameters in host memory, where it is always pinned, or on drives but for `max_in_cpu`."""
+def _with_parameters_offloaded(found: States, zero: Zero, own: int, size: int) -> States:
+    """The states with the rank's parameters in host memory, where they are pinned, or on drives except `max_in_cpu`."""
     offload = zero.offload_param
     kept = min(own, offload.max_in_cpu) if offload.device == "nvme" else own
     host = dict(found.host)
     host["parameters"] = host.get("parameters", 0) + size * kept
-    if kept < own:  # a pool, and room for a sub-group on its way back
+    if kept < own:  # a pool of buffers, and room for a sub-group that comes back
         pool = offload.buffer_count * offload.buffer_size + min(own, zero.sub_group_size)
         host["buffers"] = host.get("buffers", 0) + size * pool
     device = {**found.device, "parameters": found.device["parameters"] - size * own}

@@ -1,5 +1,5 @@
-"""How long a training step takes on a machine. Attention is simulated or bounded, everything else counted by its flops
-and bytes, and the host by the modules that ZeRO hooks. Torch-free."""
+"""How long a training step takes on a machine. Attention's seconds are given; all else is counted by its flops and
+bytes, and the host's time by the modules that ZeRO hooks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..compiler.balance import shards_of
 from ..compiler.memory import Figures
 from ..compiler.shape import ITEMSIZE
 from ..compiler.shards import EvenShards, Shards
-from .attended import stages_inside
-from .calls import Call
-from .closed import Closed
+from .attention_call import AttentionCall
+from .attention_memory import projecting_stages
+from .lower_bound import LowerBound
 from .machine import Machine
-from .request import Step
+from .request import TrainingStep
 from .states import MASTER, states
 
-TIMES = {
+STEP_PARTS = {
     "attention forward": "all layers, transfers included",
     "attention backward": "the same, and forward again if checkpoints do not keep it",
     "matrices": "projections and MLPs, forward, backward, and forward again for checkpointed layers",
@@ -48,7 +48,8 @@ DRIVE_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """parts: seconds by name, of `TIMES`; sequences: that are trained in them together."""
+    """The time of one micro-batch on all ranks. parts: seconds by the names of `STEP_PARTS`. sequences: how many are
+    trained in it."""
 
     parts: Mapping[str, float]
     sequences: int
@@ -58,11 +59,11 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def call_of(step: Step) -> Call:
-    """Attention of one layer of a step, on the heads of its first stage."""
+def call_of(step: TrainingStep) -> AttentionCall:
+    """The attention call of one layer of a step, on the heads of its first stage."""
     m, inner, stages = step.model, step.config.size // step.config.ulysses, step.config.head_stages
     kv_heads = math.ceil(m.kv_heads / stages)
-    return Call(
+    return AttentionCall(
         config=step.config,
         world=step.world,
         mask=step.mask,
@@ -75,7 +76,7 @@ def call_of(step: Step) -> Call:
     )
 
 
-def _shards(step: Step, inner: int) -> Shards:
+def _shards(step: TrainingStep, inner: int) -> Shards:
     if step.mask.documents:
         ends = (*step.mask.documents, step.seq)
         return shards_of(step.config.layout, tuple(b - a for a, b in itertools.pairwise(ends)), inner)
@@ -83,86 +84,86 @@ def _shards(step: Step, inner: int) -> Shards:
 
 
 def step_time(
-    step: Step, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
-    carried: tuple[float, float] = (0.0, 0.0),
+    step: TrainingStep, machine: Machine, forward: float, backward: float, kept: Figures | None = None,
+    attention_links: tuple[float, float] = (0.0, 0.0),
 ) -> StepTime:  # fmt: skip
-    """forward, backward: seconds of attention of one layer, all stages together. kept: of its memory, for what
-    checkpoints bring to host memory. carried: of those, `carried_seconds`."""
+    """The time of a step. forward, backward: seconds of one layer's attention, all stages together. kept: attention's
+    memory, for the bytes that checkpoints offload. attention_links: `attention_link_seconds` of both directions."""
     m, layers, dtype = step.model, step.model.layers, step.dtype
     rows = math.ceil(step.seq / step.config.size) * step.batch
     passes = 2 * (m.projections + m.mlp) * rows
-    # backward computes each tile again, which is what a checkpoint does anyway
+    # flops that backward repeats: tiles, unless a checkpoint repeats the whole layer, and projections of stages
     tiled = 2 * m.mlp * rows if step.config.mlp_tiles != 1 and not step.checkpointing else 0
-    if stages_inside(step) > 1 and not (step.checkpointing and step.config.keep_attention):  # and so do stages
+    if projecting_stages(step) > 1 and not (step.checkpointing and step.config.keep_attention):
         tiled += 2 * m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim * rows
-    again = step.checkpointing and not step.config.keep_attention
-    touched = rows * touched_bytes(step)
-    small = touched / machine.elementwise_rate  # of a pass, beside matrices; backward has twice as much
+    attention_again = step.checkpointing and not step.config.keep_attention
+    elementwise = rows * elementwise_bytes(step)
+    small = elementwise / machine.elementwise_rate  # seconds of a forward pass beside matrices; backward has twice that
     work = machine.gemm_seconds(dtype, passes) + small, machine.gemm_seconds(dtype, 2 * passes + tiled) + 2 * small
-    once = work[0] if step.checkpointing else 0.0
-    attention = forward, backward + (forward if again else 0.0)
-    device = attention[0] + work[0], attention[1] + work[1] + once  # of a layer
+    recomputed = work[0] if step.checkpointing else 0.0
+    attention = forward, backward + (forward if attention_again else 0.0)
+    device = attention[0] + work[0], attention[1] + work[1] + recomputed  # seconds of a layer
     hooks = hook_seconds(step, machine, device)
-    beside = tuple(
-        max(0.0, took + host - links) for took, host, links in zip(device, hooks, carried, strict=True)
-    )  # of a layer, which transfers can run beside
+    hiding = tuple(  # seconds of a layer in which the links are free for ZeRO's transfers
+        max(0.0, busy + host - links) for busy, host, links in zip(device, hooks, attention_links, strict=True)
+    )
     parts = {
         "attention forward": layers * attention[0],
         "attention backward": layers * attention[1],
         "matrices": layers * machine.gemm_seconds(dtype, (3 + step.checkpointing) * passes + tiled),
-        "elementwise": (layers * (3 + step.checkpointing) * touched + rows * m.vocab * LOGIT_BYTES)
+        "elementwise": (layers * (3 + step.checkpointing) * elementwise + rows * m.vocab * LOGIT_BYTES)
         / machine.elementwise_rate,
         "logits": machine.gemm_seconds(dtype, 3 * 2 * m.embedding * rows),
         "host": layers * sum(hooks) + (OTHER_MODULES / LAYER_MODULES * sum(hook_seconds(step, machine, (0.0, 0.0)))
                                        if not machine.ahead else 0.0),
-        "ZeRO": zero_seconds(step, machine, (beside[0], beside[1])),
-        "copies": copied_bytes(step) / machine.elementwise_rate,
+        "ZeRO": zero_seconds(step, machine, (hiding[0], hiding[1])),
+        "copies": zero_copied_bytes(step) / machine.elementwise_rate,
         "optimiser": optimiser_seconds(step, machine),
-        "offload": offload_seconds(step, machine, kept, (beside[0], beside[1])),
+        "offload": offload_seconds(step, machine, kept, (hiding[0], hiding[1])),
         "drives": drive_seconds(step, machine),
     }  # fmt: skip
     return StepTime(parts, step.world // step.config.size * step.batch)
 
 
-def optimiser_seconds(step: Step, machine: Machine) -> float:
-    """Of the elements that stay on the device, and of those that its host steps."""
-    own = _own(step)
-    stays = states(step.model, step.zero, step.world, ITEMSIZE[step.dtype]).stays
-    each = HOST_OPTIMISER_BYTES + ITEMSIZE[step.dtype]
+def optimiser_seconds(step: TrainingStep, machine: Machine) -> float:
+    """Seconds of the optimiser's step: of the elements on the device, and of those in host memory."""
+    on_device = states(step.model, step.zero, step.world, ITEMSIZE[step.dtype]).elements_on_device
+    on_host = _owned_parameters(step) - on_device
     rate = machine.host_rate / min(step.world, machine.per_node)
-    return OPTIMISER_BYTES * stays / machine.elementwise_rate + each * (own - stays) / rate
+    host_bytes = (HOST_OPTIMISER_BYTES + ITEMSIZE[step.dtype]) * on_host
+    return OPTIMISER_BYTES * on_device / machine.elementwise_rate + host_bytes / rate
 
 
-def offload_seconds(step: Step, machine: Machine, kept: Figures | None, beside: tuple[float, float]) -> float:
-    """Of copies between a rank and its host, which has a link that carries both ways at once. kept: of attention's
-    memory, for what checkpoints bring there; beside: seconds of a layer, forward and backward, that copies of pinned
-    memory run beside."""
+def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, hiding: tuple[float, float]) -> float:
+    """Seconds of copies between a rank and its host that no computation hides. The link carries both directions at
+    once. kept: attention's memory, for the bytes that checkpoints offload. hiding: seconds of a layer (forward,
+    backward) beside which copies of pinned memory run."""
     config, zero, layers, size = step.config, step.zero, step.model.layers, ITEMSIZE[step.dtype]
-    rows, own = math.ceil(step.seq / config.size) * step.batch, _own(step)
-    away = own - states(step.model, zero, step.world, size).stays
+    rows, own = math.ceil(step.seq / config.size) * step.batch, _owned_parameters(step)
+    on_host = own - states(step.model, zero, step.world, size).elements_on_device
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
-        checkpoint = rows * step.model.hidden * size + (kept.saved if kept and config.keep_attention else 0)
-        lent = kept.saved if kept and stages_inside(step) > 1 else 0  # from when a layer is computed again
+        checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
+        lent = kept.kept if kept and projecting_stages(step) > 1 else 0  # offloaded when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
-    # stage 3 brings gradients as they come, and once more in fp32
-    gradients = (MASTER * away + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
+    # stage 3 copies gradients as they come, and once more in fp32
+    gradients = (MASTER * on_host + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0
     pinned = zero.offload_optimizer.pin_memory
     forward, backward = max(checkpoint, fetched), lent + max(checkpoint + fetched, gradients if pinned else 0.0)
-    found = sum(
-        max(0.0, moved / machine.offload_rate - room) for moved, room in zip((forward, backward), beside, strict=True)
+    of_layer = sum(
+        max(0.0, moved / machine.offload_rate - room) for moved, room in zip((forward, backward), hiding, strict=True)
     )
-    alone = 0.0 if pinned else layers * gradients
-    if zero.optimiser_away != zero.parameters_away:  # the new parameters are not where they are kept
-        alone += size * (away if zero.optimiser_away else own)
-    return layers * found + alone / machine.offload_rate
+    not_hidden = 0.0 if pinned else layers * gradients  # bytes
+    if zero.optimiser_away != zero.parameters_away:  # the new parameters are copied to where parameters are kept
+        not_hidden += size * (on_host if zero.optimiser_away else own)
+    return layers * of_layer + not_hidden / machine.offload_rate
 
 
-def drive_seconds(step: Step, machine: Machine) -> float:
-    """Of states on drives: the optimiser's once a step; parameters are read twice, and written."""
+def drive_seconds(step: TrainingStep, machine: Machine) -> float:
+    """Seconds of drives: optimiser states are read and written once a step, parameters read twice and written once."""
     if not step.zero.drives or machine.nvme_rate is None:
         return 0.0
-    zero, own, moved = step.zero, _own(step), 0
+    zero, own, moved = step.zero, _owned_parameters(step), 0
     if zero.offload_optimizer.device == "nvme":
         moved += DRIVE_BYTES * own
     if zero.offload_param.device == "nvme":
@@ -170,23 +171,23 @@ def drive_seconds(step: Step, machine: Machine) -> float:
     return moved * min(step.world, machine.per_node) / machine.nvme_rate
 
 
-def _own(step: Step) -> int:
-    """Parameters whose states a rank has."""
+def _owned_parameters(step: TrainingStep) -> int:
+    """The number of parameters whose states a rank has."""
     return step.model.parameters // (step.world if step.zero.stage else 1)
 
 
-def carried_seconds(machine: Machine, world: int, attention: Closed) -> float:
-    """How long attention of a layer has the links busy that ZeRO's collectives wait for: those between nodes, where
-    there are any."""
+def attention_link_seconds(machine: Machine, world: int, attention: LowerBound) -> float:
+    """Seconds in which a layer's attention uses the links that ZeRO's collectives need. With several nodes these are
+    the links between nodes."""
     if world <= machine.per_node:
         return attention.links
     rate = min(machine.between.rate, machine.uplink / machine.per_node if machine.uplink else math.inf)
     return min(attention.links, attention.between / rate)
 
 
-def touched_bytes(step: Step) -> float:
-    """Bytes that a layer's forward reads and writes for a token where it multiplies no matrix, operation by operation
-    as transformers writes it."""
+def elementwise_bytes(step: TrainingStep) -> float:
+    """Bytes that the elementwise operations of a layer's forward read and write for a token, one operation after
+    another as transformers has them."""
     m, size = step.model, ITEMSIZE[step.dtype]
     cast = 2 * (4 + size) if size < 4 else 0  # to fp32 and back
     norm = cast + 2 * 4 + 4 + 2 * 4 + 2 * size  # squares, their mean, times 1 / root, times weight
@@ -196,20 +197,22 @@ def touched_bytes(step: Step) -> float:
     return 2 * m.hidden * (norm + residual) + rotated * rope + m.intermediate * activation
 
 
-def hook_seconds(step: Step, machine: Machine, device: tuple[float, float]) -> tuple[float, float]:
-    """Of the host in a layer, forward and backward, that its device (so many seconds) does not work beside."""
+def hook_seconds(step: TrainingStep, machine: Machine, device: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of ZeRO-3's hooks in a layer (forward, backward), while the device waits. device: seconds of its work in
+    the layer, which hides hooks on machines whose host works ahead."""
     if machine.zero is None or step.zero.stage < 3:
         return 0.0, 0.0
-    ahead, back = LAYER_MODULES * machine.zero.forward, LAYER_MODULES * machine.zero.backward
-    found = ahead, back + (ahead if step.checkpointing else 0.0)
+    forward, backward = LAYER_MODULES * machine.zero.forward, LAYER_MODULES * machine.zero.backward
+    if step.checkpointing:
+        backward += forward
     if not machine.ahead:
-        return found
-    return max(0.0, found[0] - device[0]), max(0.0, found[1] - device[1])
+        return forward, backward
+    return max(0.0, forward - device[0]), max(0.0, backward - device[1])
 
 
-def gathered_seconds(machine: Machine, world: int, size: float) -> float:
-    """Of an all-gather after which each of all ranks has `size` bytes, or of a reduce-scatter of as many. Every node
-    takes in what others have, by all its links to them, and shares it out inside."""
+def gather_seconds(machine: Machine, world: int, size: float) -> float:
+    """Seconds of an all-gather of `size` bytes over all ranks, or of a reduce-scatter of as many. Each node receives
+    the parts of other nodes over all its links, and passes them on inside."""
     per_node = min(world, machine.per_node)
     nodes = math.ceil(world / machine.per_node)
     if world == 1:
@@ -223,17 +226,18 @@ def gathered_seconds(machine: Machine, world: int, size: float) -> float:
 
 
 def collective_seconds(machine: Machine, world: int, kind: str, size: float, count: float = 1) -> float:
-    """Of `count` collectives of so many bytes together: "gather", "reduce" (a reduce-scatter) or "all_reduce". As they
-    were measured on so many ranks, else by the links."""
-    its = machine.zero
-    if its is not None and its.ranks == world:
-        wire = {"gather": its.gather, "reduce": its.reduce, "all_reduce": its.all_reduce}[kind]
+    """Seconds of `count` collectives of `size` bytes in all. kind: "gather", "reduce" (a reduce-scatter) or
+    "all_reduce". As measured, where the machine was measured on `world` ranks; else by its links."""
+    measured = machine.zero
+    if measured is not None and measured.ranks == world:
+        wire = {"gather": measured.gather, "reduce": measured.reduce, "all_reduce": measured.all_reduce}[kind]
         return count * wire.latency + size / wire.rate
-    return (2 if kind == "all_reduce" else 1) * count * gathered_seconds(machine, world, size / count)
+    return (2 if kind == "all_reduce" else 1) * count * gather_seconds(machine, world, size / count)
 
 
-def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> float:
-    """beside: seconds of a layer, forward and backward, that transfers can run beside."""
+def zero_seconds(step: TrainingStep, machine: Machine, hiding: tuple[float, float]) -> float:
+    """Seconds of ZeRO's collectives that no computation hides. hiding: seconds of a layer (forward, backward) beside
+    which transfers can run."""
     m, zero, size, world = step.model, step.zero, ITEMSIZE[step.dtype], step.world
     if world == 1:
         return 0.0
@@ -245,32 +249,32 @@ def zero_seconds(step: Step, machine: Machine, beside: tuple[float, float]) -> f
         count = max(1.0, parameters / zero.reduce_bucket_size)
         return collective_seconds(machine, world, "reduce", parameters * size, count)
 
-    rest = max(0, m.parameters - m.layers * m.layer_parameters)
+    outside_layers = max(0, m.parameters - m.layers * m.layer_parameters)
     overlaps = zero.overlap_comm if zero.overlap_comm is not None else zero.stage == 3
     norm = collective_seconds(machine, world, "all_reduce", 4.0)  # of gradients, which clipping needs
     if zero.stage == 3:
         layer = gather(m.layer_parameters)
-        # what bytes on their way take of the work beside them
-        lent = machine.stolen * 2 * size * (world - 1) / world * m.layer_parameters
-        ends = norm + 2 * gather(rest)
+        # transfers slow down the computation that hides them
+        slowed = machine.stolen * 2 * size * (world - 1) / world * m.layer_parameters
+        ends = norm + 2 * gather(outside_layers)
         if machine.ahead:
-            room = beside if overlaps else (0.0, 0.0)
-            layers = max(lent, layer - room[0]) + max(lent, layer + reduction(m.layer_parameters) - room[1])
-            ends += reduction(rest)
+            room = hiding if overlaps else (0.0, 0.0)
+            layers = max(slowed, layer - room[0]) + max(slowed, layer + reduction(m.layer_parameters) - room[1])
+            ends += reduction(outside_layers)
         else:  # without streams DeepSpeed waits for a reduction as soon as it starts, for a gather where it is needed
-            layers = max(lent, layer - beside[0]) + max(lent, layer - beside[1])
+            layers = max(slowed, layer - hiding[0]) + max(slowed, layer - hiding[1])
             ends += reduction(m.parameters)
         return m.layers * layers + ends
     # stages 1 and 2 reduce buckets on all ranks too, unless they are told not to (use_multi_rank_bucket_allreduce)
-    took = collective_seconds(machine, world, "all_reduce", m.parameters * size)
-    took = max(0.0, took - (m.layers * beside[1] if overlaps and machine.ahead else 0.0)) + norm
-    return took + (gather(m.parameters) if zero.stage else 0.0)  # and then the new parameters
+    seconds = collective_seconds(machine, world, "all_reduce", m.parameters * size)
+    seconds = max(0.0, seconds - (m.layers * hiding[1] if overlaps and machine.ahead else 0.0)) + norm
+    return seconds + (gather(m.parameters) if zero.stage else 0.0)  # of the new parameters
 
 
-def copied_bytes(step: Step) -> float:
-    """Read and written by ZeRO around its collectives, operation by operation as DeepSpeed writes it."""
+def zero_copied_bytes(step: TrainingStep) -> float:
+    """Bytes that ZeRO reads and writes around its collectives, one operation after another as DeepSpeed has them."""
     if step.world == 1:
         return 0.0
-    gathered = 2 * 2 if step.zero.stage == 3 else 0  # twice, out of what came
-    reduced = (0, 3 * 2, 3 * 2, 4 * 2)[step.zero.stage]  # to a bucket, divided, and out of it; stage 3: put in order
+    gathered = 2 * 2 if step.zero.stage == 3 else 0  # copied out of the gathered buffer, in forward and in backward
+    reduced = (0, 3 * 2, 3 * 2, 4 * 2)[step.zero.stage]  # into a bucket, divided, out of it; at stage 3 also reordered
     return (gathered + reduced) * ITEMSIZE[step.dtype] * step.model.parameters

@@ -8,10 +8,26 @@ from unittest import mock
 
 import pytest
 
-from ds_seqpar.compiler import program
 from ds_seqpar.compiler.actions import Gather
 from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.program import Enter, Leave, Post
+from ds_seqpar.compiler.program import (
+    Assemble,
+    Enter,
+    ExchangeStart,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    Leave,
+    Merge,
+    Pack,
+    PackHeads,
+    Post,
+    Product,
+    ScatterStart,
+    UnpackHeads,
+    Wait,
+)
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime import recorder
 from tests import oracle
@@ -20,13 +36,13 @@ from tests.dist.test_traffic import BATCH, DIM, SEQ, block_units
 from tests.launch import on_warm_ranks as on_ranks
 
 KINDS = {
-    "copy": ("Pack", "Assemble", "Export", "Finish", "PackHeads", "UnpackHeads", "Enter", "Leave"),
-    "post": ("Post", "GatherStart", "ScatterStart", "ExchangeStart"),
-    "merge": ("Merge", "Fold"),
-    "wait": ("Wait",),
-    "product": ("Product",),
+    "copy": (Pack, Assemble, Export, Finish, PackHeads, UnpackHeads, Enter, Leave),
+    "post": (Post, GatherStart, ScatterStart, ExchangeStart),
+    "merge": (Merge, Fold),
+    "wait": (Wait,),
+    "product": (Product,),
 }
-KIND_OF = {getattr(program, name): kind for kind, names in KINDS.items() for name in names}
+KIND_OF = {instruction: kind for kind, instructions in KINDS.items() for instruction in instructions}
 HEADS = (4, 4)
 CASES = {
     "ring": ({"ulysses": 1}, False),

@@ -6,7 +6,7 @@ import torch
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.offload import store_of
 from hf_integration import patch_attention
-from hf_integration.sharded import Later
+from hf_integration.sharded import DeviceChecks
 from tests.dist.ranks import make, refusal
 from tests.gpu import NEEDS_TWO, both
 from tests.hf.llama import SEQ, small
@@ -57,10 +57,10 @@ def test_no_layer_waits_for_the_device(packed, device):
 def test_what_was_found_on_the_device_is_said_in_the_next_forward(device):
     """Of positions that are another rank's."""
     start()
-    sp, later = make(size=1), Later()
-    later.look(sp, SEQ, (sp.position_ids(SEQ) + 1)[None].to(device), None)
-    assert "earlier forward" in str(later.error())
-    assert later.error() is None
+    sp, checks = make(size=1), DeviceChecks()
+    checks.start(sp, SEQ, (sp.position_ids(SEQ) + 1)[None].to(device), None)
+    assert "earlier forward" in str(checks.error())
+    assert checks.error() is None
 
 
 @both(NEEDS_TWO)

@@ -18,7 +18,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planner.auto import Job
 from ds_seqpar.planner.machine import PRESETS
 from hf_integration import PackingCollator, Packs, job_of
-from hf_integration.job import longest
+from hf_integration.job import longest_example
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.grids import each_then_rest
 from tests.hf.families import model_of
@@ -173,15 +173,15 @@ def test_the_longest_is_read_without_making_examples():
     lengths = [len(one["input_ids"]) for one in examples]
     whole = datasets.Dataset.from_list(examples)
     few = [3, 8, 20]
-    assert longest(whole, "length") == max(lengths)
-    assert longest(whole.select(few), "length") == max(lengths[n] for n in few)
-    assert longest(whole.with_format("torch"), "length") == max(lengths)
-    assert longest(whole.add_column("tokens", [7] * 40), "tokens") == 7
+    assert longest_example(whole, "length") == max(lengths)
+    assert longest_example(whole.select(few), "length") == max(lengths[n] for n in few)
+    assert longest_example(whole.with_format("torch"), "length") == max(lengths)
+    assert longest_example(whole.add_column("tokens", [7] * 40), "tokens") == 7
     for unknown in (Lazy(examples), examples, None, whole.rename_column("input_ids", "ids"), whole.select([])):
-        assert longest(unknown, "length") is None
+        assert longest_example(unknown, "length") is None
     text = datasets.Dataset.from_dict({"input_ids": ["tokens", "to come"]})
-    assert longest(text, "length") is None
-    assert longest(whole.to_iterable_dataset(), "length") is None
+    assert longest_example(text, "length") is None
+    assert longest_example(whole.to_iterable_dataset(), "length") is None
 
 
 def jobs(folder):

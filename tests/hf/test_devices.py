@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ds_seqpar.runtime import trusted
-from hf_integration.sharded import Agreement, Later, agree_on_shard, shard_error
+from hf_integration.sharded import Agreement, DeviceChecks, agree_on_shard, shard_error
 from tests.dist.ranks import is_one_sentence, make
 from tests.launch import on_ranks
 
@@ -29,16 +29,16 @@ def on_fake_cuda():
         trusted.trust_copy(batch["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
         looks = []
         for positions, attention_mask in ((ours, None), (ours, None), (ours, mask), (foreign, mask)):
-            agreement.later.found.clear()  # they could not be read
+            agreement.device_checks.started.clear()  # they could not be read
             given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask}
             assert agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])[0] is positions
-            looks.append(len(agreement.later.found))
-        agreement.later.found.clear()
-        trusted.trust_copy(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
+            looks.append(len(agreement.device_checks.started))
+        agreement.device_checks.started.clear()
+        trusted.keep(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
         for placement in (packed["placement"], None):
             given = {"input_ids": tokens, "position_ids": ours, "placement": placement}
             agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])
-            looks.append(len(agreement.later.found))
+            looks.append(len(agreement.device_checks.started))
     return looks
 
 
@@ -58,9 +58,9 @@ def found_later():
         "mask": (right, torch.zeros(1, SEQ)),
     }
     for name, (positions, mask) in cases.items():
-        later = Later()
-        later.look(sp, SEQ, positions, mask)
-        said[name] = [str(error) if (error := later.error()) else None for _ in range(2)]
+        checks = DeviceChecks()
+        checks.start(sp, SEQ, positions, mask)
+        said[name] = [str(error) if (error := checks.error()) else None for _ in range(2)]
     tokens = torch.zeros(2, SEQ)
     shapes = {shape: shard_error(sp, tokens, torch.zeros(shape)) is not None for shape in ((3, SEQ), (2, SEQ + 1), ())}
     right_shapes = [shard_error(sp, tokens, right.expand(rows, -1)) for rows in (1, 2)]

@@ -8,8 +8,8 @@ import torch
 import ds_seqpar
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.planner.footprint import footprint
-from ds_seqpar.planner.request import Step
-from hf_integration.job import numbers
+from ds_seqpar.planner.request import TrainingStep
+from hf_integration.job import config_sizes
 from tests import live
 from tests.hf.llama import llama
 from tests.launch import on_ranks
@@ -83,9 +83,9 @@ def measured(world, section, stage, checkpointing, away):
         with Within(*tensors()) as seen:
             step()
         peaks.append(seen.peak)
-    numbered = numbers(model.config)
+    numbered = config_sizes(model.config)
     said = footprint(
-        Step(
+        TrainingStep(
             model=numbered, config=sp.config, world=world, seq=SEQ, dtype="float32", zero=Zero.of(zero),
             checkpointing=checkpointing,
         )

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelTrainer
-from hf_integration.resuming import LAST, Run, look, meant
+from hf_integration.resuming import LAST, ResumingRun, inspect_checkpoint, parse_resume_argument
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.trainers import documents, make, settings, trained
 from tests.launch import on_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
-RUN = Run(rank=1, ranks=2, stage=2, bf16=False, scheduler=True, universal=False)
+RUN = ResumingRun(rank=1, ranks=2, stage=2, bf16=False, scheduler=True, universal=False)
 SHARD = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "global_step3/mp_rank_00_model_states.pt"
 
@@ -72,9 +72,9 @@ FAULTS = {
 def test_a_checkpoint_that_was_not_written_to_its_end(name, tmp_path):
     spoil, words = FAULTS[name]
     folder = write(tmp_path / "checkpoint-3")
-    assert look(folder, RUN).fault == ""
+    assert inspect_checkpoint(folder, RUN).fault == ""
     spoil(folder)
-    assert words in look(folder, RUN).fault
+    assert words in inspect_checkpoint(folder, RUN).fault
 
 
 @pytest.mark.parametrize(
@@ -88,33 +88,33 @@ def test_a_checkpoint_that_was_not_written_to_its_end(name, tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_run(run, words, tmp_path):
-    found = look(write(tmp_path / "a folder"), dataclasses.replace(RUN, **run))
-    assert words in found.other
+    found = inspect_checkpoint(write(tmp_path / "a folder"), dataclasses.replace(RUN, **run))
+    assert words in found.mismatch
     assert found.fault == ""
 
 
 def test_stages_with_the_same_files_and_a_missing_random_state(tmp_path):
     folder = write(tmp_path / "checkpoint-abc")
-    found = look(folder, dataclasses.replace(RUN, stage=1))
-    assert (found.step, found.fault, found.other, found.random) == (3, "", "", "")
+    found = inspect_checkpoint(folder, dataclasses.replace(RUN, stage=1))
+    assert (found.step, found.fault, found.mismatch, found.random) == (3, "", "", "")
     for spoil in (cut, Path.unlink):
         spoil(folder / "rng_state_1.pth")
-        found = look(folder, RUN)
+        found = inspect_checkpoint(folder, RUN)
         assert (found.fault, found.random) == ("", "rng_state_1.pth")
 
 
 def test_what_is_meant_by_a_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given in (True, "True", "true", "last"):
-        assert meant(given) == LAST
+        assert parse_resume_argument(given) == LAST
     for given in (None, False, "False", "", "None"):
-        assert meant(given) is None
-    assert meant(tmp_path) == str(tmp_path)
-    assert meant("run/checkpoint-3") == "run/checkpoint-3"
+        assert parse_resume_argument(given) is None
+    assert parse_resume_argument(tmp_path) == str(tmp_path)
+    assert parse_resume_argument("run/checkpoint-3") == "run/checkpoint-3"
     os.mkdir("True")
-    assert meant("True") == "True"
+    assert parse_resume_argument("True") == "True"
     with pytest.raises(ConfigError, match="got 3"):
-        meant(3)
+        parse_resume_argument(3)
 
 
 def resumed(folder, given):

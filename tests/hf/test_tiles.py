@@ -490,7 +490,7 @@ def without_logits():
         model = small()
         model.register_forward_hook(lambda model, args, output: type(output)(loss=output.loss))
         model.patch_attention(make(size=1, **tiles))
-        found.append(model(**whole_calls.brought(batch_of("odd"), torch.device("cpu"))).loss.item())
+        found.append(model(**whole_calls.moved_batch(batch_of("odd"), torch.device("cpu"))).loss.item())
     return found
 
 

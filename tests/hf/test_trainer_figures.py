@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
 from hf_integration import SequenceParallelCallback
-from hf_integration.callback import Flops
+from hf_integration.callback import FlopCounter
 from tests.hf.llama import llama
 from tests.hf.trainers import documents, make
 from tests.launch import on_trainer_ranks as on_ranks
@@ -143,7 +143,7 @@ def utilised(folder):
     (figures,) = (x for x in trainer.callback_handler.callbacks if isinstance(x, SequenceParallelCallback))
     figures.peak = PEAK
     trainer.train()
-    return hears.logs, Flops(trainer.model).of((LENGTH,))
+    return hears.logs, FlopCounter(trainer.model).of_documents((LENGTH,))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -164,8 +164,8 @@ def test_flops_are_those_that_torch_counts():
     model = llama(attn_implementation="eager")
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
-    flops = Flops(model)
+    flops = FlopCounter(model)
     # transformers 5.18 makes RoPE's angles by a product of matrices, which torch counts too
-    expected = flops.each_token * LENGTH + flops.each_pair * 2 * LENGTH**2
+    expected = flops.flops_of_token * LENGTH + flops.flops_of_pair * 2 * LENGTH**2
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)
-    assert flops.of((LENGTH,)) == flops.each_token * LENGTH + flops.each_pair * LENGTH * (LENGTH + 1)
+    assert flops.of_documents((LENGTH,)) == flops.flops_of_token * LENGTH + flops.flops_of_pair * LENGTH * (LENGTH + 1)

@@ -13,7 +13,7 @@ from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig, check_length
 from ds_seqpar.errors import SeqParError
-from ds_seqpar.planner.candidates import candidates, checked, refusal, travels
+from ds_seqpar.planner.candidates import candidates, check_given, refusal, travels
 
 HEADS = (6, 2)
 ALL = list(range(1, 17))
@@ -88,16 +88,16 @@ def test_what_is_given_is_no_choice_any_more():
     assert {candidate.ulysses for candidate in candidates(16, (8, 8), {"size": 16, "ulysses": 4})} == {4}
     assert travels(candidate, {"backward": "q"}) == {"forward": ("kv", "q"), "backward": ("q",)}
     with pytest.raises(SeqParError, match="size 3 on 16"):
-        checked({"size": 3}, 16, (8, 8))
+        check_given({"size": 3}, 16, (8, 8))
     with pytest.raises(SeqParError, match="placements by name"):
-        checked({"size": 4, "ulysses": 2, "placement": ["ring", "ulysses"]}, 4, (8, 8))
+        check_given({"size": 4, "ulysses": 2, "placement": ["ring", "ulysses"]}, 4, (8, 8))
 
 
 def test_candidates_that_are_called_the_same_have_the_same_plans():
     """Inner ranks do the same in every step, on the same ranks of the world."""
     groups = {}
     for candidate in candidates(8, (8, 8), {"size": 8}):
-        groups.setdefault(candidate.same(documents=False), []).append(candidate)
+        groups.setdefault(candidate.plan_key(documents=False), []).append(candidate)
     assert any(len({candidate.schedule.name for candidate in group}) > 1 for group in groups.values())
     for group in (group for group in groups.values() if len(group) > 1):
         for way in ("forward", "backward"):

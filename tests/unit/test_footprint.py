@@ -8,7 +8,7 @@ from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Offload, Zero
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.footprint import bytes_a_token, fits, footprint, longest
-from ds_seqpar.planner.request import Model, Room, Step
+from ds_seqpar.planner.request import Model, Room, TrainingStep
 
 # hidden 8, 4 query heads of 2, 2 of k and v
 MODEL = Model(
@@ -22,7 +22,7 @@ def _step(settings=None, model=MODEL, world=4, stage=3, **more):
     config = SequenceParallelConfig(**{"size": 4, "ulysses": 1, "schedule": "ring", **(settings or {})})
     resolved = config.resolve(world, (model.heads, model.kv_heads))
     given = {"seq": 64, "dtype": "float32", "zero": Zero(stage=stage, **NONE), **more}
-    return Step(model=model, config=resolved, world=world, **given)
+    return TrainingStep(model=model, config=resolved, world=world, **given)
 
 
 def _moments(step):

@@ -8,8 +8,7 @@ from ds_seqpar import parallel
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner import auto
-from ds_seqpar.planner.auto import Job, line_of, planned, request_of
+from ds_seqpar.planner.auto import Job, line_of, request_of, resolve_with_plan
 from ds_seqpar.planner.machine import DEFAULT, Machine, Wire
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model
@@ -25,14 +24,14 @@ JOB = Job(model=MODEL, seq=65536, zero=Zero(stage=3), checkpointing=True)
 
 
 def _seen(dtype="bfloat16", device="NVIDIA H100 80GB HBM3", per_node=8):
-    return dataclasses.replace(Machine.supposed(device, dtype), per_node=per_node)
+    return dataclasses.replace(Machine.guessed(device, dtype), per_node=per_node)
 
 
 def _planned(world=16, job=JOB, seen=_seen, **settings):
     """A plan is asked for by a machine, where no length asks for it."""
     if "seq_len" not in settings:
         settings = {"machine": "h100-ib", **settings}
-    return planned(Config(**settings), job, (32, 8), world, seen)
+    return resolve_with_plan(Config(**settings), job, (32, 8), world, seen)
 
 
 def test_all_auto_is_what_the_planner_takes():
@@ -58,7 +57,10 @@ def test_what_leaves_no_choice_is_not_planned(given):
 @pytest.mark.parametrize("settings", [{}, {"size": "auto", "ulysses": "auto", "schedule": "auto"}, {"size": 4}])
 def test_nothing_is_planned_that_nobody_asked_for(settings):
     assert not Config(**settings).asks_for_plan
-    assert planned(Config(**settings), JOB, (32, 8), 16, None) == (Config(**settings).resolve(16, (32, 8)), None)
+    assert resolve_with_plan(Config(**settings), JOB, (32, 8), 16, None) == (
+        Config(**settings).resolve(16, (32, 8)),
+        None,
+    )
 
 
 def test_a_machine_without_a_length_is_refused():
@@ -85,13 +87,13 @@ def test_stages_left_open_are_planned_with_overlap(rate, stages):
     seen = dataclasses.replace(Machine.load("h100-ib"), per_node=1, between=wire, uplink=None, memory=1e15)
     config = Config(size=4, ulysses=4, schedule="ring", head_stages="auto", seq_len=65536)
     job = dataclasses.replace(JOB, model=dataclasses.replace(JOB.model, kv_heads=32))
-    found = planned(config, job, (32, 32), 4, lambda _: seen).config
+    found = resolve_with_plan(config, job, (32, 32), 4, lambda _: seen).config
     assert (found.head_stages > 1, found.overlap) == (stages, stages)
 
 
 def test_a_length_said_goes_before_that_of_the_data():
-    assert _planned(seq_len=5000).choice.request.seq == 5024  # of which 2 x 16 ranks have equal parts
-    assert _planned().choice.request.seq == 65536
+    assert _planned(seq_len=5000).plan.request.seq == 5024  # of which 2 x 16 ranks have equal parts
+    assert _planned().plan.request.seq == 65536
 
 
 def test_a_length_without_a_model_is_refused():
@@ -102,9 +104,9 @@ def test_a_length_without_a_model_is_refused():
 
 def test_a_pack_is_planned_as_its_documents():
     pack = (1024,) * 64
-    choice = _planned(job=dataclasses.replace(JOB, documents=pack)).choice
+    choice = _planned(job=dataclasses.replace(JOB, documents=pack)).plan
     assert choice.request.documents == pack
-    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072).choice
+    said = _planned(job=dataclasses.replace(JOB, documents=pack), seq_len=131072).plan
     assert said.request.documents == ()
 
 
@@ -124,8 +126,8 @@ def test_sizes_keep_the_sequences_of_a_step(job, sizes):
     assert job.sizes(16) == sizes
     found = _planned(job=job)
     assert found.config.size in sizes
-    assert all(one.config.size in sizes for one in found.choice.ranked)
-    assert any("sequences cannot be" in why for _, why in found.choice.rejected)
+    assert all(one.config.size in sizes for one in found.plan.ranked)
+    assert any("sequences cannot be" in why for _, why in found.plan.rejected)
 
 
 def test_a_json_says_what_is_trained():
@@ -138,17 +140,17 @@ def test_a_json_says_what_is_trained():
 
 def test_a_machine_is_supposed_by_the_name_of_the_device():
     for device, name in (("NVIDIA H200", "h200-ib"), ("NVIDIA A100-SXM4-80GB", "a100-ib"), ("", DEFAULT)):
-        assert Machine.supposed(device, "bfloat16").name == name
+        assert Machine.guessed(device, "bfloat16").name == name
     known = Machine.load(DEFAULT)
-    supposed = Machine.supposed("", "float32")
+    guessed = Machine.guessed("", "float32")
     for way in ("forward", "backward"):
-        assert supposed.best_rate("float32", way) == known.best_rate("bfloat16", way)
+        assert guessed.best_rate("float32", way) == known.best_rate("bfloat16", way)
     with pytest.raises(ConfigError, match=r"bfloat16.*float32"):
         known.rated_dtype("float32")
 
 
 def test_a_machine_that_is_named_has_the_ranks_that_launch():
-    asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).choice.request
+    asked = _planned(machine="a100-ib", seen=lambda dtype: _seen(dtype, per_node=4)).plan.request
     assert (asked.machine.name, asked.machine.per_node) == ("a100-ib", 4)
     with pytest.raises(ConfigError, match=r"modest.*got 'a100'"):
         _planned(machine="a100")
@@ -157,8 +159,8 @@ def test_a_machine_that_is_named_has_the_ranks_that_launch():
 def test_too_little_memory_is_said_and_the_fastest_taken():
     """A machine may only be supposed: what is predicted not to fit may fit."""
     found = _planned(job=dataclasses.replace(JOB, seq=2**24))
-    line = line_of(found.choice)
-    needed = found.choice.best.memory.peak.total
+    line = line_of(found.plan)
+    needed = found.plan.best.memory.peak.total
     assert needed > _seen().usable
     assert missing(line, f"{needed / 2**30:.1f} GiB", f" {_seen().usable / 2**30:.1f}") == []
 
@@ -172,9 +174,9 @@ def test_memory_auto_spares_what_a_length_needs(seq, spared):
     found = _planned(world=8, seq_len=seq, memory="auto", size=8, ulysses=8)
     changed = {name for name in SPARED if getattr(found.config, name) != getattr(Config(), name)}
     assert changed - {"head_stages"} == set(spared)
-    assert found.choice.best.memory.peak.total <= _seen().usable
+    assert found.plan.best.memory.peak.total <= _seen().usable
     assert (found.config.memory, found.config.asks_for_plan) == ("auto", False)
-    line = line_of(found.choice)
+    line = line_of(found.plan)
     assert missing(line, *(spared or ("nothing that spares memory",)), f" of {_seen().usable / 2**30:.1f} GiB") == []
 
 
@@ -183,11 +185,11 @@ def test_memory_auto_leaves_what_is_said():
     found = _planned(world=8, seq_len=2**21, memory="auto", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert found.config.loss_tiles == "auto"
-    alone = planned(Config(size=8, memory="auto"), JOB, (32, 8), 8, _seen)  # asks for a plan by itself
-    assert alone.choice.request.seq == JOB.seq
+    alone = resolve_with_plan(Config(size=8, memory="auto"), JOB, (32, 8), 8, _seen)  # asks for a plan by itself
+    assert alone.plan.request.seq == JOB.seq
     for job, words in ((None, "numbers are known"), (dataclasses.replace(JOB, seq=None), "say seq_len too")):
         with pytest.raises(ConfigError, match=rf"memory plans for a .*{words}.*leave memory out"):
-            planned(Config(memory="auto"), job, (32, 8), 8, _seen)
+            resolve_with_plan(Config(memory="auto"), job, (32, 8), 8, _seen)
     everything = {"loss_tiles": 1, "mlp_tiles": 1, "offload_checkpoints": False, "keep_exchanged": "auto", **said}
     assert not Config(**everything, memory="auto").asks_for_plan
 
@@ -197,68 +199,26 @@ def test_where_nothing_fits_memory_auto_spares_all_that_it_may():
     its = found.config
     assert (its.loss_tiles, its.mlp_tiles, its.offload_checkpoints, its.keep_attention) == ("auto", "auto", True, False)
     assert its.head_stages > 1
-    assert missing(line_of(found.choice), "attention runs twice", " GiB a rank where the machine has ") == []
+    assert missing(line_of(found.plan), "attention runs twice", " GiB a rank where the machine has ") == []
     saving = _planned(world=8, seq_len=2**24, memory="auto", size=8, job=dataclasses.replace(JOB, checkpointing=False))
-    assert "gradient checkpointing would spare most" in line_of(saving.choice)
+    assert "gradient checkpointing would spare most" in line_of(saving.plan)
 
 
 def test_the_memory_that_ranks_see_is_the_machines():
     """A host of 2**34 bytes beside a smaller accelerator than the preset's."""
     hosts = [Host("a", "NVIDIA H100", (0,), 2**34, 2**33)] * 8
-    machine = parallel.seen("bfloat16", hosts)
+    machine = parallel.detected_machine("bfloat16", hosts)
     assert (machine.name, machine.memory, machine.host_memory) == ("h100-ib", 2**33, 2**34)
 
 
 def test_the_line_names_the_choice_and_the_runner_up():
-    choice = _planned(world=64).choice
+    choice = _planned(world=64).plan
     best, other = choice.ranked[:2]
     line = line_of(choice)
     assert missing(line, "sequence_parallel", "65536 tokens", "64 ranks of h100-ib", f"{best.seconds:.3g} s") == []
     assert missing(line, f"{other.candidate}, {other.seconds / best.seconds:.2f} times") == []
     assert 0 < line.index(f"{best.candidate}, ") < line.index(f"{other.candidate}, ")
     assert "\n" not in line
-
-
-def test_what_would_let_the_runner_up_win_does():
-    """The change that is named is the first of those tried with which it is faster, by closed forms of both."""
-    slow = dataclasses.replace(_seen(per_node=2), duplex=True)
-    request = request_of(Config(), dataclasses.replace(JOB, seq=32768), 32768, 8, slow)
-    for other in plan(request).ranked[1:]:
-        best = plan(request).best
-        words = auto.to_win(request, best, other)
-        tried = list(auto.changes(request))
-        enough = [said for said, changed in tried if _wins(request, changed, best, other)]
-        assert words == (enough[0] if enough else "")
-
-
-def _wins(request, changed, best, other):
-    def seconds(its, one):
-        found = auto.predict(its, one.candidate)
-        return float("inf") if isinstance(found, str) else found.seconds
-
-    if seconds(changed, best) == float("inf"):
-        return False
-    scale = {one: one.seconds / seconds(request, one) for one in (best, other)}
-    return seconds(changed, other) * scale[other] < seconds(changed, best) * scale[best]
-
-
-def test_changes_are_small_ones_first_and_real():
-    request = request_of(Config(), JOB, 65536, 16, _seen())
-    found = list(auto.changes(request))
-    (first, _), (second, _) = found[:2]
-    assert missing(first, "between", "2 times slower") == missing(second, "inside", "2 times slower") == []
-
-    def changed(*words):
-        (one,) = [it for said, it in found if not missing(said, *words)]
-        return one
-
-    machine = request.machine
-    assert changed("between", "4 times slower").machine.between.rate == machine.between.rate / 4
-    assert changed("inside", "8 times faster").machine.inside.rate == machine.inside.rate * 8
-    assert changed("sequences", " 2 times").seq == 131072
-    assert changed("sequences", "1/4").seq == 16384
-    one_node = dict(auto.changes(request_of(Config(), JOB, 65536, 8, _seen())))
-    assert not any("between" in words for words in one_node)
 
 
 def _host(name, cores=(0, 1), memory=2**34, device=""):
@@ -276,16 +236,20 @@ def test_ranks_a_node_are_those_that_share_a_host():
 
 def test_what_a_launcher_says_of_a_node_is_not_believed(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as accelerate sets it on CPUs
-    assert parallel.seen("float32", [own_host()] * 4).per_node == 4
+    assert parallel.detected_machine("float32", [own_host()] * 4).per_node == 4
 
 
 def test_processors_are_taken_as_they_are():
-    two = parallel.seen("float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)])
+    two = parallel.detected_machine(
+        "float32", [_host("a"), _host("a"), _host("b", memory=2**33), _host("b", memory=2**33)]
+    )
     assert (two.per_node, two.memory, two.host_memory) == (2, 2**32, 2**33)
-    alone = parallel.seen("float32", [_host("a", cores=tuple(range(8)))])
+    alone = parallel.detected_machine("float32", [_host("a", cores=tuple(range(8)))])
     for way in ("forward", "backward"):
         assert alone.best_rate("float32", way) == 8 * two.best_rate("float32", way)
-    apart = parallel.seen("float32", [_host("a", cores=(n,)) for n in range(4)])  # each bound to a core of its own
+    apart = parallel.detected_machine(
+        "float32", [_host("a", cores=(n,)) for n in range(4)]
+    )  # each bound to a core of its own
     assert apart.gemm == two.gemm
     assert "H100" not in two.about + two.name
-    assert parallel.seen("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"
+    assert parallel.detected_machine("bfloat16", [_host("a", device="NVIDIA H100")] * 8).name == "h100-ib"

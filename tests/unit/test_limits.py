@@ -16,10 +16,10 @@ from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.config import SequenceParallelConfig
 from ds_seqpar.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner import attended
+from ds_seqpar.planner import attention_memory
 from ds_seqpar.planner.machine import PRESETS, Machine
-from ds_seqpar.planner.plan import chosen
-from ds_seqpar.planner.request import Model, Request, Step
+from ds_seqpar.planner.plan import find_plan
+from ds_seqpar.planner.request import Model, Request, TrainingStep
 from tests.unit.commands import LLAMA, run
 
 MODEL = Model(
@@ -152,9 +152,9 @@ def _asked(world, **given):
 
 
 def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
-    every = chosen(_asked(8))
+    every = find_plan(_asked(8))
     monkeypatch.setattr(limits, "SHAPES", 10)
-    first = chosen(_asked(8))
+    first = find_plan(_asked(8))
     assert first.legal < every.legal
     assert any("more than 10 shapes" in why for _, why in first.rejected)
     assert all(one.candidate.plain and one.candidate.placement == "auto" for one in first.ranked)
@@ -162,12 +162,12 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
 
 def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):
     monkeypatch.setattr(limits, "FOLLOWED", 2)
-    found = chosen(_asked(64))
+    found = find_plan(_asked(64))
     assert {one.candidate.inner for one in found.ranked} <= {1, 2}
     assert max(one.candidate.size for one in found.ranked) <= 16  # of 8 heads
     assert ("more than 16 ranks", "at most 16,384 ranks share a sequence, and 2 run its schedule") in found.rejected
     monkeypatch.setattr(limits, "PLANNED", 4)
-    assert max(one.candidate.size for one in chosen(_asked(64)).ranked) <= 4
+    assert max(one.candidate.size for one in find_plan(_asked(64)).ranked) <= 4
     with pytest.raises(ConfigError, match="ulysses of a plan must be at most 256; got 512"):
         _asked(1024, given={"ulysses": 512})
     with pytest.raises(ConfigError, match="planned, must be at most 4; got 8"):
@@ -175,7 +175,7 @@ def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypa
 
 
 def test_the_order_of_overlap_is_planned_for_few_ranks():
-    found = chosen(_asked(64, given={"overlap": True, "size": 64, "ulysses": 1}))
+    found = find_plan(_asked(64, given={"overlap": True, "size": 64, "ulysses": 1}))
     assert not found.ranked
     assert any("overlap" in why for _, why in found.rejected)
 
@@ -234,8 +234,8 @@ def test_stages_and_the_most_heads_are_known_without_dealing_them():
 
 
 def _figures(config, tokens=256):
-    step = Step(model=MODEL, config=config, world=config.size, seq=tokens * config.size, zero=Zero(stage=3))
-    return attended.attention_figures(step)
+    step = TrainingStep(model=MODEL, config=config, world=config.size, seq=tokens * config.size, zero=Zero(stage=3))
+    return attention_memory.attention_figures(step)
 
 
 SHAPES = [{"schedule": "ring"}, {"schedule": "ring", "forward": "q", "backward": "q"}, {"schedule": "distflash"},
@@ -269,17 +269,17 @@ def test_a_long_way_round_takes_what_a_short_one_does(monkeypatch, settings, lay
         config = SequenceParallelConfig(size=each * turns, ulysses=1, layout=layout, **own).resolve(
             each * turns, (8, 2)
         )
-        assert attended.shortened(config).size < config.size
+        assert attention_memory.on_fewer_ranks(config).size < config.size
         short = _figures(config)
         with monkeypatch.context() as context:
-            context.setattr(attended, "shortened", lambda config: config)
+            context.setattr(attention_memory, "on_fewer_ranks", lambda config: config)
             assert _figures(config) == short
 
 
 def test_what_has_no_way_round_is_not_shortened():
     for size, settings in ((120, {"schedule": "triangle"}), (64, {"schedule": "attention2d"}), (64, {"overlap": True})):
         config = SequenceParallelConfig(size=size, ulysses=1, **settings).resolve(size, (8, 2))
-        assert attended.shortened(config) == config
+        assert attention_memory.on_fewer_ranks(config) == config
 
 
 def test_runs_of_one_step_cover_what_their_positions_do():

@@ -7,7 +7,7 @@ import pytest
 
 from ds_seqpar import models
 from ds_seqpar.cli.memory import SHADES
-from ds_seqpar.cli.numbers import PLAIN, counted, numbers_of
+from ds_seqpar.cli.numbers import PLAIN, numbers_of, plain_model
 from ds_seqpar.planner.footprint import PARTS
 from tests.unit.commands import LLAMA, assert_refused, run, with_options
 
@@ -54,7 +54,7 @@ def test_parameters_are_counted_on_the_model_itself(tmp_path, name):
 def test_plain_models_are_counted_from_their_config_as_on_the_model_itself(tmp_path, family, more):
     config = {**LLAMA, "head_dim": 8, **more, "model_type": family}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert counted(config) == models.numbers_of(str(tmp_path))
+    assert plain_model(config) == models.numbers_of(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_plain_models_are_counted_from_their_config_as_on_the_model_itself(tmp_p
     ids=str,
 )  # fmt: skip
 def test_what_is_odd_in_a_config_is_left_to_transformers(odd):
-    assert counted({**LLAMA, **odd}) is None
+    assert plain_model({**LLAMA, **odd}) is None
 
 
 def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):

@@ -119,7 +119,7 @@ def test_a_wheel_in_an_empty_environment(tmp_path):
     assert run(python, "-c", "import ds_seqpar; print(ds_seqpar.__file__)").startswith(str(own))
     for command in ([env / "bin" / "ds-seqpar"], [python, "-m", "ds_seqpar"]):
         assert "rank" in run(*command, "show", "--size", "2")
-    run(python, "-c", "from ds_seqpar.planner.machine import Machine; Machine.supposed('', 'bfloat16')")
+    run(python, "-c", "from ds_seqpar.planner.machine import Machine; Machine.guessed('', 'bfloat16')")
     for name in ("ds_configs", "examples"):
         carried = env / "share" / "ds_seqpar" / name
         files = [path.relative_to(ROOT / name) for path in (ROOT / name).rglob("*") if path.suffix != ".pyc"]

@@ -9,10 +9,10 @@ from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.program import Enter, Leave
 from ds_seqpar.compiler.shards import EvenShards
 from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.planner.calls import Call, followed, programs
-from ds_seqpar.planner.closed import closed
+from ds_seqpar.planner.attention_call import AttentionCall, programs, simulated_sequences
+from ds_seqpar.planner.call_costs import call_seconds, members_are_alike, simulate_call, simulated_ranks
+from ds_seqpar.planner.lower_bound import lower_bound
 from ds_seqpar.planner.machine import Machine, Wire
-from ds_seqpar.planner.prices import alike, call_seconds, followed_ranks, simulated
 
 RATE = 1e12  # flops/s of every product, so that seconds can be counted
 TABLE = ((1.0, RATE),)
@@ -32,11 +32,11 @@ WAYS = ("forward", "backward")
 def _call(size, seq=4096, heads=(4, 4, 64), mask=FULL, world=None, **settings):
     config = SequenceParallelConfig(size=size, **settings).resolve(world or size, heads[:2])
     shards = EvenShards(config.layout, seq, size // config.ulysses)
-    return Call(config=config, world=world or size, mask=mask, shards=shards, heads=heads)
+    return AttentionCall(config=config, world=world or size, mask=mask, shards=shards, heads=heads)
 
 
 def _seconds(machine, call, way="forward"):
-    return simulated(machine, call, way).seconds
+    return simulate_call(machine, call, way).seconds
 
 
 def _product(call, way="forward"):
@@ -103,15 +103,15 @@ def test_ulysses_exchanges_are_part_of_the_call():
     head = 2048 * 2 * 64 * 2  # bytes of a rank's tokens of the two heads that the other works on
     assert _seconds(PLAIN, call) == pytest.approx(4 * head / 1e9 + _product(call))
     assert _seconds(PLAIN, call, "backward") == pytest.approx(4 * head / 1e9 + _product(call, "backward"))
-    found = closed(PLAIN, call, "forward")
+    found = lower_bound(PLAIN, call, "forward")
     assert (found.inside, found.between) == (4 * head, 0)
 
 
 def test_more_sequences_are_followed_where_they_share_a_node():
     shared = dataclasses.replace(PLAIN, per_node=4, uplink=1e9)
-    assert followed(shared, _call(2, world=8, ulysses=1)) == 1
-    assert followed(shared, _call(6, seq=48 * 64, heads=(6, 6, 64), world=12, ulysses=1)) == 2
-    assert followed(PLAIN, _call(6, seq=48 * 64, heads=(6, 6, 64), world=12, ulysses=1)) == 1
+    assert simulated_sequences(shared, _call(2, world=8, ulysses=1)) == 1
+    assert simulated_sequences(shared, _call(6, seq=48 * 64, heads=(6, 6, 64), world=12, ulysses=1)) == 2
+    assert simulated_sequences(PLAIN, _call(6, seq=48 * 64, heads=(6, 6, 64), world=12, ulysses=1)) == 1
 
 
 def test_what_a_mask_hides_costs_nothing():
@@ -151,7 +151,7 @@ def test_the_closed_form_is_a_lower_bound_and_near(settings):
         machine = dataclasses.replace(machine, per_node=per_node)
         call = _call(8, seq=seq, heads=heads, mask=CAUSAL, **settings)
         for way in WAYS:
-            found = closed(machine, call, way)
+            found = lower_bound(machine, call, way)
             least = found.overlapped if call.config.overlap else found.seconds
             took = _seconds(machine, call, way)
             near = (0.4 if machine.duplex else 0.3) if seq > 4096 else 0.1  # short ones are latency, not added up
@@ -161,22 +161,22 @@ def test_the_closed_form_is_a_lower_bound_and_near(settings):
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_the_busiest_rank_receives_what_its_plan_says(settings):
     call = _call(8, mask=CAUSAL, heads=(16, 8, 64), **settings)
-    shape, members = call.shapes[call.first], call.members
+    shape, members = call.shapes[call.busiest_member], call.members
     for way in WAYS:
         plan = dataclasses.replace(call.recipe, overlap=False).plan(way, call.pattern, shape)
         tokens = call.shards.tokens("q", (0,))
         units = {kind: size * tokens for kind, size in shape.bytes_per_token(way).items()}
         own = call.shards.tokens("q", (0,)) // members * shape.head_dim * 2
         exchanged = (members - 1) * own * 2 * (shape.q_heads + shape.kv_heads)
-        ends = {plan.received(units)[call.places[rank][1]] for rank in (0, 1, 4, 7)}
-        assert closed(PLAIN, call, way).received == pytest.approx(max(ends) + exchanged)
+        ends = {plan.received(units)[call.coordinates[rank][1]] for rank in (0, 1, 4, 7)}
+        assert lower_bound(PLAIN, call, way).received == pytest.approx(max(ends) + exchanged)
 
 
 def test_placement_says_which_bytes_leave_the_node():
     call = _call(4, ulysses=2)
-    assert closed(PLAIN, call, "forward").between > 0
+    assert lower_bound(PLAIN, call, "forward").between > 0
     turned = _call(4, ulysses=2, placement="ring_intra")
-    found = closed(PLAIN, turned, "forward")
+    found = lower_bound(PLAIN, turned, "forward")
     kv = 2048 * 2 * 2 * 64 * 2
     assert found.inside == kv
     assert found.between == 4 * 1024 * 2 * 64 * 2
@@ -188,15 +188,15 @@ def test_one_member_stands_for_all_where_they_do_the_same(settings):
     for per_node in (2, 8):
         nodes = dataclasses.replace(machine, per_node=per_node)
         call = _call(8, seq=65536, heads=(16, 8, 128), mask=CAUSAL, **settings)
-        assert alike(nodes, call)
-        assert followed_ranks(nodes, call) == 8 // call.members
+        assert members_are_alike(nodes, call)
+        assert simulated_ranks(nodes, call) == 8 // call.members
         for way in WAYS:
             assert call_seconds(nodes, call, way) == pytest.approx(_seconds(nodes, call, way), rel=1e-9)
 
 
 def test_members_do_not_do_the_same_with_other_heads_or_on_other_nodes():
     machine = Machine.load("h100-ib")
-    assert not alike(machine, _call(4, heads=(6, 6, 64), ulysses=4))
-    assert not alike(Machine.load("modest"), _call(4, ulysses=2))
+    assert not members_are_alike(machine, _call(4, heads=(6, 6, 64), ulysses=4))
+    assert not members_are_alike(Machine.load("modest"), _call(4, ulysses=2))
     three = dataclasses.replace(machine, per_node=3)
-    assert not alike(three, _call(6, seq=48 * 64, ulysses=2))
+    assert not members_are_alike(three, _call(6, seq=48 * 64, ulysses=2))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar.errors import ConfigError
 from hf_integration.tiled_loss import Tiling
-from hf_integration.tiles import Sums, cuts, tiled, tiled_sum
+from hf_integration.tiles import GradientSums, tile_slices, tiled, tiled_sum
 from tests.live import Live
 
 WIDTH, INNER = 8, 48
@@ -70,7 +70,7 @@ def weighed(module):
 def test_a_sum_of_tiles():
     """Computed once: its gradients are taken in forward."""
     (plain, x), (mine, y) = ((mlp(), tokens(17, 2)) for _ in range(2))
-    loss = tiled_sum(weighed(mine), y, Sums(mine.parameters()), 5)
+    loss = tiled_sum(weighed(mine), y, GradientSums(mine.parameters()), 5)
     expected = weighed(plain)(x, slice(None))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
     (3 * loss).backward()
@@ -86,7 +86,7 @@ def test_a_sum_of_tiles():
 def test_a_sum_whose_gradients_are_not_taken_in_forward(dtype, gradient, calls):
     """fp16, as the loss's scale comes later, and where nobody wants any."""
     module, x = mlp(dtype), tokens(17, dtype=dtype)
-    sums = Sums(module.parameters())
+    sums = GradientSums(module.parameters())
     with torch.set_grad_enabled(gradient):
         loss = tiled_sum(weighed(module), x, sums, 5)
     assert module.calls == 5
@@ -108,7 +108,7 @@ def test_a_wide_head_adds_up_its_gradient_in_place(dtype, bias):
     mine = mine.to(dtype)
     plain, (x, y) = copy.deepcopy(mine).double(), (tokens(seq, dtype=dtype) for _ in range(2))
     weights = torch.rand(rows, dtype=torch.float64).to(dtype)
-    sums = Sums(mine.parameters())
+    sums = GradientSums(mine.parameters())
     with Live(y, weights, *mine.parameters()) as live:
 
         def compute(tile, cut):
@@ -129,7 +129,7 @@ def test_a_wide_head_adds_up_its_gradient_in_place(dtype, bias):
 @pytest.mark.parametrize(("tokens", "tiles"), [(5, 4), (4, 4), (3, 8), (100, 7), (1, 3), (0, 4), (10, 6)])
 def test_no_tile_is_empty(tokens, tiles):
     """deepspeed PR 8434: tiles of ceil(tokens / tiles) each end with an empty one (10 in 6: five of 2 and 0)."""
-    found = cuts(tokens, tiles)
+    found = tile_slices(tokens, tiles)
     sizes = [cut.stop - cut.start for cut in found]
     assert sum(sizes) == tokens
     assert [cut.start for cut in found[1:]] == [cut.stop for cut in found[:-1]]

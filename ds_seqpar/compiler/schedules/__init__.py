@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Iterable
 from types import ModuleType
 
-from ...errors import SECTION, ConfigError, choose
+from ...errors import SECTION, ConfigError, check_choice
 from .. import layout
 from .base import Schedule, Setting
 
@@ -36,14 +36,14 @@ def register(schedule: Schedule) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes back what `register` did. Raises ConfigError where there is none of this name."""
-    choose("a schedule that is removed", name, SCHEDULES)
+    """KernelSupport a schedule off again. Raises ConfigError where there is none of this name."""
+    check_choice("a schedule that is removed", name, SCHEDULES)
     layout.remove(*SCHEDULES.pop(name).own_layouts)
 
 
 def schedule(name: str) -> Schedule:
     """The schedule of this name, or "auto". Raises ConfigError, naming the nearest, where there is none."""
-    choose(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
+    check_choice(f"{SECTION}.schedule", name, ("auto", *SCHEDULES))
     return SCHEDULES[DEFAULT if name == "auto" else name]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ...compiler import cuts
 from ...compiler.cuts import KernelSupport
-from ...errors import ConfigError, KernelError, choose
+from ...errors import ConfigError, KernelError, check_choice
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, is_deterministic
 
@@ -29,8 +29,8 @@ def register(kernel: Kernel) -> None:
 
 
 def remove(name: str) -> None:
-    """Removes a kernel that was registered. Raises ConfigError where there is none of this name."""
-    choose("a kernel that is removed", name, KERNELS)
+    """KernelSupport a kernel off again. Raises ConfigError where there is none of this name."""
+    check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     cuts.KERNELS.remove(name)
     select.cache_clear()

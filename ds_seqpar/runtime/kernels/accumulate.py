@@ -246,8 +246,8 @@ def _result(x: Tensor, rows: Rows, upper: bool) -> Tensor:
 
 
 class Accumulating(Kernel, Protocol):
-    """A kernel that takes all tiles of a product, and adds to running results itself: `KernelSupport.tiles`. Its methods
-    are called in place of `forward` and `backward` below, with their arguments."""
+    """A kernel that takes all tiles of a product, and adds to running results itself: `KernelSupport.tiles`. Its
+    methods are called in place of `forward` and `backward` below, with their arguments."""
 
     def forward_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, into: Running

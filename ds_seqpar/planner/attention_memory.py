@@ -1,4 +1,5 @@
-"""What attention of a layer takes of a rank's memory: of all heads, or in stages with their projections. Torch-free."""
+"""The memory that a layer's attention takes on a rank: with all heads at once, or in stages of heads that include their
+projections. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,41 +14,41 @@ from ..compiler.schedules import schedule
 from ..compiler.shape import ITEMSIZE, shape_of
 from ..compiler.shards import EvenShards
 from ..config import SequenceParallelConfig
-from .calls import call_figures
-from .request import Step
+from .attention_call import call_figures
+from .request import TrainingStep
 
-TURNS = 16  # of a way round, from which on more of them (two at a time) do not change what attention takes of memory
+TURNS = 16  # steps round a ring: two more of them never change what attention takes of memory
 
 
-def stages_inside(step: Step) -> int:
-    """In how many stages a patched model projects, attends and feeds its output projection; 1: all heads at once."""
+def projecting_stages(step: TrainingStep) -> int:
+    """The number of head stages of a patched model whose projections run inside the stage; 1: all heads at once."""
     config, m = step.config, step.model
     if config.overlap or m.norms_heads:
         return 1
     if config.head_stages != "auto":
         return config.head_stages
     recipe = config.recipe(config.topology(step.world))
-    shards = EvenShards(config.layout, tokens_of(step) * config.size, recipe.size)
+    shards = EvenShards(config.layout, tokens_on_rank(step) * config.size, recipe.size)
     own = shape_of(config.travel_dtype, step.dtype, step.batch, (m.heads, m.kv_heads, m.head_dim))
     return fewest_stages(recipe, config.ulysses, config.travel_dtype, own, step.mask, shards)
 
 
-def tokens_of(step: Step) -> int:
-    """Of a sequence that a rank holds."""
+def tokens_on_rank(step: TrainingStep) -> int:
+    """The tokens of a sequence that a rank holds, padding included."""
     share = multiple(step.config.layout, step.config.size, step.config.ulysses)
     return math.ceil(step.seq / share) * share // step.config.size
 
 
-def away(step: Step) -> bool:
-    """Whether what attention gave a stage waits for its backward in host memory."""
+def is_offloaded(step: TrainingStep) -> bool:
+    """Whether checkpoints, and with them the attention results that they keep, wait for backward in host memory."""
     return step.config.offload_checkpoints and step.checkpointing
 
 
-def attention_figures(step: Step) -> Figures:
-    """What attention takes of the rank with the most. In stages: with their own q, k, v and gradient of out, which
-    nobody else has then."""
-    m, stages, tokens = step.model, stages_inside(step), tokens_of(step)
-    config = shortened(step.config) if step.mask.scale_free else step.config
+def attention_figures(step: TrainingStep) -> Figures:
+    """The memory of attention on the rank that needs most. With stages it includes q, k, v and the gradient of out of a
+    stage, which then exist in no other part of the layer."""
+    m, stages, tokens = step.model, projecting_stages(step), tokens_on_rank(step)
+    config = on_fewer_ranks(step.config) if step.mask.scale_free else step.config
     bare = dataclasses.replace(config, placement="auto", mlp_tiles=1, loss_tiles=1, offload_checkpoints=False)
     if stages == 1:
         heads = m.heads, m.kv_heads, m.head_dim
@@ -59,33 +60,36 @@ def attention_figures(step: Step) -> Figures:
     one = _attention(bare, tokens, step.mask, step.dtype, heads, step.batch, True)
     width = tokens * step.batch * m.head_dim * ITEMSIZE[step.dtype]
     q, own = heads[0] * width, (heads[0] + 2 * kv_heads) * width
-    others = one.saved if away(step) else (stages - 1) * one.saved  # one that is fetched ahead, or all
-    later = others
-    if step.checkpointing and not away(step) and not kept.operands:
-        # while the first stage is computed the gradient of the input is not there; then delta and lse replace out
+    # offloaded: the results of one stage, which is fetched ahead; else those of all other stages
+    other_stages = one.saved if is_offloaded(step) else (stages - 1) * one.saved
+    in_backward = other_stages
+    if step.checkpointing and not is_offloaded(step) and not kept.operands:
+        # before the first stage is through there is no gradient of the input yet; after it delta and lse replace out
         rows = 8 * heads[0] * tokens * step.batch
-        later = max((stages - 1) * rows, others - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype])
+        in_backward = max((stages - 1) * rows, other_stages - tokens * step.batch * m.hidden * ITEMSIZE[step.dtype])
     return Figures(
-        forward=own + one.forward + others,
+        forward=own + one.forward + other_stages,
         saved=stages * one.saved,
-        backward=own + q + one.backward + later,
+        backward=own + q + one.backward + in_backward,
         inputs=False,
     )
 
 
-def shortened(config: SequenceParallelConfig) -> SequenceParallelConfig:
-    """A configuration on fewer ranks whose attention takes as much memory of a rank, with as many tokens each; else the
-    same. The longest way round is shortened: on more than a few turns a rank never holds more at once. What is gathered
-    stays as it is, and whether turns are even."""
-    chosen, inner = schedule(config.schedule), config.size // config.ulysses
+def on_fewer_ranks(config: SequenceParallelConfig) -> SequenceParallelConfig:
+    """A configuration on fewer ranks whose attention takes as much memory on each, for as many tokens a rank; the
+    configuration itself where there is none.
+
+    The longest ring is shortened, since on a longer one a rank holds no more at once. Axes that are gathered over, and
+    whether the ring's length is even, stay as they are."""
+    inner_schedule, inner = schedule(config.schedule), config.size // config.ulysses
     axes = dict(config.inner_axes)
-    rings = [name for name in axes if name not in chosen.collective_axes]
+    rings = [name for name in axes if name not in inner_schedule.collective_axes]
     if config.overlap or not rings:
         return config
     longest = max(rings, key=lambda name: axes[name])
     turns = min(axes[longest], TURNS + axes[longest] % 2)
     inner, axes = inner // axes[longest] * turns, {**axes, longest: turns}
-    fitting = (own for own in chosen.shapes(inner) if dict(chosen.axes(inner, own)) == axes)
+    fitting = (own for own in inner_schedule.shapes(inner) if dict(inner_schedule.axes(inner, own)) == axes)
     own = next(fitting, None)
     if own is None:
         return config
@@ -97,14 +101,14 @@ def _attention(
     config: SequenceParallelConfig, tokens: int, mask: Mask, dtype: str, heads: tuple[int, int, int], batch: int,
     checkpointing: bool,
 ) -> Figures:  # fmt: skip
-    """Of the rank with the most of the first, the last and one between. tokens: of a rank. Kept, since the planner asks
-    for the same on other links and in other placements."""
+    """The memory of attention on the first, the middle or the last inner rank, whichever needs most. tokens: of a rank.
+    Cached, because candidates that differ only in their links or placement need the same."""
     inner = config.size // config.ulysses
-    found = [
+    figures = [
         call_figures(
             config, world=config.size, tokens=tokens, mask=mask, dtype=dtype, heads=heads, batch=batch, rank=rank,
             kept=config.keep_attention if checkpointing else None,
         )
         for rank in sorted({0, inner // 2, inner - 1})
     ]  # fmt: skip
-    return max(found, key=lambda one: (one.backward, one.forward))
+    return max(figures, key=lambda one: (one.backward, one.forward))

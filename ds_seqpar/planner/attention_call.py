@@ -1,4 +1,5 @@
-"""A call of attention of a configuration: its programs on all ranks, and how much memory they take. Torch-free."""
+"""One call of attention under a configuration: its programs on all ranks, and the memory that they take. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ from .machine import Machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
-    """Attention of one layer. config: resolved. heads: (query heads, key/value heads, head_dim) that it works on at
-    once, the model's or a stage's. shards: of the inner ranks. stages: of heads, all alike. kept: what backward finds
-    of forward, where there are other Ulysses members."""
+class AttentionCall:
+    """Attention of one layer.
+
+    config: without any "auto". shards: of the inner ranks. heads: (query heads, key/value heads, head_dim) that are
+    computed at once: the model's, or those of one stage. stages: how many stages there are, all of as many heads. kept:
+    what forward leaves for backward."""
 
     config: SequenceParallelConfig
     world: int
@@ -42,7 +45,7 @@ class Call:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether the exchanges of a stage are under way while another one computes."""
+        """Whether Ulysses' exchanges of one stage travel while another stage computes."""
         return self.config.overlap and self.stages > 1 and self.members > 1
 
     @functools.cached_property
@@ -59,7 +62,7 @@ class Call:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of each Ulysses member."""
+        """The shape of attention on each Ulysses member."""
         q_heads, kv_heads, dim = self.heads
         counts = [(q.stop - q.start, kv.stop - kv.start) for q, kv in heads_of_members(q_heads, kv_heads, self.members)]
         return tuple(shape_of(self.config.travel_dtype, self.dtype, self.batch, (*count, dim)) for count in counts)
@@ -69,27 +72,29 @@ class Call:
         return self.config.ulysses
 
     @functools.cached_property
-    def first(self) -> int:
-        """A member with the most heads: all choose what travels by it."""
+    def busiest_member(self) -> int:
+        """The first member with the most heads. All members choose what travels by its bytes."""
         return max(range(self.members), key=lambda m: (self.shapes[m].q_heads, self.shapes[m].kv_heads, -m))
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Of each rank that shares the first sequence, and then of those of the next ones: (member, inner rank)."""
-        top = self.topology
-        return tuple((top.index(r, "ulysses"), top.index(r, *top.inner_axes)) for r in range(self.config.size))
+    def coordinates(self) -> tuple[tuple[int, int], ...]:
+        """(Ulysses member, inner rank) of each rank that shares the first sequence; the next sequences repeat them."""
+        topology, ranks = self.topology, range(self.config.size)
+        return tuple((topology.index(r, "ulysses"), topology.index(r, *topology.inner_axes)) for r in ranks)
 
     @functools.cached_property
     def ranks(self) -> dict[tuple[int, int], int]:
-        """(member, inner rank) -> rank."""
-        return {place: rank for rank, place in enumerate(self.places)}
+        """(Ulysses member, inner rank) -> rank."""
+        return {coordinates: rank for rank, coordinates in enumerate(self.coordinates)}
 
-    def travels(self, direction: str) -> str:
-        return self.recipe.moving_side(direction, self.pattern, self.shapes[self.first].bytes_per_token(direction))
+    def moving_side(self, direction: str) -> str:
+        sizes = self.shapes[self.busiest_member].bytes_per_token(direction)
+        return self.recipe.moving_side(direction, self.pattern, sizes)
 
     def steps(self, direction: str) -> StepsOf:
-        """Those of any inner rank, without overlap. Raises ConfigError where the schedule cannot."""
-        return _steps(self.recipe.schedule, self.topology, self.pattern, direction, self.travels(direction))
+        """A function from an inner rank to its steps, without overlap. Raises ConfigError where the schedule has
+        none."""
+        return _steps(self.recipe.schedule, self.topology, self.pattern, direction, self.moving_side(direction))
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,64 +113,65 @@ def _pattern(mask: Mask, shards: Shards) -> Pattern:
 # ---- programs
 
 
-def followed(machine: Machine, call: Call) -> int:
-    """How many sequences are followed together: as many as fill nodes, where nodes' links are shared and a sequence
-    does not end with its node. Else one, as the others do the same at the same time."""
+def simulated_sequences(machine: Machine, call: AttentionCall) -> int:
+    """How many sequences must be simulated together. One is enough where all do the same at the same time. Where ranks
+    of two sequences share a node's uplink, it is as many as fill whole nodes."""
     size, per_node = call.config.size, machine.per_node
     if machine.uplink is None or size % per_node == 0 or per_node % size == 0:
         return 1
     return min(call.world // size, math.lcm(size, per_node) // size)
 
 
-def programs(machine: Machine, call: Call, direction: str) -> list[Program]:
-    """Those of all ranks that are followed, each with Ulysses' exchanges before and after: of all stages where they
-    hide one another's exchanges, else of one."""
-    return worldwide(machine, call, inner_programs(call, direction))
+def programs(machine: Machine, call: AttentionCall, direction: str) -> list[Program]:
+    """The programs of all simulated ranks, with Ulysses' exchanges: of all stages where these hide one another's
+    exchanges, else of one stage."""
+    return with_exchanges(machine, call, inner_programs(call, direction))
 
 
-def inner_programs(call: Call, direction: str) -> list[Program]:
-    """Of the first member's ranks, without exchanges."""
+def inner_programs(call: AttentionCall, direction: str) -> list[Program]:
+    """The programs of the first Ulysses member's ranks, without Ulysses' exchanges."""
     shape, schedule, size = call.shapes[0], call.recipe.schedule, call.recipe.size
     if call.recipe.overlap:
-        every = list(call.recipe.plan(direction, call.pattern, call.shapes[call.first]).ranks)
+        steps_of_ranks = list(call.recipe.plan(direction, call.pattern, call.shapes[call.busiest_member]).ranks)
     else:
-        every = [call.steps(direction)(rank) for rank in range(size)]
+        steps_of_ranks = [call.steps(direction)(rank) for rank in range(size)]
     exact = shape.travel == shape.wide
     return [
         lower(schedule.name, direction, rank, size, tuple(steps), exact, schedule.parts)
-        for rank, steps in enumerate(every)
+        for rank, steps in enumerate(steps_of_ranks)
     ]
 
 
-def worldwide(machine: Machine, call: Call, inner: Sequence[Program]) -> list[Program]:
-    """inner: of the inner ranks."""
-    size, found, stages = call.config.size, [], call.stages if call.hides_exchanges else 1
-    for rank in range(followed(machine, call) * size):
-        member, place = call.places[rank % size]
+def with_exchanges(machine: Machine, call: AttentionCall, inner: Sequence[Program]) -> list[Program]:
+    """The programs of all simulated ranks, given those of the inner ranks without Ulysses' exchanges."""
+    size, stages = call.config.size, call.stages if call.hides_exchanges else 1
+    of_all_ranks = []
+    for rank in range(simulated_sequences(machine, call) * size):
+        member, inner_rank = call.coordinates[rank % size]
         base = rank - rank % size
 
-        def at(peer: int, member: int = member, base: int = base) -> int:
+        def world_rank(peer: int, member: int = member, base: int = base) -> int:
             return base + call.ranks[member, peer]
 
-        group = tuple(base + call.ranks[m, place] for m in range(call.members))
-        found.append(
-            renumbered(
-                call_program([inner[place]] * stages, call.members, True, call.kept, overlap=stages > 1),
-                rank, at, group,
-            )
-        )  # fmt: skip
-    return found
+        group = tuple(base + call.ranks[m, inner_rank] for m in range(call.members))
+        program = call_program([inner[inner_rank]] * stages, call.members, True, call.kept, overlap=stages > 1)
+        of_all_ranks.append(with_world_ranks(program, rank, world_rank, group))
+    return of_all_ranks
 
 
-def renumbered(program: Program, rank: int, at: Callable[[int], int], group: tuple[int, ...]) -> Program:
-    """With ranks of the world in place of inner ones. group: Ulysses' members."""
+def with_world_ranks(program: Program, rank: int, world_rank: Callable[[int], int], group: tuple[int, ...]) -> Program:
+    """The program with ranks of the world in place of inner ranks. rank: whose program it is. world_rank: of an inner
+    rank. group: the ranks of its Ulysses group."""
     code: list[Instruction] = []
     for one in program.code:
         if isinstance(one, Post):
-            sends, receives = (tuple(t._replace(peer=at(t.peer)) for t in ts) for ts in (one.sends, one.receives))
+            sends, receives = (
+                tuple(transfer._replace(peer=world_rank(transfer.peer)) for transfer in transfers)
+                for transfers in (one.sends, one.receives)
+            )
             code.append(one._replace(sends=sends, receives=receives))
         elif isinstance(one, GatherStart | ScatterStart | Assemble):
-            ranks = tuple(map(at, one.collective.ranks))
+            ranks = tuple(map(world_rank, one.collective.ranks))
             code.append(one._replace(collective=dataclasses.replace(one.collective, ranks=ranks)))
         elif isinstance(one, ExchangeStart):
             code.append(one._replace(ranks=group))
@@ -176,8 +182,8 @@ def renumbered(program: Program, rank: int, at: Callable[[int], int], group: tup
 
 # ---- memory
 
-# kept, since settings that spare memory, stages of heads too, leave the inner programs as they are
-compiler_of = functools.lru_cache(maxsize=256)(Compiler)
+# cached, since memory settings, head stages included, leave the inner programs as they are
+cached_compiler = functools.lru_cache(maxsize=256)(Compiler)
 
 
 def call_figures(
@@ -195,11 +201,12 @@ def call_figures(
     early: int = 0,
     kept: bool | None = None,
 ) -> Figures:
-    """What a resolved configuration's attention over `tokens` of a rank takes.
+    """The memory of a layer's attention on one rank, with `tokens` tokens a rank.
 
-    heads: (query heads, key/value heads, head_dim) of the model. rank: the inner one. member: of Ulysses, None for one
-    with the most heads. support: of the kernel. early: as `Comm.early`, which is 0 but over gloo. kept: whether the
-    checkpoint around it keeps what backward needs, None where there is no checkpoint.
+    config: without any "auto". heads: (query heads, key/value heads, head_dim) of the model. rank: the inner rank.
+    member: of the Ulysses group; None: one with the most heads. support: of the kernel. early: as
+    `Comm.early`, which is 0 except over gloo. kept: whether the checkpoint around attention keeps its results; None:
+    there is no checkpoint.
     """
     recipe = config.recipe(Topology(axes=config.inner_axes))  # where ranks lie changes no program
     shards = EvenShards(config.layout, tokens * config.size, recipe.size)
@@ -211,10 +218,10 @@ def call_figures(
     if member is None:
         member = busiest_member(q_heads, kv_heads, config.ulysses)
     leaves = config.kept(count, kept is not None, bool(kept))
-    compiler, members = compiler_of(recipe, rank, early), Members(config.ulysses, member)
+    compiler, members = cached_compiler(recipe, rank, early), Members(config.ulysses, member)
 
     def bound(direction: str) -> BoundProgram:
-        more = count, leaves if config.ulysses > 1 else SaveChoice()
-        return compiler.bound_call(direction, mask, shards, own, members, support, *more)
+        kept_for_backward = leaves if config.ulysses > 1 else SaveChoice()
+        return compiler.bound_call(direction, mask, shards, own, members, support, count, kept_for_backward)
 
     return figures(bound("forward"), bound("backward"), leaves)

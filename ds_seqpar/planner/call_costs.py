@@ -1,0 +1,341 @@
+"""What a call of attention costs on a machine: the seconds of its programs' instructions and transfers, and those of
+the whole call, which the simulator finds. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..compiler.actions import Key, Unit
+from ..compiler.compile import side_of
+from ..compiler.exchange import PER_ROW, SIDE, call_program
+from ..compiler.program import (
+    OWN,
+    Assemble,
+    Enter,
+    ExchangeStart,
+    Export,
+    Finish,
+    Fold,
+    GatherStart,
+    HeadExchange,
+    Instruction,
+    Leave,
+    Merge,
+    Pack,
+    PackHeads,
+    Post,
+    Product,
+    Program,
+    ScatterStart,
+    UnpackHeads,
+    Wait,
+)
+from ..compiler.shape import ITEMSIZE
+from ..compiler.shards import EvenShards, tokens_of
+from ..compiler.simulate import CollectiveTimes, Start, TransferTime, simulate
+from ..compiler.tiles import tiles
+from ..compiler.timeline import Timeline
+from .attention_call import AttentionCall, inner_programs, programs, simulated_sequences, with_world_ranks
+from .machine import Machine, Wire
+
+# a link as one of its users sees it: direction, kind, and rank or node: ("out", "net", rank), ("in", "uplink", node)
+LinkEnd = tuple[str, str, int]
+
+
+class MachineCosts:
+    """The seconds of a call's programs on a machine, as the simulator asks for them (`simulate.Prices`).
+
+    Ranks are those of the first sequence, and of the next ones where several are simulated. A gather sends blocks round
+    the ring of its members. A reduce-scatter and Ulysses' exchange send straight from each member to each."""
+
+    def __init__(self, machine: Machine, call: AttentionCall, direction: str, programs: Iterable[Program] = ()) -> None:
+        self.machine, self.call, self.direction = machine, call, direction
+        self.sizes = [shape.bytes_per_token(direction) for shape in call.shapes]
+        # caches of `product_seconds`, `carried` and `member_seconds`
+        self.products: dict[tuple, tuple[float, int]] = {}
+        self.transfers: dict[tuple, TransferTime] = {}
+        self.collectives: dict[tuple, tuple[float, ...]] = {}
+        # (rank, product) whose result is added to an earlier one
+        self.added = {(program.rank, product) for program in programs for product in _adding_products(program)}
+
+    # ---- work of a rank
+
+    def busy_time(self, rank: int, instruction: Instruction) -> float:
+        if isinstance(instruction, Wait | Enter | Leave):
+            return 0.0
+        return self.with_host(*self.work(rank, instruction))
+
+    def with_host(self, device: float, calls: int) -> float:
+        """Seconds of `device` seconds of work that the host starts by `calls` calls."""
+        host = self.machine.instruction * calls
+        return max(device, host) if self.machine.ahead else device + host
+
+    def work(self, rank: int, instruction: Instruction) -> tuple[float, int]:
+        """(seconds of the device, calls by which the host starts them)."""
+        member, inner = self.coordinates_of(rank)
+        if isinstance(instruction, Product):
+            seconds, calls = self.product_seconds(member, instruction.q, instruction.kv)
+            if (rank, instruction) in self.added:
+                seconds += sum(self.copy_seconds(3, member, unit, wide=True) for unit, _ in instruction.results)
+            return seconds, calls
+        return self.copies(member, inner, instruction) + self.machine.stolen * self.bytes_through(rank, instruction), 1
+
+    def bytes_through(self, rank: int, one: Instruction) -> float:
+        """Bytes that an instruction has the rank send and receive, where these slow its work down; else 0."""
+        if not self.machine.stolen:
+            return 0.0
+        if isinstance(one, Post):
+            ends = [(rank, t.unit) for t in one.sends] + [(t.peer, t.unit) for t in one.receives]
+            return sum(self.unit_bytes(self.coordinates_of(src)[0], unit) for src, unit in ends)
+        if isinstance(one, Start):
+            return sum(size for src, dst, size in self.transfers_of(one) if rank in (src, dst))
+        return 0.0
+
+    def copies(self, member: int, inner: int, one: Instruction) -> float:
+        """Seconds in which an instruction reads and writes memory."""
+        if isinstance(one, PackHeads | UnpackHeads):
+            return self.pack_seconds(member, inner, one)
+        if isinstance(one, Pack):
+            return self.copy_seconds(2, member, one.unit)
+        if isinstance(one, Assemble):
+            return self.copy_seconds(2, member, (one.collective.kind, one.collective.blocks))
+        if isinstance(one, Export) and one.own != one.into:
+            return self.copy_seconds(2, member, one.unit)
+        if isinstance(one, Merge) and one.own != OWN:
+            return self.copy_seconds(3, member, one.unit, wide=True)
+        if isinstance(one, Fold):
+            return self.copy_seconds(one.parts + 2, member, one.unit, wide=True)
+        if isinstance(one, Finish):
+            return sum(self.copy_seconds(1, member, unit, wide=True) for unit, _ in one.results)
+        return 0.0
+
+    def pack_seconds(self, member: int, inner: int, one: PackHeads | UnpackHeads) -> float:
+        """Seconds of packing for an exchange, or of unpacking. A single tensor that goes outward is not packed."""
+        exchange, others = one.exchange, range(self.call.members)
+        if isinstance(one, PackHeads) and not exchange.inward and len(exchange.fields) == 1:
+            return 0.0
+        ends = [(member, other) if isinstance(one, PackHeads) else (other, member) for other in others]
+        return 2 * sum(self.exchanged_bytes(exchange, inner, *end) for end in ends) / self.machine.memory_rate
+
+    def copy_seconds(self, times: int, member: int, unit: Unit, wide: bool = False) -> float:
+        """Seconds of reading or writing a unit `times` times. wide: in the dtype of sums, not in that of messages."""
+        size = self.unit_bytes(member, unit)
+        if wide:
+            shape = self.call.shapes[member]
+            fields = shape.fields(self.direction, unit[0], shape.wide)
+            per_token = shape.batch * sum(field.elements * field.itemsize for field in fields)
+            size = per_token * self.call.shards.tokens(side_of(unit[0]), unit[1])
+        return times * size / self.machine.memory_rate
+
+    def product_seconds(self, member: int, q: Key, kv: Key) -> tuple[float, int]:
+        """(seconds, kernel calls) of the product of some blocks of q with some of kv."""
+        shape = self.call.shapes[member]
+        key = shape.q_heads, self._tiling_key(q, kv)
+        if key not in self.products:
+            shards = self.call.shards
+            kernel_calls = tiles(shards.runs("q", q), shards.runs("kv", kv), self.call.mask)
+            seconds = functools.partial(self.machine.tile_seconds, self.call.dtype, self.direction)
+            total = sum(seconds(tile, shape.q_heads, shape.head_dim, shape.batch) for tile in kernel_calls)
+            self.products[key] = total, len(kernel_calls)
+        return self.products[key]
+
+    def _tiling_key(self, q: Key, kv: Key) -> tuple:
+        """Equal for products that have equal tiles. Under a mask of order alone, and with runs of one length, it is the
+        order in which the runs start."""
+        shards = self.call.shards
+        if self.call.mask.full and shards.even:
+            return len(q), len(kv)
+        if not (self.call.mask.scale_free and isinstance(shards, EvenShards)):
+            return q, kv
+        starts = [[run.start for run in shards.runs(side, key)] for side, key in (("q", q), ("kv", kv))]
+        order = {start: number for number, start in enumerate(sorted({*starts[0], *starts[1]}))}
+        return tuple(tuple(order[start] for start in of_side) for of_side in starts)
+
+    # ---- transfers
+
+    def coordinates_of(self, rank: int) -> tuple[int, int]:
+        """(Ulysses member, inner rank)."""
+        return self.call.coordinates[rank % self.call.config.size]
+
+    def unit_bytes(self, member: int, unit: Unit) -> float:
+        return self.sizes[member][unit[0]] * self.call.shards.tokens(side_of(unit[0]), unit[1])
+
+    def exchanged_bytes(self, exchange: HeadExchange, inner: int, src: int, dst: int) -> float:
+        """Bytes that one Ulysses member sends to another. Inward it sends the receiver's heads, outward its own."""
+        shape = self.call.shapes[dst if exchange.inward else src]
+        heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
+        tokens = tokens_of(self.call.shards, "q", inner) / self.call.members
+        each = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+        return tokens * heads * shape.batch * each
+
+    def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:
+        member = self.coordinates_of(src)[0]
+        key = src, dst, self.unit_bytes(member, unit)
+        if key not in self.transfers:
+            busy = dict(self.link_seconds(src, dst, key[2]))
+            seconds = self.machine.wire(src, dst).latency + max(busy.values())
+            self.transfers[key] = TransferTime(tuple(busy.items()), seconds)
+        return self.transfers[key]
+
+    def link_seconds(self, src: int, dst: int, size: float) -> Iterator[tuple[LinkEnd, float]]:
+        """(link, seconds) for each link that a message of `size` bytes takes. A link that carries one way at a time has
+        one name for both directions."""
+        machine, ways = self.machine, ("out", "in") if self.machine.duplex else ("link", "link")
+        in_node = machine.node(src) == machine.node(dst)
+        wire: Wire = machine.inside if in_node else machine.between
+        for way, rank in zip(ways, (src, dst), strict=True):
+            yield (way, "node" if in_node else "net", rank), size / wire.rate
+        if not in_node and machine.uplink:
+            for way, rank in zip(ways, (src, dst), strict=True):
+                yield (way, "uplink", machine.node(rank)), size / machine.uplink
+
+    def member_seconds(self, start: Start) -> tuple[float, ...]:
+        """Seconds of each member of a collective. Cached for groups that are spread alike over nodes, where all blocks
+        have one length."""
+        ranks = start.ranks
+        if not self.call.shards.even:
+            return self.collective_times(start).seconds
+        nodes = tuple(self.machine.node(rank) - self.machine.node(ranks[0]) for rank in ranks)
+        members = tuple(self.coordinates_of(rank)[0] for rank in ranks)
+        if isinstance(start, ExchangeStart):
+            what: tuple = start.exchange
+        else:
+            what = start.collective.kind, len(start.collective.parts[0])
+        key = type(start), what, nodes, members
+        if key not in self.collectives:
+            self.collectives[key] = self.collective_times(start).seconds
+        return self.collectives[key]
+
+    def collective_times(self, start: Start) -> CollectiveTimes:
+        ranks = start.ranks
+        busy: dict[LinkEnd, float] = defaultdict(float)
+        for src, dst, size in self.transfers_of(start):
+            for link, seconds in self.link_seconds(src, dst, size):
+                busy[link] += seconds
+        wires = [self.machine.wire(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        rounds = len(ranks) - 1 if isinstance(start, GatherStart) else 1
+        latency = rounds * max(wire.latency for wire in wires)
+        if isinstance(start, GatherStart):  # a ring goes at the pace of its slowest link
+            longest = max(busy.values(), default=0.0)
+            return CollectiveTimes(tuple(busy.items()), (latency + longest,) * len(ranks))
+        times = []
+        for rank in ranks:
+            own = ("node", rank), ("net", rank), ("uplink", self.machine.node(rank))
+            times.append(latency + max(seconds for (_, *link), seconds in busy.items() if tuple(link) in own))
+        return CollectiveTimes(tuple(busy.items()), tuple(times))
+
+    def transfers_of(self, start: Start, rank: int | None = None) -> Iterator[tuple[int, int, float]]:
+        """(source, destination, bytes) of each message of a collective. rank: where members send straight to each
+        other, only the messages from and to this one."""
+        ranks = start.ranks
+        if isinstance(start, GatherStart):
+            parts = zip(ranks, start.collective.parts, strict=True)
+            sizes = [self.unit_bytes(self.coordinates_of(src)[0], (start.collective.kind, part)) for src, part in parts]
+            for index, (dst, own) in enumerate(zip(ranks, sizes, strict=True)):
+                yield ranks[index - 1], dst, sum(sizes) - own
+            return
+        others = [other for other in ranks if other != rank]
+        ends = (
+            itertools.permutations(ranks, 2)
+            if rank is None
+            else [*((rank, x) for x in others), *((x, rank) for x in others)]
+        )
+        for src, dst in ends:
+            yield src, dst, self.collective_bytes(start, src, dst)
+
+    def collective_bytes(self, start: ScatterStart | ExchangeStart, src: int, dst: int) -> float:
+        """Bytes of the message from one member of a reduce-scatter or an exchange to another."""
+        (sender, inner), (receiver, _) = self.coordinates_of(src), self.coordinates_of(dst)
+        if isinstance(start, ExchangeStart):
+            return self.exchanged_bytes(start.exchange, inner, sender, receiver)
+        return self.unit_bytes(sender, (start.collective.kind, start.collective.part(dst)))
+
+
+def _adding_products(program: Program) -> Iterator[Product]:
+    """The products of a program whose results are added to those of earlier products."""
+    computed: set[Unit] = set()
+    for one in program.code:
+        if isinstance(one, Product):
+            units = {unit for unit, _ in one.results}
+            if units & computed:
+                yield one
+            computed |= units
+
+
+# ---- seconds of a call
+
+
+def simulate_call(machine: Machine, call: AttentionCall, direction: str) -> Timeline:
+    """The time line of all ranks that must be simulated together."""
+    of_all_ranks = programs(machine, call, direction)
+    return simulate(of_all_ranks, MachineCosts(machine, call, direction, of_all_ranks))
+
+
+def call_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
+    """Seconds of a call, simulated: on one Ulysses member's ranks where all members do the same at the same time."""
+    if call.hides_exchanges:
+        return simulate_call(machine, call, direction).seconds
+    return call.stages * _stage_seconds(machine, call, direction)
+
+
+def _stage_seconds(machine: Machine, call: AttentionCall, direction: str) -> float:
+    if not members_are_alike(machine, call):
+        return simulate_call(machine, call, direction).seconds
+    inner, ranks = inner_programs(call, direction), [call.ranks[0, i] for i in range(call.recipe.size)]
+    numbered = (dataclasses.replace(program, rank=ranks[i]) for i, program in enumerate(inner))
+    costs = MachineCosts(machine, call, direction, numbered)
+    return _exchange_seconds(costs, call, inner[0]) + simulate(inner, _CostsOfRanks(costs, ranks)).seconds
+
+
+def simulated_ranks(machine: Machine, call: AttentionCall) -> int:
+    """How many ranks `call_seconds` simulates."""
+    one = members_are_alike(machine, call) and not call.hides_exchanges
+    return call.recipe.size if one else simulated_sequences(machine, call) * call.config.size
+
+
+def members_are_alike(machine: Machine, call: AttentionCall) -> bool:
+    """Whether all Ulysses members have equally many heads, share no links, and are spread alike over nodes."""
+    if machine.uplink is not None or len(set(call.shapes)) > 1 or not call.shards.even:
+        return False
+    along = [[call.ranks[member, i] for i in range(call.recipe.size)] for member in range(call.members)]
+    across = zip(*along, strict=True)
+    return all(len({_pattern(machine, ranks) for ranks in groups}) == 1 for groups in (along, across))
+
+
+def _pattern(machine: Machine, ranks: Sequence[int]) -> tuple[int, ...]:
+    """For each rank the index of the first one in its node: equal for groups that are spread alike over nodes."""
+    nodes = [machine.node(rank) for rank in ranks]
+    return tuple(map(nodes.index, nodes))
+
+
+def _exchange_seconds(costs: MachineCosts, call: AttentionCall, program: Program) -> float:
+    """Seconds of Ulysses' exchanges around a call, with their packing, on the first rank of the sequence."""
+    group = tuple(call.ranks[member, 0] for member in range(call.members))
+    empty = dataclasses.replace(program, code=(), frees=(), slots=(), words=())
+    exchanges = call_program([empty], call.members, True, call.kept)
+    code = with_world_ranks(exchanges, group[0], lambda inner: inner, group).code
+    waited = sum(costs.member_seconds(one)[0] for one in code if isinstance(one, ExchangeStart))
+    return waited + sum(costs.busy_time(group[0], one) for one in code)
+
+
+class _CostsOfRanks:
+    """The costs of some ranks, which the simulator numbers from 0."""
+
+    def __init__(self, costs: MachineCosts, ranks: Sequence[int]) -> None:
+        self.costs, self.ranks = costs, ranks
+
+    def busy_time(self, rank: int, instruction: Instruction) -> float:
+        return self.costs.busy_time(self.ranks[rank], instruction)
+
+    def transfer_time(self, src: int, dst: int, unit: Unit) -> TransferTime:
+        return self.costs.transfer_time(self.ranks[src], self.ranks[dst], unit)
+
+    def collective_times(self, start: Start) -> CollectiveTimes:
+        assert not isinstance(start, ExchangeStart)  # the ranks of one Ulysses member exchange nothing
+        ranks = tuple(self.ranks[rank] for rank in start.ranks)
+        collective = dataclasses.replace(start.collective, ranks=ranks)
+        return self.costs.collective_times(start._replace(collective=collective))
