@@ -21,8 +21,8 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import agree, gathered, ranks_in_words
 from ds_seqpar.runtime.telling import told_once
 
-LAST = "last"
-WORDS: dict[str, str | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
+LAST = True  # no text: a folder may have any name
+WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run
     agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
     if asked is None:
         return None
-    if asked != LAST:
+    if isinstance(asked, str):
         return _resumed(group, asked, run, {})
     everyones = gathered(group, ("the checkpoints of the output folder", _steps(output)))
     passed_over: dict[str, str] = {}
@@ -95,7 +95,7 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run
     )
 
 
-def meant(given: object) -> str | None:
+def meant(given: object) -> str | bool | None:
     """A folder, LAST, or None to begin anew. A word that is also a folder means the folder. Raises ConfigError."""
     if isinstance(given, bool) or given is None:
         return LAST if given else None

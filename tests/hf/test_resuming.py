@@ -106,13 +106,15 @@ def test_stages_with_the_same_files_and_a_missing_random_state(tmp_path):
 def test_what_is_meant_by_a_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given in (True, "True", "true", "last"):
-        assert meant(given) == LAST
+        assert meant(given) is LAST
     for given in (None, False, "False", "", "None"):
         assert meant(given) is None
     assert meant(tmp_path) == str(tmp_path)
     assert meant("run/checkpoint-3") == "run/checkpoint-3"
-    os.mkdir("True")
-    assert meant("True") == "True"
+    for name in ("True", "last"):
+        os.mkdir(name)
+        assert meant(name) == name
+        assert meant(name) is not LAST
     with pytest.raises(ConfigError, match="got 3"):
         meant(3)
 
