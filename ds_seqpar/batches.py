@@ -179,10 +179,16 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     """How many tokens each document of a whole batch has, without padding; a row is one document unless the batch says
-    otherwise. Raises InputError where the batch cannot be sharded."""
-    labels = labels_of({"labels": batch.get("input_ids"), **batch})
-    rows, seq = labels.shape
-    mask = _checked_mask(batch.get("attention_mask"), labels)
+    otherwise. The batch has input_ids or inputs_embeds, and needs no labels. Raises InputError where its documents or
+    its padding cannot be read."""
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        raise InputError(
+            f"a batch needs input_ids (batch, seq) or inputs_embeds (batch, seq, hidden); got {describe(tokens)}, "
+            "give one of them"
+        )
+    rows, seq = tokens.shape[:2]
+    mask = _checked_mask(batch.get("attention_mask"), tokens[:, :, 0] if tokens.dim() > 2 else tokens)
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
 
