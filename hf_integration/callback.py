@@ -40,10 +40,10 @@ def peak(device: torch.device, half: bool) -> float | None:
 class Flops:
     """Of the training steps of a patched model.
 
-    For each weight and token a matrix takes two in forward, two for its own gradient where it is trained, and two for
-    its input's gradient where that hangs on a trained parameter. An expert's matrix meets the tokens that go to it.
-    Attention takes its gradients where q, k or v has one. In the lowest layer with a trained parameter, norms count as
-    parts before its matrices.
+    For each weight and token a matrix takes two in forward, and two for its own gradient where it is trained. It takes
+    two more for its input's gradient, where that input hangs on a trained parameter. An expert's matrix meets the
+    tokens that go to it. Attention takes all its gradients where q, k or v has one. Every norm counts as a part before
+    the matrices of its layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
