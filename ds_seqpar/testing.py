@@ -133,7 +133,7 @@ def attention(
     """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
     what every inner rank holds, in place of the configured layout; then k and v may have another length than q.
     softcap, sinks: as `SequenceParallel.attention` takes them. compilers: a dict, empty at first, that keeps what one
-    call compiled for the next one.
+    call compiled for the next one. Kernel "auto" goes by the built-in order: no file that `machine` names is read.
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """
