@@ -42,8 +42,8 @@ def shard_window(
     window: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as
     input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them. Documents
     are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, `seq_idx`.
-    Values that are not tensors pass through. causal: whether attention is. steps: G, where it is known. device: where
-    this rank's tensors go; None leaves each where it is.
+    Values that are not tensors, and tensors of no dimension, pass through. causal: whether attention is. steps: G,
+    where it is known. device: where this rank's tensors go; None leaves each where it is.
 
     Returns for each batch a dict:
     - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
@@ -130,9 +130,9 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A whole batch that can be sharded. tensors: those (B, S, ...), without mask, positions and documents. ends: bool
-    (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU; None: no padding.
-    placement: None where the configured layout says everything."""
+    """A whole batch that can be sharded. tensors: those (B, S, ...) or 0-dim, without mask, positions and documents.
+    ends: bool (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU; None: no
+    padding. placement: None where the configured layout says everything."""
 
     tensors: dict[str, Any]
     ends: Tensor
@@ -146,7 +146,7 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     rows, seq = labels.shape
     rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in rest.items():
-        if isinstance(value, Tensor) and value.shape[:2] != labels.shape:
+        if isinstance(value, Tensor) and value.dim() and value.shape[:2] != labels.shape:
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
@@ -252,7 +252,8 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
 def _shard(sp: Sharding, batch: Checked) -> dict[str, Any]:
     placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
     whole = {**batch.tensors, "shift_labels": _shifted(batch)}
-    sharded = {name: sp.shard(x, 1, placement) if isinstance(x, Tensor) else x for name, x in whole.items()}
+    parts = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim()}
+    sharded = {name: sp.shard(x, 1, placement) if name in parts else x for name, x in whole.items()}
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:
         positions = positions.expand(rows, -1)
