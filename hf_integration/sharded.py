@@ -161,7 +161,10 @@ def misused(given: Mapping[str, Any]) -> str:
 def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
     """What is wrong whatever the tensors hold, as a sentence."""
     if unshifted:
-        return f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
+        return (
+            "a batch with this rank's position_ids, or with some that do not count through its tokens from 0, looks "
+            f"sharded: it needs shift_labels; got no shift_labels, {HOW}"
+        )
     if said := misused(given):
         return said
     labels, tokens = given.get("shift_labels"), tokens_of(given)
