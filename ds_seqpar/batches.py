@@ -43,8 +43,8 @@ def shard_window(
     window: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as
     input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them. Documents
     are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, `seq_idx`.
-    Values that are not tensors pass through. causal: whether attention is. steps: G, where it is known. device: where
-    this rank's tensors go; None leaves each where it is.
+    Values that are not tensors, and tensors of no dimension, pass through. causal: whether attention is. steps: G,
+    where it is known. device: where this rank's tensors go; None leaves each where it is.
 
     Returns for each batch a dict:
     - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
@@ -131,10 +131,17 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+<<<<<<< .merge_file_T7cbBz
 class CheckedBatch:
     """A whole batch that was checked. tensors: all (B, S, ...) except mask, positions and documents. ends: bool (B, S),
     whether a token is the last of its document or row. mask: bool (B, S) on the CPU, False for padding; None: no
     padding. placement: None where the configured layout is enough."""
+=======
+class Checked:
+    """A whole batch that can be sharded. tensors: those (B, S, ...) or 0-dim, without mask, positions and documents.
+    ends: bool (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU; None: no
+    padding. placement: None where the configured layout says everything."""
+>>>>>>> .merge_file_9mdEEZ
 
     tensors: dict[str, Any]
     ends: Tensor
@@ -146,9 +153,15 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     """Checks a whole batch. Communicates nothing. Raises InputError where it cannot be sharded."""
     labels = labels_of(batch)
     rows, seq = labels.shape
+<<<<<<< .merge_file_T7cbBz
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
         if isinstance(value, Tensor) and value.shape[:2] != labels.shape:
+=======
+    rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
+    for name, value in rest.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape[:2] != labels.shape:
+>>>>>>> .merge_file_9mdEEZ
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
@@ -176,10 +189,16 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
 
 def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     """How many tokens each document of a whole batch has, without padding; a row is one document unless the batch says
-    otherwise. Raises InputError where the batch cannot be sharded."""
-    labels = labels_of({"labels": batch.get("input_ids"), **batch})
-    rows, seq = labels.shape
-    mask = _checked_mask(batch.get("attention_mask"), labels)
+    otherwise. The batch has input_ids or inputs_embeds, and needs no labels. Raises InputError where its documents or
+    its padding cannot be read."""
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        raise InputError(
+            f"a batch needs input_ids (batch, seq) or inputs_embeds (batch, seq, hidden); got {describe(tokens)}, "
+            "give one of them"
+        )
+    rows, seq = tokens.shape[:2]
+    mask = _checked_mask(batch.get("attention_mask"), tokens[:, :, 0] if tokens.dim() > 2 else tokens)
     documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
     return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
 
@@ -243,7 +262,8 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
 def _shard(sp: Sharding, batch: CheckedBatch) -> dict[str, Any]:
     placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
     whole = {**batch.tensors, "shift_labels": _shifted(batch)}
-    sharded = {name: sp.shard(x, 1, placement) if isinstance(x, Tensor) else x for name, x in whole.items()}
+    parts = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim()}
+    sharded = {name: sp.shard(x, 1, placement) if name in parts else x for name, x in whole.items()}
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:
         positions = positions.expand(rows, -1)

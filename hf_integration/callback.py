@@ -7,6 +7,7 @@ checkpoints or kernels compute again does not count.
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 import sys
@@ -23,8 +24,14 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import lengths_of
 from ds_seqpar.errors import InputError
 
+<<<<<<< .merge_file_6aF8eN
 from .families import unwrapped, windows
 from .job import elements, model_sizes
+=======
+from .families import attentions, heads, unwrapped, windows
+from .job import elements
+from .slices import INWARD, OUTWARD
+>>>>>>> .merge_file_ct17Ah
 
 # name of a device -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
 PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
@@ -36,6 +43,7 @@ def peak(device: torch.device, half: bool) -> float | None:
     return next((rate for pattern, rate in PEAKS.items() if re.search(pattern, name)), None)
 
 
+<<<<<<< .merge_file_6aF8eN
 class FlopCounter:
     """Counts the flops of a patched model's training steps. For each weight and token a matrix product takes two flops
     in forward, and two for the input's gradient. It takes two more for the weight's gradient, unless that is frozen."""
@@ -47,13 +55,72 @@ class FlopCounter:
         all_trained = len(trained) == len([*model.parameters()])
         self.flops_of_token = 6 * weights if all_trained else 4 * weights + 6 * sum(map(elements, trained))
         self.flops_of_pair = 12 * numbers.heads * numbers.head_dim
+=======
+class Flops:
+    """Of the training steps of a patched model.
+
+    For each weight and token a matrix takes two in forward, and two for its own gradient where it is trained. It takes
+    two more for its input's gradient, where that input hangs on a trained parameter. An expert's matrix meets the
+    tokens that go to it. Attention takes all its gradients where q, k or v has one. Every norm counts as a part before
+    the matrices of its layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = unwrapped(model)
+        # peft leaves a module that it trains a copy of in place
+        parameters = [x for x in base.named_parameters(remove_duplicate=False) if "original_module" not in x[0]]
+        lowest = min((_place(name) for name, x in parameters if x.requires_grad), default=(math.inf, math.inf))
+        if hasattr(base, "_require_grads_hook"):  # of transformers' enable_input_require_grads
+            lowest = (-math.inf,)
+        self.each_token = sum(
+            _weights(base, name, x) * (2 + 2 * x.requires_grad + 2 * (_place(name) > lowest)) for name, x in parameters
+        )
+        self.windows, modules = windows(base), attentions(base)
+        # forward has two products for each pair, backward four
+        passes = 2 * heads(base)[0]
+        self.each_pair = [
+            passes * module.head_dim * (6 if lowest < (module.layer_idx, OUTWARD_PART) else 2) for module in modules
+        ]
+>>>>>>> .merge_file_ct17Ah
 
     def of_documents(self, lengths: Sequence[int]) -> float:
         """The flops of training on documents of these lengths, in tokens."""
         from ds_seqpar.planner.request import visible_pairs
 
+<<<<<<< .merge_file_6aF8eN
         pairs = sum(visible_pairs(lengths, window) for window in self.windows)
         return self.flops_of_token * sum(lengths) + self.flops_of_pair * pairs
+=======
+        pairs = sum(each * pairs_of(lengths, window) for each, window in zip(self.each_pair, self.windows, strict=True))
+        return self.each_token * sum(lengths) + pairs
+
+
+# parts of a layer in the order in which a forward comes to them; a norm is part 0
+PARTS = ({*INWARD, "lm_head"}, {OUTWARD}, {"mlp"}, {"down_proj"})
+OUTWARD_PART = 2
+
+
+def _place(name: str) -> tuple[float, ...]:
+    """When a forward uses a parameter: its layer, part of the layer, and part of an adapter. Equal ones read the same
+    input."""
+    if "embed" in name:
+        return (-1,)
+    layer, parts = re.search(r"\blayers\.(\d+)\.", name), set(name.split("."))
+    part = max((number for number, names in enumerate(PARTS, 1) if names & parts), default=0)
+    return (int(layer[1]) if layer else math.inf, part, "lora_B" in parts)
+
+
+def _weights(model: nn.Module, name: str, parameter: nn.Parameter) -> float:
+    """The weights of a matrix that a token meets; 0 for what is no matrix, or read by index."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3, which leaves nothing in a parameter
+    if len(shape) < 2 or "embed" in name or name.endswith("bias"):
+        return 0
+    module = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features  # a quantised parameter has fewer elements
+    experts = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
+    return elements(parameter) * experts
+>>>>>>> .merge_file_ct17Ah
 
 
 class SequenceParallelCallback(TrainerCallback):

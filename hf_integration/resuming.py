@@ -21,8 +21,8 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime.agreement import agree, gathered, ranks_in_words
 from ds_seqpar.runtime.exits import printed_once
 
-LAST = "last"
-WORDS: dict[str, str | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
+LAST = True  # no text: a folder may have any name
+WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,15 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
     agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
     if wanted is None:
         return None
+<<<<<<< .merge_file_dKibCU
     if wanted != LAST:
         return _folder_if_whole(group, wanted, run, {})
     steps_of_ranks = gathered(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
+=======
+    if isinstance(asked, str):
+        return _resumed(group, asked, run, {})
+    everyones = gathered(group, ("the checkpoints of the output folder", _steps(output)))
+>>>>>>> .merge_file_4kQ3Dn
     passed_over: dict[str, str] = {}
     for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
         folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -97,9 +103,14 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
     )
 
 
+<<<<<<< .merge_file_dKibCU
 def parse_resume_argument(given: object) -> str | None:
     """The meaning of `resume_from_checkpoint`: a folder, LAST, or None to begin anew. A word such as "last" that is
     also a folder means the folder. Raises ConfigError for any other type."""
+=======
+def meant(given: object) -> str | bool | None:
+    """A folder, LAST, or None to begin anew. A word that is also a folder means the folder. Raises ConfigError."""
+>>>>>>> .merge_file_4kQ3Dn
     if isinstance(given, bool) or given is None:
         return LAST if given else None
     if not isinstance(given, str | os.PathLike):

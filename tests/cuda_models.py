@@ -330,7 +330,7 @@ def _of_cudnn(causal, *tensors):
     _check(q, (q, k, v, *more), multiple=8)
     rows, columns = q.shape[1], k.shape[1]
     assert q.shape[3] <= 128
-    assert columns > 1
+    assert min(rows, columns) > 1
     sees = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return q, k, v, sees.tril() if causal else sees, *more
 

@@ -20,10 +20,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Place = tuple[int, int]  # Ulysses' member, inner rank
 
 
-def bytes_between(spec: Spec, args: argparse.Namespace) -> tuple[list[int], list[int]]:
+def bytes_between(
+    spec: Spec, args: argparse.Namespace, config: SequenceParallelConfig | None = None
+) -> tuple[list[int], list[int]]:
     """Out of and into every node, forward and backward. args: seq, heads, kv_heads, head_dim, dtype, causal, world,
-    nodes, ranks_per_node. Ranks are numbered node after node. Raises ConfigError where the settings do not fit."""
-    messages = _deepspeed(args) if spec.peer else _ours(spec, args)
+    nodes, ranks_per_node. Ranks are numbered node after node. config: of ours, where something else has resolved it.
+    Raises ConfigError where the settings do not fit."""
+    messages = _deepspeed(args) if spec.peer else _ours(config or _resolved(spec, args), args)
     out, into = [0] * args.nodes, [0] * args.nodes
     for source, target, size in messages:
         if (a := source // args.ranks_per_node) != (b := target // args.ranks_per_node):
@@ -39,9 +42,12 @@ def _deepspeed(args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
     return ((a, b, size) for a, b in itertools.permutations(range(args.world), 2))
 
 
-def _ours(spec: Spec, args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
+def _resolved(spec: Spec, args: argparse.Namespace) -> SequenceParallelConfig:
     config = SequenceParallelConfig.from_dict({"size": args.world, **spec.section})
-    config = config.resolve(args.world, (args.heads, args.kv_heads))
+    return config.resolve(args.world, (args.heads, args.kv_heads))
+
+
+def _ours(config: SequenceParallelConfig, args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
     if (stages := config.head_stages) == "auto":
         raise ValueError('the bytes of head_stages "auto" are known to the run only; got it, give a number')
     topology, inner = config.topology(args.world), args.world // config.ulysses

@@ -31,8 +31,10 @@ from benchmarks.cluster import ranks as on_ranks
 from benchmarks.cluster.plan import bytes_between
 from benchmarks.contenders import Spec
 from benchmarks.memory import ranks as made
+from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench, model_options
 from benchmarks.turns import order
+from ds_seqpar.errors import SeqParError
 from tests.launch import PRELOAD, RankFailure
 
 DEFAULT = ["u2/ring", "ring", "u8", "deepspeed"]
@@ -79,10 +81,10 @@ def alone(spec: Spec, args: argparse.Namespace) -> Kind:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each contender, in the order given: seconds and bytes by rate, ZeRO's bytes and the plan's. Only `name`
-    and `cannot` where a peer cannot run. Raises RankFailure where one of ours failed, SystemExit where losses
-    differ."""
+    and `cannot` where a peer cannot run, or where settings do not fit. Raises RankFailure where one of ours failed,
+    SystemExit where losses differ."""
     bench = Bench(args)
-    rows = [{"name": spec.name, "seconds": {rate: [] for rate in args.link}, "plan": planned(spec, args)}
+    rows = [{"name": spec.name, "seconds": {rate: [] for rate in args.link}, **planned(spec, bench, args)}
             for spec in args.contenders]  # fmt: skip
     zero: dict[str | None, dict[str, list[int]]] = {}  # whose -> bytes of a step
     with net.Network(args.nodes, args.link[0]) as network:
@@ -132,12 +134,16 @@ def build(model: made.Model, kind: str, options: dict[str, Any], seq: int) -> No
     on_ranks.STEPS[:] = [made.made(model, kind, options, seq)]
 
 
-def planned(spec: Spec, args: argparse.Namespace) -> float:
-    """Bytes of the busiest node in its busier direction, of the attention of all layers, each once forward and once
-    backward."""
+def planned(spec: Spec, bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    """As `plan`, bytes of the busiest node in its busier direction, of the attention of all layers, each once forward
+    and once backward. `cannot`: why there are none."""
     dtype = "bf16" if args.bf16 else "fp32"
-    given = {**vars(args), "head_dim": args.hidden // args.heads, "dtype": dtype, "causal": True}
-    return args.layers * max(map(max, bytes_between(spec, argparse.Namespace(**given))))
+    given = argparse.Namespace(**vars(args), head_dim=args.hidden // args.heads, dtype=dtype, causal=True)
+    try:
+        config = None if spec.peer else step_of(bench.model, kind_of(spec, args)[1], args.seq, args.world).config
+        return {"plan": args.layers * max(map(max, bytes_between(spec, given, config)))}
+    except (SeqParError, ValueError) as reason:
+        return {"cannot": str(reason)}
 
 
 def title(args: argparse.Namespace, rate: str) -> str:

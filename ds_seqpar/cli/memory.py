@@ -48,12 +48,18 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seq-len", required=True, metavar="N", help="tokens of the whole sequence")
     parser.add_argument("--ranks", required=True, metavar="P", help="ranks of the job")
-    add_options(parser, f"say also what a node needs and which length fits: {', '.join(presets())}")
+    machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
+    add_options(parser, machine, "sizes are in bytes")
     parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
 
 
+<<<<<<< .merge_file_dKznLM
 def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
     """Adds the options that `memory` and `plan` share. machine: the help of --machine."""
+=======
+def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
+    """Adds those that `memory` and `plan` share. machine: what --machine is, and its presets. units: of --json."""
+>>>>>>> .merge_file_32peJr
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
     parser.add_argument(
@@ -63,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
     parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
     parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
     parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
-    parser.add_argument("--json", action="store_true", help="print JSON; times are in seconds, sizes in bytes")
+    parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
 
 
 def run(args: argparse.Namespace) -> None:

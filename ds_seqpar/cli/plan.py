@@ -39,7 +39,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
     parser.add_argument("--window", metavar="N", help="tokens of the attention's window")
-    add_options(parser, f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}")
+    machine = f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}"
+    add_options(parser, machine, "times are in seconds, sizes in bytes")
     parser.add_argument("--png", metavar="FILE", help="also draw the best one's attention of a layer over time")
     parser.add_argument("--perfetto", metavar="FILE", help="also write it for ui.perfetto.dev")
 

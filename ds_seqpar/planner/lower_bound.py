@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..compiler.actions import ACCUMULATORS, Collective, Compute, Gather, Move, ReduceScatter, Step, Unit
+from ..compiler.exchange import exchanges
 from ..compiler.plan import StepsOf
 from ..compiler.program import OWN, ExchangeStart, GatherStart, HeadExchange, ScatterStart
 from ..compiler.simulate import Start

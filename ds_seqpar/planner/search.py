@@ -243,7 +243,7 @@ def _prediction(
     return Prediction(
         candidate=candidate,
         config=config,
-        travels=(call.travels("forward"), call.travels("backward")),
+        travels=(call.moving_side("forward"), call.moving_side("backward")),
         spared=dict(spared),
         figures=figures,
         forward=bounds[0],

@@ -143,8 +143,8 @@ def offload_seconds(step: TrainingStep, machine: Machine, kept: Figures | None, 
     on_host = own - states(step.model, zero, step.world, size).elements_on_device
     checkpoint = lent = 0
     if config.offload_checkpoints and step.checkpointing:
-        checkpoint = rows * step.model.hidden * size + (kept.kept if kept and config.keep_attention else 0)
-        lent = kept.kept if kept and projecting_stages(step) > 1 else 0  # offloaded when a layer is computed again
+        checkpoint = rows * step.model.hidden * size + (kept.saved if kept and config.keep_attention else 0)
+        lent = kept.saved if kept and projecting_stages(step) > 1 else 0  # offloaded when a layer is computed again
     fetched = own * size / layers if zero.parameters_away else 0.0
     # stage 3 copies gradients as they come, and once more in fp32
     gradients = (MASTER * on_host + (size * own if zero.stage == 3 else 0)) / layers if zero.optimiser_away else 0.0

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from benchmarks.cluster import attention, net, ranks, training
+from benchmarks.memory.peers import Bench
 from tests import launch
+from tests.dist.ranks import is_one_sentence
 
 needs_network = pytest.mark.skipif(net.refusal() is not None, reason=str(net.refusal()))
 
@@ -53,6 +55,22 @@ def test_training_steps_over_links(per_node, ours, links):
     # a checkpoint of DeepSpeed's sends twice in forward what ours sends once
     assert training.attention(rows[1]) == pytest.approx(1.5 * rows[1]["plan"], rel=0.1)
     assert f"| {ours} |" in training.table(rows, args, "1gbit")
+
+
+def test_what_is_planned_of_training_steps():
+    """The planner chooses u4 here; what cannot run is said in a sentence below the table, as of other benchmarks."""
+    names = ["u4", "auto+checkpointing=false", "u2+checkpointing=false", "u2+head_stages=auto", "u2+foo=1", "u16"]
+    args = training.arguments(["--nodes", "1", "--ranks-per-node", "4", "--seq", "512", "--", *names])
+    args.nodes, args.ranks_per_node = 4, 1  # nothing is started
+    bench = Bench(args)
+    u4, auto, u2, *refused = (training.planned(spec, bench, args) for spec in args.contenders)
+    assert auto == u4
+    assert u2["plan"] > u4["plan"] > 0
+    for found, word in zip(refused, ("head_stages", "'foo'", "divide"), strict=True):
+        assert is_one_sentence(found["cannot"])
+        assert word in found["cannot"]
+    rows = [{"name": name, **found} for name, found in zip(names[3:], refused, strict=True)]
+    assert training.table(rows, args, "1gbit").endswith(f"u16: {refused[-1]['cannot']}")
 
 
 @needs_network

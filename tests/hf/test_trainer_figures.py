@@ -10,9 +10,17 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
+<<<<<<< .merge_file_QOPHK5
 from hf_integration import SequenceParallelCallback
 from hf_integration.callback import FlopCounter
 from tests.hf.llama import llama
+=======
+from ds_seqpar.batches import lengths_of
+from hf_integration import SequenceParallelCallback, SequenceParallelTrainer
+from hf_integration.callback import Flops
+from tests.hf.families import FAMILIES, model_of
+from tests.hf.llama import llama, small, with_lora
+>>>>>>> .merge_file_VT2bn8
 from tests.hf.trainers import documents, make
 from tests.launch import on_trainer_ranks as on_ranks
 
@@ -132,14 +140,61 @@ def test_states_of_a_whole_and_a_resumed_run_are_the_same(tmp_path):
         assert not set(shape).intersection(steps[1])
 
 
+class Loud(SequenceParallelTrainer):
+    """Whose loss needs no labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).logits.float().logsumexp(-1).mean()
+
+
+def ids_alone(examples):
+    """Some data sets have int32 ids, and some collators an entry for labels that nobody has."""
+    return {"input_ids": torch.stack([x["input_ids"] for x in examples]).int(), "labels": None}
+
+
+def speeds(folder):
+    """Tokens a second as they are logged of two steps."""
+    hears, examples = Hears(), [{"input_ids": torch.arange(LENGTH)}] * 8
+    parts = {"callbacks": [hears], "train_dataset": examples, "eval_dataset": None, "data_collator": ids_alone}
+    make(folder, 2, {"size": 2}, parts=parts, kind=Loud, max_steps=2).train()
+    return [entry["tokens_per_second"] for entry in hears.logs if "loss" in entry]
+
+
+def test_tokens_count_without_labels(tmp_path):
+    for found in on_ranks(2, speeds, tmp_path):
+        assert len(found) == 2
+        assert min(found) > 0
+
+
+IDS = torch.arange(12).view(2, 6)
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [
+        ({"input_ids": IDS, "labels": IDS}, (6, 6)),
+        ({"input_ids": IDS.int()}, (6, 6)),
+        ({"input_ids": IDS, "labels": None, "attention_mask": PADDED}, (4, 5)),
+        ({"input_ids": IDS, "labels": torch.zeros(2), "attention_mask": PADDED.float()}, (4, 5)),
+        ({"inputs_embeds": torch.zeros(2, 6, 8), "attention_mask": PADDED.bool()}, (4, 5)),
+        ({"input_ids": IDS.int(), "position_ids": torch.arange(6) % 4}, (4, 2, 4, 2)),
+    ],
+)
+def test_lengths_are_those_of_what_is_trained_on(batch, lengths):
+    """Labels are no measure: a class's own loss may have any, or none."""
+    assert lengths_of(batch) == lengths
+
+
 LENGTH, PEAK = 40, 1e9
 
 
 def utilised(folder):
-    """What a run of two ranks reports whose devices are said to do PEAK flops/s, and the flops of a document."""
+    """What a run of two ranks reports whose devices are said to do PEAK flops/s, and the flops of a document. ZeRO-3
+    leaves nothing in the parameters that are counted."""
     hears, examples = Hears(), [{"input_ids": torch.arange(LENGTH), "labels": torch.arange(LENGTH)}] * 8
     parts = {"callbacks": [hears], "train_dataset": examples}
-    trainer = make(folder, 2, {"size": 2}, parts=parts, max_steps=2, report_to="tensorboard" if BOARD else "none")
+    trainer = make(folder, 2, {"size": 2}, 3, parts=parts, max_steps=2, report_to="tensorboard" if BOARD else "none")
     (figures,) = (x for x in trainer.callback_handler.callbacks if isinstance(x, SequenceParallelCallback))
     figures.peak = PEAK
     trainer.train()
@@ -150,6 +205,7 @@ def utilised(folder):
 def test_utilisation_is_flops_over_the_peak_of_all_ranks(tmp_path):
     """TensorBoard is told of it too."""
     for logs, flops in on_ranks(2, utilised, tmp_path):
+        assert flops == Flops(small()).of((LENGTH,))
         steps = [entry for entry in logs if "loss" in entry]
         assert len(steps) == 2
         for entry in steps:
@@ -159,13 +215,77 @@ def test_utilisation_is_flops_over_the_peak_of_all_ranks(tmp_path):
         assert {"train/mfu", "train/tokens_per_second", "train/loss"} <= scalars(tmp_path)
 
 
-def test_flops_are_those_that_torch_counts():
+def lora(*targets, **changes):
+    return with_lora(llama(attn_implementation="eager"), *targets, **changes)
+
+
+def partly(*frozen, **changes):
+    """A model in which the parameters of these names are frozen."""
+    model = llama(attn_implementation="eager", **changes)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in frozen))
+    return model
+
+
+def adapters_of_checkpoints():
+    """Whose embeddings are given a gradient, as torch's reentrant checkpoints need it."""
+    model = lora("q_proj", "v_proj")
+    model.enable_input_require_grads()
+    return model
+
+
+def experts(family):
+    """Computed one by one: torch does not count grouped products."""
+    model = model_of(family)
+    model.set_experts_implementation("eager")
+    return model
+
+
+TRAINED = {
+    **{family: lambda family=family: model_of(family) for family in FAMILIES},
+    **{family: lambda family=family: experts(family) for family in ("gpt_oss", "qwen3_moe")},
+    "tied": lambda: partly(tie_word_embeddings=True),
+    "frozen embedding": lambda: partly("embed_tokens"),
+    "frozen head": lambda: partly("lm_head"),
+    "frozen MLPs": lambda: partly("mlp"),
+    "frozen lower half": lambda: partly("embed_tokens", "layers.0.", "layers.1.", num_hidden_layers=4),
+    "head alone": lambda: partly("model."),
+    "LoRA of attention": lambda: lora("q_proj", "k_proj", "v_proj"),
+    "LoRA behind attention": lambda: lora("o_proj", "down_proj"),
+    "LoRA and its head": lambda: lora("q_proj", "up_proj", modules_to_save=["embed_tokens", "lm_head"]),
+    "LoRA with checkpoints": adapters_of_checkpoints,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRAINED)
+def test_flops_are_those_that_torch_counts(name):
     """torch counts every pair of an attention, visible or not."""
-    model = llama(attn_implementation="eager")
+    model = TRAINED[name]().train()
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
     flops = FlopCounter(model)
     # transformers 5.18 makes RoPE's angles by a product of matrices, which torch counts too
+<<<<<<< .merge_file_QOPHK5
     expected = flops.flops_of_token * LENGTH + flops.flops_of_pair * 2 * LENGTH**2
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)
     assert flops.of_documents((LENGTH,)) == flops.flops_of_token * LENGTH + flops.flops_of_pair * LENGTH * (LENGTH + 1)
+=======
+    expected = flops.each_token * LENGTH + sum(flops.each_pair) * LENGTH**2
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)
+
+
+def test_flops_of_attention_are_those_of_visible_pairs():
+    flops, pairs = Flops(llama()), LENGTH * (LENGTH + 1) // 2
+    assert flops.of((LENGTH, LENGTH)) == 2 * (flops.each_token * LENGTH + sum(flops.each_pair) * pairs)
+
+
+def test_flops_of_packed_weights_are_those_of_whole_ones():
+    """bitsandbytes keeps two weights in a byte, as one column."""
+    whole, packed = (lora("q_proj", "v_proj") for _ in range(2))
+    for module in packed.modules():
+        if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
+            halves = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = torch.nn.Parameter(halves, requires_grad=False)
+    assert Flops(packed).of((LENGTH,)) == Flops(whole).of((LENGTH,))
+>>>>>>> .merge_file_VT2bn8

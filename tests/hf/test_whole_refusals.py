@@ -67,6 +67,10 @@ WRONG = {
         lambda sp: {"input_ids": ids()[:, :8], "position_ids": sp.position_ids(16)[None].flip(1)},
         ["looks sharded", "those of other tokens"],
     ),
+    "whole ones with positions that begin at 5": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "position_ids": torch.arange(5, 21)[None]},
+        ["do not count through its tokens from 0", "no shift_labels", "or a whole batch"],
+    ),
     "a cache": (lambda sp: {"input_ids": ids(), "labels": ids(), "use_cache": True}, ["no kv cache", "use_cache"]),
     "full attention": (lambda sp: {"input_ids": ids(), "is_causal": False}, ["is_causal=False"]),
     "some logits and a loss": (

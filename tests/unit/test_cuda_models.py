@@ -103,6 +103,20 @@ def test_cudnns_backward_is_given_the_lse_in_its_forwards_shape(trailing, monkey
     assert _error("cudnn_model", MASKS["documents"]) < 1e-10
 
 
+@pytest.mark.parametrize(("rows", "columns", "calls"), [(1, 6, 0), (6, 1, 0), (1, 1, 0), (2, 6, 1), (6, 2, 1)])
+def test_cudnn_is_not_given_blocks_of_one_row_or_one_key(rows, columns, calls):
+    """The reference computes those."""
+    q, do = (x[:, :rows] for x in tensors(2, 6, (4, 2), 8)[::3])
+    k, v = (x[:, :columns] for x in tensors(2, 6, (4, 2), 8)[1:3])
+    launches.clear()
+    (cudnn, plain), given = (KERNELS["cudnn_model"], KERNELS["reference"]), (False, 8**-0.5)
+    found, wanted = (kernel.forward(q, k, v, *given) for kernel in (cudnn, plain))
+    found += cudnn.backward(do, q, k, v, *found, *given)
+    wanted += plain.backward(do, q, k, v, *wanted, *given)
+    assert max(errors(found, wanted)) < 1e-12
+    assert (launches["forward"], launches["backward"]) == (calls, calls)
+
+
 def test_cudnn_is_not_for_runs_that_must_repeat_exactly():
     spec = BlockSpec("cuda", torch.bfloat16, 4, 2, 64)
     assert KERNELS["cudnn"].reasons(spec) == []

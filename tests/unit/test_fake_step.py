@@ -136,6 +136,30 @@ def test_a_measurement_on_this_gpu_chooses_the_kernel():
         assert missing(refused, "bfloat16 64 causal", "rank 0: ", "('cudnn', 'cuda_flash'); rank 1") == []
 
 
+def told_of_another_gpu():
+    """What is on stderr where a machine's file has an order of kernels for another device alone; for this one."""
+    from ds_seqpar.planner.machine import presets
+
+    told = []
+    with tempfile.TemporaryDirectory() as folder:  # each rank's own
+        os.chdir(folder)
+        for device in ("NVIDIA Other", "NVIDIA Stand-in"):
+            content = {**presets()["h100-ib"], "kernels": {device: {"bfloat16 64 causal": ["cuda_flash"]}}}
+            Path("machine.json").write_text(json.dumps(content))
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                settings = {"size": 2, "ulysses": 1, "schedule": "ring", "machine": "machine.json"}
+                SequenceParallel(SequenceParallelConfig(**settings)).close()
+            told.append([line for line in said.getvalue().splitlines() if "order" in line])
+    return told
+
+
+def test_rank_0_says_that_no_order_of_kernels_is_for_its_device():
+    ((line,), none), others = on_stand_in((2, 2, told_of_another_gpu))[0]
+    assert missing(line, "machine.json", "NVIDIA Other", "NVIDIA Stand-in", "built-in order") == []
+    assert none == []
+    assert others == [[], []]
+
+
 def test_every_rank_takes_its_own_device():
     none, one, two, eight, own, few = on_stand_in(
         (0, 2, chosen), (1, 1, chosen), (2, 2, chosen), (8, 8, chosen),

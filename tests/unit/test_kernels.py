@@ -117,3 +117,10 @@ def test_cudnn_is_refused_where_its_gradients_would_be_wrong_or_not_the_same_twi
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     assert "TORCH_CUDNN_SDPA_AVOID_RECOMPILE" in cudnn.reasons(CUDA)[0]
+
+
+def test_cudnn_is_refused_on_gpus_of_amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    (reason,) = KERNELS["cudnn"].reasons(CUDA)
+    assert "AMD" in reason
+    assert KERNELS["cuda_flash"].reasons(CUDA) == []

@@ -157,7 +157,7 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
     first = find_plan(_asked(8))
     assert first.legal < every.legal
     assert any("more than 10 shapes" in why for _, why in first.rejected)
-    assert all(one.candidate.plain and one.candidate.placement == "auto" for one in first.ranked)
+    assert all(one.candidate.has_default_layout and one.candidate.placement == "auto" for one in first.ranked)
 
 
 def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):

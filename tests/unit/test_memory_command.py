@@ -77,6 +77,14 @@ def test_parts_are_printed_with_the_moment_of_the_peak(capsys, place):
     assert re.search(r"^peak +\d+\.\d{3}  100.0%  \w+", out, re.MULTILINE)
 
 
+def test_help_names_the_units_that_are_printed(capsys):
+    """`plan` prints times too."""
+    for command, units in (("memory", "JSON; sizes are in bytes"), ("plan", "JSON; times are in seconds, sizes")):
+        with pytest.raises(SystemExit):
+            run(capsys, command, "--help")
+        assert units in " ".join(capsys.readouterr().out.split())
+
+
 def test_numbers_for_programs_add_up(capsys, place):
     found = json.loads(_memory(capsys, place, "--json", None)[0])
     assert found["peak"] in found["moments"]
