@@ -115,7 +115,7 @@ def test_where_all_meet_nothing_is_counted(monkeypatch):
             meet = pattern_of(mask, EvenShards(layout, 1024, 8))
             assert meet.plain
             with monkeypatch.context() as patch:
-                patch.setattr("ds_seqpar.compiler.compile._fewest", refused)
+                patch.setattr("ds_seqpar.compiler.compile._cheapest_side", refused)
                 assert recipe.moving_side(direction, meet, sizes) in ("kv", "q")
     assert not pattern_of(Mask(window=64), EvenShards("contiguous", 1024, 8)).plain
 
