@@ -131,17 +131,10 @@ def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-<<<<<<< .merge_file_T7cbBz
 class CheckedBatch:
-    """A whole batch that was checked. tensors: all (B, S, ...) except mask, positions and documents. ends: bool (B, S),
-    whether a token is the last of its document or row. mask: bool (B, S) on the CPU, False for padding; None: no
-    padding. placement: None where the configured layout is enough."""
-=======
-class Checked:
-    """A whole batch that can be sharded. tensors: those (B, S, ...) or 0-dim, without mask, positions and documents.
-    ends: bool (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU; None: no
-    padding. placement: None where the configured layout says everything."""
->>>>>>> .merge_file_9mdEEZ
+    """A whole batch that was checked. tensors: those (B, S, ...) or 0-dim, without mask, positions and documents.
+    ends: bool (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU, False for
+    padding; None: no padding. placement: None where the configured layout is enough."""
 
     tensors: dict[str, Any]
     ends: Tensor
@@ -153,15 +146,9 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     """Checks a whole batch. Communicates nothing. Raises InputError where it cannot be sharded."""
     labels = labels_of(batch)
     rows, seq = labels.shape
-<<<<<<< .merge_file_T7cbBz
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
-        if isinstance(value, Tensor) and value.shape[:2] != labels.shape:
-=======
-    rest = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
-    for name, value in rest.items():
         if isinstance(value, Tensor) and value.dim() and value.shape[:2] != labels.shape:
->>>>>>> .merge_file_9mdEEZ
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"

@@ -135,13 +135,8 @@ def attention(
 ) -> Result:
     """q (B, S, Hq, D), k and v (B, S, Hkv, D), do as q; config.size virtual ranks. mask: in place of causal. shards:
     what every inner rank holds, in place of the configured layout; then k and v may have another length than q.
-<<<<<<< .merge_file_rQRp4B
-    softcap, sinks: as `SequenceParallel.attention` takes them. compilers: a dict, empty at first, in which one call
-    leaves what it compiled for the next one.
-=======
     softcap, sinks: as `SequenceParallel.attention` takes them. compilers: a dict, empty at first, that keeps what one
     call compiled for the next one. Kernel "auto" goes by the built-in order: no file that `machine` names is read.
->>>>>>> .merge_file_9rNoaO
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """

@@ -24,14 +24,9 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import lengths_of
 from ds_seqpar.errors import InputError
 
-<<<<<<< .merge_file_6aF8eN
-from .families import unwrapped, windows
-from .job import elements, model_sizes
-=======
 from .families import attentions, heads, unwrapped, windows
 from .job import elements
 from .slices import INWARD, OUTWARD
->>>>>>> .merge_file_ct17Ah
 
 # name of a device -> flops/s in bf16 and fp16, without sparsity. Source: NVIDIA's data sheets
 PEAKS = {r"A100": 312e12, r"H100 80GB HBM3": 989e12, r"H200(?! NVL)": 989e12}
@@ -43,26 +38,13 @@ def peak(device: torch.device, half: bool) -> float | None:
     return next((rate for pattern, rate in PEAKS.items() if re.search(pattern, name)), None)
 
 
-<<<<<<< .merge_file_6aF8eN
 class FlopCounter:
-    """Counts the flops of a patched model's training steps. For each weight and token a matrix product takes two flops
-    in forward, and two for the input's gradient. It takes two more for the weight's gradient, unless that is frozen."""
+    """Counts the flops of a patched model's training steps.
 
-    def __init__(self, model: nn.Module) -> None:
-        numbers, self.windows = model_sizes(unwrapped(model)), windows(unwrapped(model))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        weights = numbers.layers * (numbers.projections + numbers.mlp) + numbers.embedding
-        all_trained = len(trained) == len([*model.parameters()])
-        self.flops_of_token = 6 * weights if all_trained else 4 * weights + 6 * sum(map(elements, trained))
-        self.flops_of_pair = 12 * numbers.heads * numbers.head_dim
-=======
-class Flops:
-    """Of the training steps of a patched model.
-
-    For each weight and token a matrix takes two in forward, and two for its own gradient where it is trained. It takes
-    two more for its input's gradient, where that input hangs on a trained parameter. An expert's matrix meets the
-    tokens that go to it. Attention takes all its gradients where q, k or v has one. Every norm counts as a part before
-    the matrices of its layer.
+    For each weight and token a matrix takes two flops in forward, and two for its own gradient where it is trained. It
+    takes two more for its input's gradient, where that input depends on a trained parameter. An expert's matrix meets
+    the tokens that go to it. Attention takes all its gradients where q, k or v has one. Every norm counts as a part
+    before the matrices of its layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,27 +54,24 @@ class Flops:
         lowest = min((_place(name) for name, x in parameters if x.requires_grad), default=(math.inf, math.inf))
         if hasattr(base, "_require_grads_hook"):  # of transformers' enable_input_require_grads
             lowest = (-math.inf,)
-        self.each_token = sum(
+        self.flops_of_token = sum(
             _weights(base, name, x) * (2 + 2 * x.requires_grad + 2 * (_place(name) > lowest)) for name, x in parameters
         )
         self.windows, modules = windows(base), attentions(base)
         # forward has two products for each pair, backward four
         passes = 2 * heads(base)[0]
-        self.each_pair = [
+        self.flops_of_pair = [
             passes * module.head_dim * (6 if lowest < (module.layer_idx, OUTWARD_PART) else 2) for module in modules
         ]
->>>>>>> .merge_file_ct17Ah
 
     def of_documents(self, lengths: Sequence[int]) -> float:
         """The flops of training on documents of these lengths, in tokens."""
         from ds_seqpar.planner.request import visible_pairs
 
-<<<<<<< .merge_file_6aF8eN
-        pairs = sum(visible_pairs(lengths, window) for window in self.windows)
-        return self.flops_of_token * sum(lengths) + self.flops_of_pair * pairs
-=======
-        pairs = sum(each * pairs_of(lengths, window) for each, window in zip(self.each_pair, self.windows, strict=True))
-        return self.each_token * sum(lengths) + pairs
+        pairs = sum(
+            each * visible_pairs(lengths, window) for each, window in zip(self.flops_of_pair, self.windows, strict=True)
+        )
+        return self.flops_of_token * sum(lengths) + pairs
 
 
 # parts of a layer in the order in which a forward comes to them; a norm is part 0
@@ -110,7 +89,7 @@ def _place(name: str) -> tuple[float, ...]:
     return (int(layer[1]) if layer else math.inf, part, "lora_B" in parts)
 
 
-def _weights(model: nn.Module, name: str, parameter: nn.Parameter) -> float:
+def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
     """The weights of a matrix that a token meets; 0 for what is no matrix, or read by index."""
     shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3, which leaves nothing in a parameter
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
@@ -120,7 +99,6 @@ def _weights(model: nn.Module, name: str, parameter: nn.Parameter) -> float:
         return module.in_features * module.out_features  # a quantised parameter has fewer elements
     experts = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
     return elements(parameter) * experts
->>>>>>> .merge_file_ct17Ah
 
 
 class SequenceParallelCallback(TrainerCallback):

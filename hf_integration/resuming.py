@@ -78,19 +78,13 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
         wanted = parse_resume_argument(given)
     except ConfigError as reason:
         error = reason
-    kind = {None: "none", LAST: "the last one"}.get(wanted, "a folder")
+    kind = "a folder" if isinstance(wanted, str) else {None: "none", LAST: "the last one"}[wanted]
     agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
     if wanted is None:
         return None
-<<<<<<< .merge_file_dKibCU
-    if wanted != LAST:
+    if isinstance(wanted, str):
         return _folder_if_whole(group, wanted, run, {})
     steps_of_ranks = gathered(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
-=======
-    if isinstance(asked, str):
-        return _resumed(group, asked, run, {})
-    everyones = gathered(group, ("the checkpoints of the output folder", _steps(output)))
->>>>>>> .merge_file_4kQ3Dn
     passed_over: dict[str, str] = {}
     for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
         folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -103,14 +97,9 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Res
     )
 
 
-<<<<<<< .merge_file_dKibCU
-def parse_resume_argument(given: object) -> str | None:
+def parse_resume_argument(given: object) -> str | bool | None:
     """The meaning of `resume_from_checkpoint`: a folder, LAST, or None to begin anew. A word such as "last" that is
     also a folder means the folder. Raises ConfigError for any other type."""
-=======
-def meant(given: object) -> str | bool | None:
-    """A folder, LAST, or None to begin anew. A word that is also a folder means the folder. Raises ConfigError."""
->>>>>>> .merge_file_4kQ3Dn
     if isinstance(given, bool) or given is None:
         return LAST if given else None
     if not isinstance(given, str | os.PathLike):

@@ -165,18 +165,12 @@ def common_misuse(given: Mapping[str, Any]) -> str:
 def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
     """The sentence for a sharded batch that is wrong whatever its tensors hold; "" where it is right."""
     if unshifted:
-<<<<<<< .merge_file_VCAUty
-        return f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
-    if wrong := common_misuse(given):
-        return wrong
-=======
         return (
             "a batch with this rank's position_ids, or with some that do not count through its tokens from 0, looks "
             f"sharded: it needs shift_labels; got no shift_labels, {HOW}"
         )
-    if said := misused(given):
-        return said
->>>>>>> .merge_file_K9uJeK
+    if wrong := common_misuse(given):
+        return wrong
     labels, tokens = given.get("shift_labels"), tokens_of(given)
     if labels is not None and not given.get("logits_to_keep") and shape_of(labels) != str(tuple(tokens.shape[:2])):
         return f"shift_labels must be one for each token, {tuple(tokens.shape[:2])}; got {shape_of(labels)}, {HOW}"

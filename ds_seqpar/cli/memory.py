@@ -53,13 +53,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
 
 
-<<<<<<< .merge_file_dKznLM
-def add_options(parser: argparse.ArgumentParser, machine: str) -> None:
-    """Adds the options that `memory` and `plan` share. machine: the help of --machine."""
-=======
 def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Adds those that `memory` and `plan` share. machine: what --machine is, and its presets. units: of --json."""
->>>>>>> .merge_file_32peJr
+    """Adds the options that `memory` and `plan` share. machine: the help of --machine. units: those of --json."""
     parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
     parser.add_argument(

@@ -106,25 +106,15 @@ def test_stages_with_the_same_files_and_a_missing_random_state(tmp_path):
 def test_what_is_meant_by_a_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given in (True, "True", "true", "last"):
-<<<<<<< .merge_file_FguLff
-        assert parse_resume_argument(given) == LAST
+        assert parse_resume_argument(given) is LAST
     for given in (None, False, "False", "", "None"):
         assert parse_resume_argument(given) is None
     assert parse_resume_argument(tmp_path) == str(tmp_path)
     assert parse_resume_argument("run/checkpoint-3") == "run/checkpoint-3"
-    os.mkdir("True")
-    assert parse_resume_argument("True") == "True"
-=======
-        assert meant(given) is LAST
-    for given in (None, False, "False", "", "None"):
-        assert meant(given) is None
-    assert meant(tmp_path) == str(tmp_path)
-    assert meant("run/checkpoint-3") == "run/checkpoint-3"
     for name in ("True", "last"):
         os.mkdir(name)
-        assert meant(name) == name
-        assert meant(name) is not LAST
->>>>>>> .merge_file_g4GRHy
+        assert parse_resume_argument(name) == name
+        assert parse_resume_argument(name) is not LAST
     with pytest.raises(ConfigError, match="got 3"):
         parse_resume_argument(3)
 

@@ -10,17 +10,11 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
-<<<<<<< .merge_file_QOPHK5
-from hf_integration import SequenceParallelCallback
-from hf_integration.callback import FlopCounter
-from tests.hf.llama import llama
-=======
 from ds_seqpar.batches import lengths_of
 from hf_integration import SequenceParallelCallback, SequenceParallelTrainer
-from hf_integration.callback import Flops
+from hf_integration.callback import FlopCounter
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import llama, small, with_lora
->>>>>>> .merge_file_VT2bn8
 from tests.hf.trainers import documents, make
 from tests.launch import on_trainer_ranks as on_ranks
 
@@ -205,7 +199,7 @@ def utilised(folder):
 def test_utilisation_is_flops_over_the_peak_of_all_ranks(tmp_path):
     """TensorBoard is told of it too."""
     for logs, flops in on_ranks(2, utilised, tmp_path):
-        assert flops == Flops(small()).of((LENGTH,))
+        assert flops == FlopCounter(small()).of_documents((LENGTH,))
         steps = [entry for entry in logs if "loss" in entry]
         assert len(steps) == 2
         for entry in steps:
@@ -266,18 +260,15 @@ def test_flops_are_those_that_torch_counts(name):
         model(input_ids=torch.arange(LENGTH)[None], labels=torch.arange(LENGTH)[None]).loss.backward()
     flops = FlopCounter(model)
     # transformers 5.18 makes RoPE's angles by a product of matrices, which torch counts too
-<<<<<<< .merge_file_QOPHK5
-    expected = flops.flops_of_token * LENGTH + flops.flops_of_pair * 2 * LENGTH**2
-    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)
-    assert flops.of_documents((LENGTH,)) == flops.flops_of_token * LENGTH + flops.flops_of_pair * LENGTH * (LENGTH + 1)
-=======
-    expected = flops.each_token * LENGTH + sum(flops.each_pair) * LENGTH**2
+    expected = flops.flops_of_token * LENGTH + sum(flops.flops_of_pair) * LENGTH**2
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)
 
 
 def test_flops_of_attention_are_those_of_visible_pairs():
-    flops, pairs = Flops(llama()), LENGTH * (LENGTH + 1) // 2
-    assert flops.of((LENGTH, LENGTH)) == 2 * (flops.each_token * LENGTH + sum(flops.each_pair) * pairs)
+    flops, pairs = FlopCounter(llama()), LENGTH * (LENGTH + 1) // 2
+    assert flops.of_documents((LENGTH, LENGTH)) == 2 * (
+        flops.flops_of_token * LENGTH + sum(flops.flops_of_pair) * pairs
+    )
 
 
 def test_flops_of_packed_weights_are_those_of_whole_ones():
@@ -287,5 +278,4 @@ def test_flops_of_packed_weights_are_those_of_whole_ones():
         if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
             halves = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
             module.weight = torch.nn.Parameter(halves, requires_grad=False)
-    assert Flops(packed).of((LENGTH,)) == Flops(whole).of((LENGTH,))
->>>>>>> .merge_file_VT2bn8
+    assert FlopCounter(packed).of_documents((LENGTH,)) == FlopCounter(whole).of_documents((LENGTH,))
