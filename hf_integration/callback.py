@@ -86,7 +86,7 @@ def _place(name: str) -> tuple[float, ...]:
     return (int(layer[1]) if layer else math.inf, part, "lora_B" in parts)
 
 
-def _weights(model: nn.Module, name: str, parameter: nn.Parameter) -> float:
+def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
     """The weights of a matrix that a token meets; 0 for what is no matrix, or read by index."""
     shape = getattr(parameter, "ds_shape", parameter.shape)  # of ZeRO-3, which leaves nothing in a parameter
     if len(shape) < 2 or "embed" in name or name.endswith("bias"):
@@ -94,7 +94,7 @@ def _weights(model: nn.Module, name: str, parameter: nn.Parameter) -> float:
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features  # a quantised parameter has fewer elements
-    experts = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
+    experts: float = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
     return elements(parameter) * experts
 
 

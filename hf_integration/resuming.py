@@ -76,7 +76,7 @@ def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: Run
         asked = meant(given)
     except ConfigError as reason:
         error = reason
-    kind = {None: "none", LAST: "the last one"}.get(asked, "a folder")
+    kind = "a folder" if isinstance(asked, str) else {None: "none", LAST: "the last one"}[asked]
     agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
     if asked is None:
         return None
