@@ -97,7 +97,7 @@ def _weights(model: Any, name: str, parameter: nn.Parameter) -> float:
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features  # a quantised parameter has fewer elements
-    experts = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
+    experts: float = model.config.num_experts_per_tok / shape[0] if len(shape) > 2 else 1
     return elements(parameter) * experts
 
 
