@@ -55,9 +55,9 @@ class Candidate:
         long_axes = [name for name in self.topology.inner_axes if self.topology.size(name) > 1]
         if len(long_axes) < 2 and not set(long_axes) & set(self.schedule.collective_axes):
             kind = self.schedule.parts, self.schedule.moving_sides, self.schedule.can_compute(0, 1)
-            ring: tuple = kind if long_axes else ()
+            passing: tuple = kind if long_axes else ()
             order = tuple((name in long_axes, size) for name, size in self.topology.axes if size > 1)
-            return ring, order, self.size, layout
+            return passing, order, self.size, layout
         inner = tuple((name, self.topology.size(name)) for name in self.topology.inner_axes)
         return self.schedule.build, inner, tuple(axis for axis in self.topology.axes if axis[1] > 1), layout
 
