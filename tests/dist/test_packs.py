@@ -121,7 +121,7 @@ def test_packed_rows_are_placed_and_attention_over_them_is_exact(cases, all_of_t
             assert shard["num_items_in_batch"] == max(labels, 1) / 4
             whole = oracle.tensors(rows, seq, HEADS, 4, seed=sp.data_rank)
             for window in WINDOWS if all_of_them else (next(turns),):
-                found = attend(sp, *whole, placement=placement, mask=placement.masked(window))
+                found = attend(sp, *whole, placement=placement, mask=placement.mask_with_window(window))
                 oracle.assert_exact(found, dense(pack, whole, window), (way, name, window), least=1.0)
             for form in FORMS if all_of_them else (next(forms),):
                 assert_undone(sp, placement, rows, seq, form)
@@ -229,7 +229,9 @@ def test_attention_over_a_placement_is_compiled(ranks, settings, placements):
         pack = PACKS[name]
         placement = sp.shard_batch(collated(pack))["placement"]
         q, k, v, do = oracle.tensors(len(pack), sum(pack[0]), HEADS, 4)
-        out, dq, dk, dv = attend(sp, q / 2, k, v, do, placement=placement, way=function, mask=placement.masked(window))
+        out, dq, dk, dv = attend(
+            sp, q / 2, k, v, do, placement=placement, way=function, mask=placement.mask_with_window(window)
+        )
         # q counts twice, and the function's result half
         oracle.assert_exact([out * 2, dq / 2, dk, dv], dense(pack, (q, k, v, do / 2), window), (name, window))
 

@@ -81,7 +81,7 @@ def test_every_schedule_is_exact_and_receives_what_its_plan_says(ranks):
 def test_a_schedule_from_a_file_of_its_own_has_its_groups_and_is_exact():
     schedules.register(toy_schedule.SCHEDULE)
     with make(size=4, ulysses=1, schedule="carousel", seats=2, backward="q") as sp:
-        assert sorted(sp.groups.members) == [(0, 1) if sp.rank < 2 else (2, 3)]
+        assert sorted(sp.groups.collectives) == [(0, 1) if sp.rank < 2 else (2, 3)]
         assert_exact(sp, oracle.tensors(1, 16, HEADS))
         assert sum(sp.comm.received.values()) == expected(sp, 16)
 
