@@ -34,7 +34,7 @@ def on_fake_cuda():
             assert agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])[0] is positions
             looks.append(len(agreement.device_checks.started))
         agreement.device_checks.started.clear()
-        trusted.keep(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
+        trusted.trust_copy(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
         for placement in (packed["placement"], None):
             given = {"input_ids": tokens, "position_ids": ours, "placement": placement}
             agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])
