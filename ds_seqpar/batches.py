@@ -148,7 +148,8 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     rows, seq = labels.shape
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape[:2] != labels.shape:
+        shared = isinstance(value, Tensor) and (value.dim() > 0 or name in ("input_ids", "inputs_embeds"))
+        if shared and value.shape[:2] != labels.shape:
             raise InputError(
                 f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
                 f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"

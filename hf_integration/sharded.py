@@ -130,8 +130,8 @@ def wrong_inputs(given: Mapping[str, Any]) -> str:
     if (ids is None) == (embeds is None):
         return f"a patched model needs input_ids or inputs_embeds; got {'neither' if ids is None else 'both'}, {HOW}"
     tokens = tokens_of(given)
-    whose_positions = isinstance(tokens, Tensor) and tokens.dim() == (3 if ids is None else 2) and tokens.shape[0] > 0
-    if not whose_positions or (ids is not None and ids.dtype not in (torch.int64, torch.int32)):
+    fits = isinstance(tokens, Tensor) and tokens.dim() == (3 if ids is None else 2) and tokens.shape[0] > 0
+    if not fits or (ids is not None and ids.dtype not in (torch.int64, torch.int32)):
         needed = "input_ids (rows, tokens) of int64" if ids is not None else "inputs_embeds (rows, tokens, hidden_size)"
         return f"a patched model needs {needed}, a tensor with at least one row; got {describe(tokens)}, {HOW}"
     for name in ("position_ids", "attention_mask"):

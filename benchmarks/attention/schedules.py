@@ -98,8 +98,8 @@ def least(name: str, ranks: int, direction: str, shape: Shape) -> tuple[float, O
         recipe = config.recipe(config.topology(ranks))
         shards = EvenShards(config.layout, multiple(config.layout, ranks, 1), ranks)
         sizes = block_bytes(shape, direction, shards)
-        for travels in schedule.moving_sides:
-            units = max(recipe.bytes_received(direction, travels, sizes)) / unit(shape, shards)
+        for side in schedule.moving_sides:
+            units = max(recipe.bytes_received(direction, side, sizes)) / unit(shape, shards)
             found = min(found, (units, own), key=lambda one: one[0])
     return found
 

@@ -261,9 +261,9 @@ class Calibration:
         """Latency (s) and rate (bytes/s) between each rank and its peer, all pairs at once. duplex: whether both
         directions at once take hardly longer than one; if not, the rate is that of one alone."""
         counts = peer is not None
-        latency = self.seconds(self.trade(peer, 8), 200, counts)
-        both = self.slope(lambda size: self.trade(peer, size), counts)
-        one = self.slope(lambda size: self.trade(peer, size, both=False), counts)
+        latency = self.seconds(self.swap(peer, 8), 200, counts)
+        both = self.slope(lambda size: self.swap(peer, size), counts)
+        one = self.slope(lambda size: self.swap(peer, size, both=False), counts)
         duplex = both < 1.5 * one
         return {"latency": latency, "rate": 1 / (both if duplex else one), "duplex": duplex}
 
@@ -286,7 +286,7 @@ class Calibration:
         together = self.link(peer)["rate"]
         return alone, self.per_node * together if together < SHARED * alone["rate"] else None
 
-    def trade(
+    def swap(
         self, peer: int | None, size: int, both: bool = True, meanwhile: Callable[[], None] = lambda: None
     ) -> Callable[[], None]:
         """A function that sends `size` bytes to the peer and receives as many; both=False: only the lower rank sends.
@@ -315,7 +315,7 @@ class Calibration:
             for _ in range(count):
                 once()
 
-        beside = self.trade(peer, size, meanwhile=products)
+        beside = self.swap(peer, size, meanwhile=products)
 
         alone, together = (self.seconds(function, 5, peer is not None) for function in (products, beside))
         return max(0.0, together - alone) / (2 * size)

@@ -37,7 +37,9 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--size", type=int, default=4, help="ranks that share a sequence")
-    show.add_argument("--ulysses", type=int, default=1, help="ranks that trade heads; the schedule runs on the others")
+    show.add_argument(
+        "--ulysses", type=int, default=1, help="ranks that exchange heads; the schedule runs on the others"
+    )
     show.add_argument("--head-stages", type=int, default=1, help="parts of the heads, attended to one after the other")
     show.add_argument("--schedule", default="auto", help=f"one of {', '.join(sorted(SCHEDULES))}")
     show.add_argument("--layout", default="auto", help=f"one of {', '.join(LAYOUTS)}")

@@ -229,7 +229,7 @@ class _Simulation:
         self.arrive(dst, name, start, seconds, _label(transfer.unit, src, dst))
 
     def take(self, since: float, links: Sequence[tuple[Link, float]]) -> float:
-        """KernelSupport links once all are free, not before `since`; returns when. links: as in `TransferTime`."""
+        """Takes links once all are free, not before `since`; returns when. links: as in `TransferTime`."""
         start = max(since, *(self.link_free[link] for link, _ in links)) if links else since
         for link, seconds in links:
             self.link_free[link] = start + seconds

@@ -51,7 +51,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, stage: int, result: Tensors) -> None:
-        """KernelSupport the inner program's result."""
+        """Takes the inner program's result."""
 
     @abc.abstractmethod
     def results(self) -> list[Tensor]:
@@ -67,7 +67,7 @@ class Call(abc.ABC):
         return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
 
     def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
-        """KernelSupport the stage's inner tensors that travelled together, (T, B, h of all, D)."""
+        """Takes the stage's inner tensors that travelled together, (T, B, h of all, D)."""
         self.inner.update(zip(exchange.fields, split_in(joined, self.heads.inner_counts(exchange)), strict=True))
 
     def pop_result(self, field: str) -> Tensor:
@@ -75,7 +75,7 @@ class Call(abc.ABC):
         return self.inner_results.pop(field)
 
     def put_result(self, stage: int, field: str, part: Tensor) -> None:
-        """KernelSupport a result of own tokens, (B, s, h, D), of the stage's heads."""
+        """Takes a result of own tokens, (B, s, h, D), of the stage's heads."""
         if len(self.heads.stages) == 1:
             self.own_results[field] = part
             return
@@ -91,7 +91,7 @@ class Call(abc.ABC):
             self.inner = self.own if one else {field: self.part(stage, field) for field in self.own}
 
     def put_inner(self, stage: int, **results: Tensor) -> None:
-        """KernelSupport inner results, by field. Without other members they are those of own tokens."""
+        """Takes inner results, by field. Without other members they are those of own tokens."""
         if self.alone:
             for field, x in results.items():
                 self.put_result(stage, field, x)

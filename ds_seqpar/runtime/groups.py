@@ -69,7 +69,7 @@ class Groups:
 
     sp: the ranks that share its sequence; sp_order[i]: the SP rank of that group's rank i. inner: the ranks that run
     the schedule; inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: the
-    members that trade heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
+    members that exchange heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
     collectives: the groups of schedules' collectives, by their inner ranks. made: the groups that were made for this
     object, and are freed with it, their threads and sockets too.
     """

@@ -105,10 +105,10 @@ class Walk:
         self.entered = False
 
     def unpack_heads(self, one: op.UnpackHeads) -> None:
-        exchange, traffic = one.exchange, self.bound.exchange_sizes(one.exchange)
-        received = self.buffers.elements(one.received, traffic.dtype)
-        tokens = traffic.tokens[self.call.heads.members.member]
-        results = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, traffic.width)
+        exchange, sizes = one.exchange, self.bound.exchange_sizes(one.exchange)
+        received = self.buffers.elements(one.received, sizes.dtype)
+        tokens = sizes.tokens[self.call.heads.members.member]
+        results = unpack_out(received, self.call.heads.shares(exchange), self.bound.shape.batch, tokens, sizes.width)
         for field, x in zip(exchange.fields, results, strict=True):
             self.call.put_result(exchange.stage, field, x)
 

@@ -36,7 +36,7 @@ def register(schedule: Schedule) -> None:
 
 
 def remove(name: str) -> None:
-    """KernelSupport a schedule off again. Raises ConfigError where there is none of this name."""
+    """Takes a schedule off again. Raises ConfigError where there is none of this name."""
     check_choice("a schedule that is removed", name, SCHEDULES)
     layout.remove(*SCHEDULES.pop(name).own_layouts)
 
@@ -58,8 +58,9 @@ def schedules_in(modules: Iterable[ModuleType]) -> list[Schedule]:
     return sorted(schedules, key=lambda one: one.name)
 
 
-for one in schedules_in(importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)):
-    register(one)
+_MODULES = [importlib.import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
+for _one in schedules_in(_MODULES):
+    register(_one)
 
 
 __all__ = ["SCHEDULES", "Schedule", "Setting", "register", "remove", "schedule", "settings"]

@@ -29,7 +29,7 @@ def register(kernel: Kernel) -> None:
 
 
 def remove(name: str) -> None:
-    """KernelSupport a kernel off again. Raises ConfigError where there is none of this name."""
+    """Takes a kernel off again. Raises ConfigError where there is none of this name."""
     check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
     cuts.KERNELS.remove(name)
