@@ -36,7 +36,7 @@ class SequenceParallelConfig:
     """How one sequence is shared by `size` ranks. The JSON section has the same field names.
 
     size: ranks that share one sequence (P). "auto": all ranks of the job.
-    ulysses: ranks of an all-to-all that exchanges sequence for heads (U); the other `size / ulysses` (A) run `schedule`.
+    ulysses: ranks of an all-to-all from sequence to heads (U); the other `size / ulysses` (A) run `schedule`.
         At most the query heads. Heads that it does not divide are dealt unevenly (`compiler.heads`); the member with
         the most sets the pace. "auto": the largest that divides `size`, shares the model's heads equally and fits the
         schedule's shape; 1 where heads are not known. The floor on received bytes falls as 1/sqrt(U P).
