@@ -271,7 +271,7 @@ def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
     @functools.cache
     def share(q: int, kv: int) -> float:
         pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
-        visible = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        visible = sum(tile.pairs for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
         return visible / pairs if pairs else 0.0
 
     return share

@@ -30,11 +30,11 @@ class Segments(NamedTuple):
     right: int = -1
 
     @property
-    def products(self) -> int:
+    def pairs(self) -> int:
         """Visible (query, key) pairs."""
-        return sum(self._products(m, n) for m, n in zip(self.rows, self.columns, strict=True))
+        return sum(self._pairs(m, n) for m, n in zip(self.rows, self.columns, strict=True))
 
-    def _products(self, m: int, n: int) -> int:
+    def _pairs(self, m: int, n: int) -> int:
         """Visible pairs of a block of m rows and n columns."""
         end = m * n if self.right < 0 else _clamped(m, n, n - m + self.right + 1)
         return end - (0 if self.left < 0 else _clamped(m, n, n - m - self.left))
@@ -74,11 +74,11 @@ class Tile(NamedTuple):
     segments: Segments | None = None
 
     @property
-    def products(self) -> int:
+    def pairs(self) -> int:
         """Visible (query, key) pairs."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
         if self.segments:
-            return self.groups * self.segments.products
+            return self.groups * self.segments.pairs
         if self.kind == "band":
             missing = rows + self.width - 1 - columns  # columns of the band
             return self.groups * (rows * self.width - missing * (missing + 1) // 2)
@@ -112,7 +112,7 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
     """
     if mask.full:
         tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
-        return (tile,) if tile.products else ()
+        return (tile,) if tile.pairs else ()
     queries = [(run.start, run.step, run.length) for run in q if run.length]
     cover: list[Tile] = []
     for column, chain in _chains(kv):

@@ -168,7 +168,7 @@ class Machine:
         """Seconds of one kernel call. Hidden pairs of a tile cost nothing, but masked and small tiles have lower
         rates."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-        flops = FLOPS_PER_PAIR[direction] * tile.products * heads * head_dim * batch
+        flops = FLOPS_PER_PAIR[direction] * tile.pairs * heads * head_dim * batch
         return flops / self.tile_rate(dtype, direction, TABLE_OF[tile.kind], math.sqrt(rows * columns))
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:
