@@ -23,7 +23,7 @@ from .deepspeed_json import BATCH_SIZES, KIND, SECTION, check_auto, check_settin
 from .errors import ConfigError, SeqParError, as_error, nearest
 from .files import Given
 from .loaders import Loader
-from .models import known_library, library_of, own_library, unwrapped
+from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import agree
@@ -83,9 +83,9 @@ def initialize(
 
     section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
     sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
-    library = library_of(model) if check_loss else None
-    if library:
-        library.check_function(model, sp)
+    patcher = patcher_of_class(model) if check_loss else None
+    if patcher:
+        patcher.check_function(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     own_args = _without_config(args)
@@ -95,8 +95,8 @@ def initialize(
     engine = returned[0]
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
-    if library:
-        library.check_engine(engine, sp)
+    if patcher:
+        patcher.check_engine(engine, sp)
     if data is not None:
         own = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp, own)
@@ -239,20 +239,20 @@ def prepare_model(
     patched. So it does where `given`, or the SequenceParallel that the model is patched with, has other settings than
     the section on one of them.
     """
-    sp, config, library, job_with_model, base = None, None, known_library(model), None, unwrapped(model)
+    sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
         config = SequenceParallelConfig.from_dict(section)
         sp = _given_or_patched_with(model, config, section, given)
-        if library and job and not (sp or error) and config.asks_for_plan:
-            job_with_model = library.job_of(base, job())
+        if patcher and job and not (sp or error) and config.asks_for_plan:
+            job_with_model = patcher.job_of(base, job())
     except Exception as reason:  # a data set may raise anything
         error = error or as_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
     shared_files.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
-    if library:
+    if patcher:
         if sp is None:
-            sp = SequenceParallel(config, heads=library.heads(base), job=job_with_model)
-        library.patch_attention(model, sp)
+            sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
+        patcher.patch_attention(model, sp)
     assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 
@@ -263,9 +263,9 @@ def _given_or_patched_with(
     """`given`, or the SequenceParallel that the model is patched with; None where one is to be made. Raises ConfigError
     where it does not fit the model or the section."""
     sp = given
-    if library := known_library(model) if given else own_library(model):
-        sp = given or library.patched_with(model)
-        library.check_patch(model, sp)
+    if patcher := patcher_if_known(model) if given else required_patcher(model):
+        sp = given or patcher.patched_with(model)
+        patcher.check_patch(model, sp)
     else:
         _check_no_tiles(config)
     if sp is not None:
