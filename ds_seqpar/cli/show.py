@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import limits
 from ..compiler import nccl
-from ..compiler.compile import Compiler, pattern_of, weight
+from ..compiler.compile import Compiler, pattern_of, visible_share
 from ..compiler.cuts import PLAIN_KERNEL
 from ..compiler.draw import draw
 from ..compiler.exchange import SAVE_ALL, Heads, HeadSplit, Members, exchange_bytes_per_token
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         costs = Costs(
             transfer=shape.bytes_per_token(direction),
             product=1.0,
-            weight=weight(mask, shards),
+            weight=visible_share(mask, shards),
             exchange=functools.partial(exchange_bytes_per_token, shape, members),
         )
         if communication(plan, costs):
