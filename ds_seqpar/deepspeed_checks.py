@@ -40,8 +40,8 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
 
 
 def _parsed(content: dict[str, Any]) -> Any:
-    """DeepSpeed's configuration object; its class raises for what it refuses. Batch sizes depend on the number of ranks:
-    the given ones are left out, and 1 stands for them."""
+    """DeepSpeed's configuration object; its class raises for what it refuses. Batch sizes depend on the number of
+    ranks: the given ones are left out, and 1 stands for them."""
     from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
 
     return DeepSpeedConfig({**_for_deepspeed(content), "train_micro_batch_size_per_gpu": 1})

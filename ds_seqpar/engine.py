@@ -210,7 +210,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     of one rank."""
     import deepspeed
 
-    cpu_op.make_ready()
+    cpu_op.prepare_start()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         set_device()  # DeepSpeed's launcher sets none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):

@@ -126,7 +126,7 @@ class SequenceParallelMixin(Behind):
     def create_accelerator_and_postprocess(self) -> None:
         checks.check_arguments(self.args)
         checks.check_json(self.args)
-        cpu_op.make_ready()
+        cpu_op.prepare_start()
         with accelerate_config.taken_from(self.args) as given:
             super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
