@@ -20,7 +20,7 @@ from . import cpu_op, shared_files
 from .config import SequenceParallelConfig
 from .deepspeed_checks import check_deepspeed
 from .deepspeed_json import BATCH_SIZES, KIND, SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
-from .errors import ConfigError, SeqParError, as_error, nearest
+from .errors import ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .files import Given
 from .loaders import Loader
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
@@ -191,7 +191,7 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
                 raise ConfigError(f"initialize takes no {name}, {REFUSED_ARGUMENTS[name]}")
         elif name not in accepted:
             known = [*accepted, *inspect.signature(initialize).parameters]
-            raise ConfigError(f"initialize takes no argument {name!r}{nearest(name, known)}; leave it out")
+            raise ConfigError(f"initialize takes no argument {name!r}{did_you_mean(name, known)}; leave it out")
     data, collate = (kwargs.get(name) for name in DATA)
     has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if data is not None and (not has_index or isinstance(data, torch.utils.data.IterableDataset)):
@@ -246,7 +246,7 @@ def prepare_model(
         if patcher and job and not (sp or error) and config.asks_for_plan:
             job_with_model = patcher.job_of(base, job())
     except Exception as reason:  # a data set may raise anything
-        error = error or as_error("reading what is to be trained failed", reason)
+        error = error or as_seqpar_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
     shared_files.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
     if patcher:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
-from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.loaders import Loader
 
 # field of TrainingArguments -> (the wrong value, what is needed and why)
@@ -195,7 +195,7 @@ def data_error(trainer: Any) -> SeqParError | None:
             try:
                 _try_examples(trainer, dataset, together)
             except Exception as reason:
-                return as_error("reading the data set failed", reason)
+                return as_seqpar_error("reading the data set failed", reason)
     return None
 
 
@@ -213,7 +213,7 @@ def _try_examples(trainer: Any, dataset: Any, together: int) -> None:
         except Exception as reason:
             _refuse_text(examples[0], reason)
             if len(batch) == 1:
-                raise as_error("making a batch failed", reason) from reason
+                raise as_seqpar_error("making a batch failed", reason) from reason
             name = getattr(trainer.data_collator, "__name__", type(trainer.data_collator).__name__)
             raise ConfigError(
                 f"examples of different lengths need a collator that pads, and a pad token; got {min(by_length)} to "

@@ -14,7 +14,7 @@ from ..compiler.draw import new_figure, save
 from ..config import SequenceParallelConfig, setting_names
 from ..deepspeed_checks import check_deepspeed
 from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, did_you_mean
 from ..files import parse_json, shown
 from ..planner.attention_memory import on_fewer_ranks
 from ..planner.footprint import (
@@ -154,7 +154,7 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         *sections, key = name.split(".")
         if not sections and key not in setting_names():
             known = setting_names()
-            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{nearest(key, known)}')
+            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{did_you_mean(key, known)}')
         inside = content
         for section in sections or [SECTION]:
             inside = inside.setdefault(section, {})
