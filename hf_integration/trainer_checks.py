@@ -57,8 +57,8 @@ KINDS = {
     "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
     "distillation": ("DistillationTrainer", "GKDTrainer"),
 }
-SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # of trl's
-TOKENS = {"input_ids", "inputs_embeds", "labels"}
+SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # the Trainers of trl that may be extended
+TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
 # fields of TrainingArguments that all ranks must have alike: they decide what is trained, and when ranks communicate
 ALIKE = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
@@ -70,6 +70,7 @@ ALIKE = (
     "enable_jit_checkpoint",
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
+# sections and settings of the DeepSpeed JSON that all ranks must have alike
 OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
 TRIED_EXAMPLES = 64  # examples of a data set that are tried before training
 
