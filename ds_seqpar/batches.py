@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .compiler.masks import Mask
 from .documents import Lengths, documents_of, without_documents
-from .errors import InputError, as_error
+from .errors import InputError, as_seqpar_error
 from .placement import Placement
 from .runtime import causes, trusted
 from .runtime.agreement import Part, agree, rank_values, sums
@@ -65,7 +65,7 @@ def shard_window(
         window = list(window) if isinstance(window, Iterable) else [window]
         sharded, counts, fingerprints = _prepare(sp, window, causal, steps, device)
     except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
-        error = as_error("making the batches of a window failed", reason)
+        error = as_seqpar_error("making the batches of a window failed", reason)
     peers = Part(sp.data_rank, sp.groups.control)
     how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": causes.of_batches}
     most = agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)

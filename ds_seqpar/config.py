@@ -15,7 +15,7 @@ from .compiler.exchange import SaveChoice, saved_for_backward
 from .compiler.heads import has_equal_shares, largest_share, max_stages
 from .compiler.layout import Axes, Topology, axis_order, divisors
 from .compiler.schedules.base import MOVING_SIDES, PLACEMENTS, Schedule, Value, is_count
-from .errors import SECTION, ConfigError, InputError, check_choice, in_words, nearest
+from .errors import SECTION, ConfigError, InputError, check_choice, did_you_mean, quoted_list
 
 CONFIGURATION = "sequence parallel configuration"  # what ranks agree on
 UNREADABLE = "SequenceParallel needs a configuration that can be read; reading it failed"
@@ -259,8 +259,8 @@ class SequenceParallelConfig:
             if isinstance(value, str) and value not in ("auto", *legal):
                 others = [n for n, s in schedules.SCHEDULES.items() if n != chosen.name and value in _choices(s)[name]]
                 raise ConfigError(
-                    f'{SECTION}.{name} must be {in_words(legal)} with schedule "{chosen.name}"; got "{value}", change '
-                    f"it{f', or use schedule {in_words(others)}' if others else ''}"
+                    f'{SECTION}.{name} must be {quoted_list(legal)} with schedule "{chosen.name}"; got "{value}", '
+                    f"change it{f', or use schedule {quoted_list(others)}' if others else ''}"
                 )
 
     def _shape(self, heads: tuple[int, int] | None) -> tuple[tuple[str, Value], ...]:
@@ -318,7 +318,7 @@ def check_names(settings: Mapping[str, Any]) -> None:
     known = setting_names()
     for name in settings:
         if name not in known:
-            raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{nearest(str(name), known)}')
+            raise ConfigError(f'"{SECTION}" takes {", ".join(known)}; got {name!r}{did_you_mean(str(name), known)}')
 
 
 def _choices(schedule: Schedule) -> dict[str, tuple[str, ...]]:

@@ -1,6 +1,7 @@
-"""The small op that DeepSpeed compiles when it first starts on a machine without GPUs, and the lock that guards it.
+"""DeepSpeed's collective in shared memory, an op in C++, and the lock file that guards its compilation.
 
-Of several processes that start at once, one compiles, and the others wait until its lock file is gone. If that process
+With this op the processes of one machine without GPUs all-reduce. DeepSpeed compiles it when it first starts there. Of
+several processes that start at once, one compiles, and the others wait until its lock file is gone. If that process
 is interrupted, the file stays, and every later start would wait for ever without a message. So the lock file is checked
 before DeepSpeed starts.
 """
@@ -18,25 +19,26 @@ from . import shared_files
 OP = "deepspeed_shm_comm"
 # file systems of one machine, all of whose processes it knows
 LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-SETTLED = 2.0  # seconds after which a new lock file's owner surely has it open
+NEW_LOCK = 2.0  # seconds: the owner of a younger lock file may not have it open yet
 
 
-def prepare() -> bool:
-    """Compiles the op, or finds it compiled, where DeepSpeed wants it. Returns whether it does."""
-    make_ready()
+def compile_op() -> bool:
+    """Compiles the op, or finds it compiled. Returns whether DeepSpeed uses it on this machine."""
+    prepare_start()
     from deepspeed.comm.torch import build_shm_op
 
     return build_shm_op() is not None
 
 
-def make_ready() -> None:
-    """Prepares a rank for DeepSpeed's start: waits for the op. The first rank of a machine also removes old files."""
-    wait()
+def prepare_start() -> None:
+    """What a rank does before DeepSpeed starts: it waits while another process compiles the op. The first rank of a
+    machine also removes the shared memory files that runs before it left behind."""
+    wait_for_compiler()
     if lock_file() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        shared_files.remove_left(_say)
+        shared_files.remove_left_behind(_say)
 
 
-def wait(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
+def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
     """Returns once no other process compiles the op. Every `patience` seconds it says what it waits for.
 
     A lock whose owner is gone is removed. That is known on Linux alone, for a lock on a file system of this machine:
@@ -88,7 +90,7 @@ def _remove_orphan(lock: Path) -> bool:
 def _is_orphan(lock: Path) -> bool:
     """Whether no process has the lock file open. False where that cannot be known."""
     status = lock.stat()
-    if status.st_uid != os.getuid() or time.time() - status.st_mtime < SETTLED or _file_system(lock) not in LOCAL:
+    if status.st_uid != os.getuid() or time.time() - status.st_mtime < NEW_LOCK or _file_system(lock) not in LOCAL:
         return False
     return not any(_holds(process, str(lock.resolve())) for process in Path("/proc").glob("[0-9]*"))
 

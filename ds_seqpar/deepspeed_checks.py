@@ -11,7 +11,8 @@ from .deepspeed_json import BATCH_SIZES, KIND, REFUSED, SECTION, Zero, section_o
 from .errors import ConfigError
 from .files import Given, call_library
 
-OURS = {SECTION, *REFUSED, *BATCH_SIZES}
+# keys that other functions check, as "zero_optimization.zenflow": DeepSpeed's class does not get them here
+CHECKED_ELSEWHERE = {SECTION, *REFUSED, *BATCH_SIZES}
 SECTIONS = ("zero_optimization", "bf16", "bfloat16", "fp16")  # which must be objects
 
 
@@ -21,6 +22,7 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
     "false" as false, transformers as true."""
     section_of(content)  # raises for a misspelt section, which DeepSpeed would call an unknown key
     place = f"{KIND} {source}" if isinstance(source, str | os.PathLike) else KIND
+    # flag() and count() raise ConfigError for a value of another type
     for key in SECTIONS:
         section = Given(place, content.get(key, {}), key)
         if not isinstance(section.value, Mapping):
@@ -34,20 +36,22 @@ def check_deepspeed(content: Mapping[str, Any], source: object = None) -> None:
         Zero.of(content.get("zero_optimization", {}))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    call_library("DeepSpeed", place, content, _settled)
+    call_library("DeepSpeed", place, content, _parsed)
 
 
-def _settled(content: dict[str, Any]) -> Any:
-    """DeepSpeed's configuration object. Batch sizes depend on the number of ranks, and are left out."""
+def _parsed(content: dict[str, Any]) -> Any:
+    """DeepSpeed's configuration object; its class raises for what it refuses. Batch sizes depend on the number of
+    ranks: the given ones are left out, and 1 stands for them."""
     from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds: imported only for a user's configuration
 
-    return DeepSpeedConfig({**_theirs(content), "train_micro_batch_size_per_gpu": 1})
+    return DeepSpeedConfig({**_for_deepspeed(content), "train_micro_batch_size_per_gpu": 1})
 
 
-def _theirs(content: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The configuration without "auto", without our section, and without keys that have checks of their own."""
+def _for_deepspeed(content: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
+    """The configuration without "auto" and without what is checked elsewhere. outer: the key of the section that has
+    this content, with a dot after it."""
     return {
-        key: _theirs(value, f"{place}{key}.") if isinstance(value, Mapping) else value
+        key: _for_deepspeed(value, f"{outer}{key}.") if isinstance(value, Mapping) else value
         for key, value in content.items()
-        if value != "auto" and f"{place}{key}" not in OURS
+        if value != "auto" and f"{outer}{key}" not in CHECKED_ELSEWHERE
     }

@@ -41,15 +41,16 @@ def documents_of(batch: Mapping[str, Any], rows: int, seq: int) -> Lengths | Non
             f"documents must be said by position_ids that begin again with each, or by {CUMULATIVE[0]}; got {alone[0]} "
             "alone, give one of these too"
         )
-    whole = (seq,) * rows
-    first, *others = found or {"": whole}
+    if not found:
+        return None
+    first, *others = found
     for name in others:
         if found[name] != found[first]:
             raise InputError(
                 f"documents must be the same in all that says where they are; got {len(found[first])} in {first} and "
                 f"{len(found[name])} others in {name}, give one of them (cumulative lengths may be another batch's)"
             )
-    return found[first] if found and found[first] != whole else None
+    return None if found[first] == (seq,) * rows else found[first]
 
 
 def without_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
             "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it; got "
             f"{int(flat[row, token])} at token {token} of row {row}, give such, or none where each row is one document"
         )
-    return _between(begins.flatten().nonzero().flatten().tolist(), rows * seq)
+    return _lengths_of(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 
 
 def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
@@ -85,7 +86,7 @@ def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
         )
     begins = torch.ones_like(given, dtype=torch.bool)
     begins[:, 1:] = given[:, 1:] != given[:, :-1]
-    return _between(begins.flatten().nonzero().flatten().tolist(), rows * seq)
+    return _lengths_of(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 
 
 def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
@@ -96,17 +97,18 @@ def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
             f"{name} must ascend from 0 to the batch's {rows * seq} tokens; got {str(given)[:60]}, give those of this "
             "batch"
         )
-    if given[-1] < rows * seq:  # the padding after the last document is one more document in each row
+    if given[-1] < rows * seq:
+        # the padding after the last document is one more document in each row: one ends at every later end of a row
         given += [*range(-(-(given[-1] + 1) // seq) * seq, rows * seq, seq), rows * seq]
     if across := [end for end in range(seq, rows * seq, seq) if end not in given]:
         raise InputError(
-            f"documents must end where their row does; got {name} with one across token {across[0]}, where a row of "
-            f"{seq} tokens ends, lay it in one row"
+            f"documents must end where their row does; got a document in {name} that goes on past token {across[0]}, "
+            f"where a row of {seq} tokens ends; put each document wholly in one row"
         )
-    return _between(given[:-1], rows * seq)
+    return _lengths_of(given[:-1], rows * seq)
 
 
-def _between(starts: list[int], end: int) -> Lengths:
+def _lengths_of(starts: list[int], end: int) -> Lengths:
     return tuple(b - a for a, b in itertools.pairwise([*starts, end]))
 
 

@@ -20,10 +20,10 @@ from . import cpu_op, shared_files
 from .config import SequenceParallelConfig
 from .deepspeed_checks import check_deepspeed
 from .deepspeed_json import BATCH_SIZES, KIND, SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
-from .errors import ConfigError, SeqParError, as_error, nearest
+from .errors import ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .files import Given
 from .loaders import Loader
-from .models import known_library, library_of, own_library, unwrapped
+from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import agree
@@ -83,9 +83,9 @@ def initialize(
 
     section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
     sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
-    library = library_of(model) if check_loss else None
-    if library:
-        library.check_function(model, sp)
+    patcher = patcher_of_class(model) if check_loss else None
+    if patcher:
+        patcher.check_function(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}
     data, collate = (kwargs.get(name) for name in DATA)
     own_args = _without_config(args)
@@ -95,8 +95,8 @@ def initialize(
     engine = returned[0]
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
-    if library:
-        library.check_engine(engine, sp)
+    if patcher:
+        patcher.check_engine(engine, sp)
     if data is not None:
         own = engine.deepspeed_io(data, data_sampler=sp.sampler(data), collate_fn=collate)
         engine.training_dataloader = Loader(sp, own)
@@ -191,7 +191,7 @@ def check_arguments(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
                 raise ConfigError(f"initialize takes no {name}, {REFUSED_ARGUMENTS[name]}")
         elif name not in accepted:
             known = [*accepted, *inspect.signature(initialize).parameters]
-            raise ConfigError(f"initialize takes no argument {name!r}{nearest(name, known)}; leave it out")
+            raise ConfigError(f"initialize takes no argument {name!r}{did_you_mean(name, known)}; leave it out")
     data, collate = (kwargs.get(name) for name in DATA)
     has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if data is not None and (not has_index or isinstance(data, torch.utils.data.IterableDataset)):
@@ -210,7 +210,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     of one rank."""
     import deepspeed
 
-    cpu_op.make_ready()
+    cpu_op.prepare_start()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         set_device()  # DeepSpeed's launcher sets none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
@@ -239,20 +239,20 @@ def prepare_model(
     patched. So it does where `given`, or the SequenceParallel that the model is patched with, has other settings than
     the section on one of them.
     """
-    sp, config, library, job_with_model, base = None, None, known_library(model), None, unwrapped(model)
+    sp, config, patcher, job_with_model, base = None, None, patcher_if_known(model), None, unwrapped(model)
     try:
         config = SequenceParallelConfig.from_dict(section)
         sp = _given_or_patched_with(model, config, section, given)
-        if library and job and not (sp or error) and config.asks_for_plan:
-            job_with_model = library.job_of(base, job())
+        if patcher and job and not (sp or error) and config.asks_for_plan:
+            job_with_model = patcher.job_of(base, job())
     except Exception as reason:  # a data set may raise anything
-        error = error or as_error("reading what is to be trained failed", reason)
+        error = error or as_seqpar_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
     shared_files.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
-    if library:
+    if patcher:
         if sp is None:
-            sp = SequenceParallel(config, heads=library.heads(base), job=job_with_model)
-        library.patch_attention(model, sp)
+            sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)
+        patcher.patch_attention(model, sp)
     assert sp is not None  # otherwise _given_or_patched_with has raised
     return sp
 
@@ -263,9 +263,9 @@ def _given_or_patched_with(
     """`given`, or the SequenceParallel that the model is patched with; None where one is to be made. Raises ConfigError
     where it does not fit the model or the section."""
     sp = given
-    if library := known_library(model) if given else own_library(model):
-        sp = given or library.patched_with(model)
-        library.check_patch(model, sp)
+    if patcher := patcher_if_known(model) if given else required_patcher(model):
+        sp = given or patcher.patched_with(model)
+        patcher.check_patch(model, sp)
     else:
         _check_no_tiles(config)
     if sp is not None:

@@ -30,20 +30,21 @@ class KernelError(SeqParError):
 
 
 class DisagreementError(SeqParError):
-    """Ranks that must be given the same were not, or one of them cannot go on; raised on all of them."""
+    """Ranks were given different values of what must be equal, or one of them cannot go on. All ranks raise it."""
 
 
 class CommunicationError(SeqParError, RuntimeError):
-    """Ranks could not communicate, because one ended or did not come; while a plan ran it carries step and table."""
+    """Ranks could not communicate, since one ended or did not come. If a plan was running, the message has the step and
+    the plan's table."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'zigzag'?)`, or nothing where no known word is near."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
-def in_words(names: Iterable[str], last: str = "or") -> str:
+def quoted_list(names: Iterable[str], last: str = "or") -> str:
     """`"a"`, `"a" or "b"`, `"a", "b" or "c"`."""
     *most, end = (f'"{name}"' for name in names)
     return f"{', '.join(most)} {last} {end}" if most else end
@@ -53,10 +54,10 @@ def check_choice(kind: str, word: str, known: Iterable[str]) -> None:
     """Raises ConfigError unless `word` is one of `known`; the message names the nearest right word."""
     known = sorted(known)
     if word not in known:
-        raise ConfigError(f"{kind} must be one of {', '.join(known)}; got {word!r}{nearest(str(word), known)}")
+        raise ConfigError(f"{kind} must be one of {', '.join(known)}; got {word!r}{did_you_mean(str(word), known)}")
 
 
-def as_error(what: str, reason: Exception) -> SeqParError:
+def as_seqpar_error(what: str, reason: Exception) -> SeqParError:
     """An exception as a SeqParError, which ranks can send to one another. what: a clause, such as "loading data
     failed".
     """

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, did_you_mean
 
 LARGEST_FILE = 2**22  # bytes: the largest configurations of models have some 100 KB
 DEEPEST = 32  # objects and lists inside one another
@@ -189,7 +189,7 @@ class Given:
             raise ConfigError(f"{where} needs {', '.join(fields)}; it has no {', '.join(missing)}")
         if fields and (unknown := [field for field in self.value if field not in fields]):
             raise ConfigError(
-                f"{where} takes {', '.join(fields)}; got {unknown[0]!r:.{SHOWN}}{nearest(str(unknown[0]), fields)}"
+                f"{where} takes {', '.join(fields)}; got {unknown[0]!r:.{SHOWN}}{did_you_mean(str(unknown[0]), fields)}"
             )
         return {key: self.inner(str(key), value) for key, value in self.value.items()}
 

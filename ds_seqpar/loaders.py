@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from .errors import ConfigError, InputError, SeqParError, as_error
+from .errors import ConfigError, InputError, SeqParError, as_seqpar_error
 from .runtime.agreement import Fields, agree, differing
 from .runtime.comm import explaining_failure
 from .sharding import Sharding
@@ -46,7 +46,7 @@ class Loader:
             self.given = loader
             self.loader = self._dealt(loader)
         except Exception as reason:
-            error = as_error("preparing a loader failed", reason)
+            error = as_seqpar_error("preparing a loader failed", reason)
         examples = _length(getattr(loader, "dataset", None))
         value = {"examples": examples, "batch_size": getattr(loader, "batch_size", None), "read_once": read_once}
         agree(sp.control_world, "loader", value, error=error, call="sp.loader")
@@ -272,7 +272,7 @@ def _loading_error(reason: Exception) -> SeqParError:
     """The error for loading that failed. For a worker torch gives a traceback, whose last line is the reason."""
     *_, last = str(reason).strip().splitlines() or [""]
     if "Original Traceback" not in str(reason):
-        return as_error("loading data failed", reason)
+        return as_seqpar_error("loading data failed", reason)
     error = InputError(f"loading data failed in a worker, {last}")
     error.__cause__ = reason
     return error

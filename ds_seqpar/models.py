@@ -18,7 +18,7 @@ PACKAGES = {"PreTrainedModel": "hf_integration"}
 HOW = "which is not installed; install it by pip install 'ds_seqpar[hf]'"
 
 
-class Library(Protocol):
+class ModelPatcher(Protocol):
     """A package that patches models of one library. Models may be inside a peft model or torch.compile; sp is a
     SequenceParallel.
 
@@ -37,26 +37,26 @@ class Library(Protocol):
     def check_engine(self, engine: Any, sp: Any) -> None: ...
 
 
-def library_of(model: nn.Module) -> Library | None:
-    """The package that patches models of this kind; None for a user's own model."""
+def patcher_of_class(model: nn.Module) -> ModelPatcher | None:
+    """The package for models of this class, whether or not it knows the family; None for a user's own class."""
     bases = [base.__name__ for base in type(unwrapped(model)).__mro__]
     return next((imported(package) for base, package in PACKAGES.items() if base in bases), None)
 
 
-def known_library(model: nn.Module) -> Library | None:
-    """The package that can patch the model; None where none can."""
-    library = library_of(model)
-    return library if library is not None and library.is_known(unwrapped(model)) else None
+def patcher_if_known(model: nn.Module) -> ModelPatcher | None:
+    """The package that can patch this model, since it knows its family; None where none does."""
+    patcher = patcher_of_class(model)
+    return patcher if patcher is not None and patcher.is_known(unwrapped(model)) else None
 
 
-def own_library(model: nn.Module) -> Library:
-    """The package that patches models of this kind. Raises ConfigError for a user's own model."""
-    if (library := library_of(model)) is None:
+def required_patcher(model: nn.Module) -> ModelPatcher:
+    """As `patcher_of_class`, but raises ConfigError for a user's own class."""
+    if (patcher := patcher_of_class(model)) is None:
         raise ConfigError(
             "initialize needs a transformers model, or the SequenceParallel that your own model calls; got "
             f"{type(model).__name__} alone, pass sequence_parallel=sp"
         )
-    return library
+    return patcher
 
 
 def numbers_of(place: str) -> Model:

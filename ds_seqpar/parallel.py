@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
-from .errors import ConfigError, SeqParError, as_error
+from .errors import ConfigError, SeqParError, as_seqpar_error
 from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, explaining_failure
@@ -287,7 +287,7 @@ def _agreed(
             settings |= {"kernels here": kernels.available(device.type)}
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
-        error = error or as_error(UNREADABLE, reason)
+        error = error or as_seqpar_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
     if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
         _warn_of_unmeasured_device(config.machine, device)
@@ -332,7 +332,7 @@ def _planned_by_all(
         if plan:  # each rank has read the length for itself
             compared |= {"tokens": plan.request.seq}
     except Exception as reason:
-        error = as_error(UNREADABLE, reason)
+        error = as_seqpar_error(UNREADABLE, reason)
     agree(world, CONFIGURATION, compared, error=error, call="SequenceParallel")
     if plan and dist.get_rank() == 0:
         print(line_of(plan), file=sys.stderr, flush=True)

@@ -14,13 +14,15 @@ from .compiler.shards import Shards, UnevenShards, members_positions, tokens_of
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What `shard_batches` returns as "placement" where the layout does not say everything: for packed documents,
-    padding that is not plainly on the right, and lengths that ranks cannot share equally. Give its mask and shards
-    to `sp.attention`, and itself to `sp.gather`. A patched model takes it as it is.
+    """Which tokens of a batch each rank has, and what they attend to, where the layout does not say everything.
 
-    mask, shards: by position in the batch. rows: how many sequences lie end to end in it, as one of (1, tokens); None:
-    sequences stand beside one another, all shared alike. restarts: the positions at which a model's position_ids begin
-    again at 0.
+    That is so for packed documents, for padding that is not plainly on the right, and for lengths that ranks cannot
+    share equally. `shard_batches` returns it as "placement". Give its mask and shards to `sp.attention`, and itself to
+    `sp.gather`. A patched model takes it as it is.
+
+    mask, shards: they number tokens by position in the batch. rows: the number of sequences that are laid end to end,
+    so that tensors are (1, tokens); None: tensors stay (rows, seq), and every row is sharded in the same way. restarts:
+    the positions at which a model's position_ids begin again at 0, in ascending order.
     """
 
     mask: Mask
@@ -30,19 +32,20 @@ class Placement:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all ranks together: of one sequence, or of all rows that lie end to end."""
+        """The number of tokens that all ranks hold together: of one sequence, or of all rows if they are laid end to
+        end."""
         return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
 
     @property
     def digest(self) -> int:
-        """A hash that is the same in every process."""
+        """A hash of 32 bits that is the same in every process."""
         return hash((hash(self.mask), hash(self.shards), self.rows or 0, self.restarts)) & 0xFFFFFFFF
 
     def __str__(self) -> str:
         return f"of {self.tokens} tokens {self.digest:08x}"
 
     def mask_with_window(self, window: int | None) -> Mask:
-        """The mask with a layer's window, in tokens."""
+        """The mask, restricted to a layer's window of so many tokens; None: the mask itself."""
         return self.mask if window is None else _with_window(self.mask, window)
 
     def positions(self, ulysses: int, rank: int) -> Tensor:

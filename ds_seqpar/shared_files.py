@@ -2,8 +2,8 @@
 
 DeepSpeed makes the files where its launcher starts all ranks on one machine without GPUs. Each rank maps the files of
 all ranks. `unname` removes their names once every rank has mapped them; then the memory is freed when the last rank
-ends, however it ends. `remove_left` removes the files of runs that ended before `unname`, or never call it, as runs of
-DeepSpeed without this package.
+ends, however it ends. `remove_left_behind` removes the files of runs that ended before `unname`, or never call it, as
+runs of DeepSpeed without this package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = Path("/dev/shm")  # where the C library's shm_open makes files
 NAME = "deepspeed_allreduce_buffer_{user}_{address}_{port}_{rank}"
 
 
-def remove_left(say: Callable[[str], None]) -> None:
+def remove_left_behind(say: Callable[[str], None]) -> None:
     """Removes this user's files that no process has open, and says so. On systems other than Linux it does nothing.
 
     Files with the names of this run stay: its ranks, which may be starting already, use them again.

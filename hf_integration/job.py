@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ds_seqpar.errors import ConfigError, nearest
+from ds_seqpar.errors import ConfigError, did_you_mean
 from ds_seqpar.files import Given, call_library, read_json
 from ds_seqpar.limits import check_model
 
@@ -118,7 +118,7 @@ def numbers_of(place: str) -> Model:
     where = f"the model's configuration {file}"
     kind = Given(where, content.get("model_type"), "model_type")
     if kind.text() not in CONFIG_MAPPING:
-        raise kind.wrong(f"one that transformers knows{nearest(kind.value, CONFIG_MAPPING)}")
+        raise kind.wrong(f"one that transformers knows{did_you_mean(kind.value, CONFIG_MAPPING)}")
     return call_library("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import IGNORE
-from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime.agreement import agree
 
 from .families import FAMILIES, as_in_training, unwrapped
@@ -60,7 +60,7 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
-        error = as_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
+        error = as_seqpar_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
     received = sum(sp.comm.received.values()) - before
     if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
         raise ConfigError(

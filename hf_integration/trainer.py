@@ -29,7 +29,7 @@ from ds_seqpar.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.documents import documents_of
 from ds_seqpar.engine import prepare_model
-from ds_seqpar.errors import InputError, SeqParError, as_error
+from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
 from ds_seqpar.runtime import causes
 from ds_seqpar.runtime.agreement import Part, agree, sums
 from ds_seqpar.runtime.exits import printed_once
@@ -126,7 +126,7 @@ class SequenceParallelMixin(Behind):
     def create_accelerator_and_postprocess(self) -> None:
         checks.check_arguments(self.args)
         checks.check_json(self.args)
-        cpu_op.make_ready()
+        cpu_op.prepare_start()
         with accelerate_config.taken_from(self.args) as given:
             super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.deepspeed_plugin
@@ -217,7 +217,7 @@ class SequenceParallelMixin(Behind):
                 if not own and batch.get("labels") is not None:
                     batch["labels"] = counted_labels(self.sp, batch)
         except Exception as reason:
-            error = as_error("loading data failed", reason)
+            error = as_seqpar_error("loading data failed", reason)
         agree(self.sp.control_world, what, {"batches": len(found)}, error=error)
         peers = Part(self.sp.data_rank, self.sp.groups.control)
         agree(self.sp.control_world, "whole batches", given, alike=peers, advice=causes.of_batches)
@@ -320,7 +320,7 @@ class SequenceParallelMixin(Behind):
         except (SeqParError, RuntimeError):
             raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
         except Exception as reason:
-            error = as_error("prediction_step failed", reason)
+            error = as_seqpar_error("prediction_step failed", reason)
         agree(self.sp.groups.control, "evaluation step", None, error=error)
         shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
         agree(self.sp.control_world, "evaluation losses", {"loss": shape})
@@ -352,7 +352,7 @@ class SequenceParallelMixin(Behind):
         try:
             labels = self._without_repeated(batch, labels, real)
         except Exception as reason:
-            error = as_error("telling the last examples apart failed", reason)
+            error = as_seqpar_error("telling the last examples apart failed", reason)
         agree(self.sp.control_world, "evaluation step", None, error=error)
         return labels
 

@@ -1,8 +1,12 @@
 """Checks of a Trainer's setup, before training: each setting that would make a sequence parallel run differ from the
 unsplit one raises a sentence.
 
-The label shift and the divisor of the loss must be global (docs/gradient_contract.md). What the Trainer does for each
-rank would often have to be done for each group of ranks.
+The label shift and the divisor of the loss must be global (docs/gradient_contract.md). Much that the Trainer does once
+a rank is right only if it is done once for the ranks that share a sequence. Where that is not done, the setting is
+refused here.
+
+What every rank sees alike, a check raises. What a rank may see alone, such as a fault of its own data, a function
+returns as an error: all ranks then raise it together, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from transformers.trainer_utils import has_length
 from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
-from ds_seqpar.errors import ConfigError, SeqParError, as_error
+from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.loaders import Loader
 
 # field of TrainingArguments -> (the wrong value, what is needed and why)
@@ -53,9 +57,9 @@ KINDS = {
     "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
     "distillation": ("DistillationTrainer", "GKDTrainer"),
 }
-SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # of trl's
-TOKENS = {"input_ids", "inputs_embeds", "labels"}
-# fields of TrainingArguments that must be equal on all ranks: they decide what is trained, and when ranks communicate
+SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # the Trainers of trl that may be extended
+TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
+# fields of TrainingArguments that all ranks must have alike: they decide what is trained, and when ranks communicate
 ALIKE = (
     *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -66,8 +70,9 @@ ALIKE = (
     "enable_jit_checkpoint",
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
 )
+# sections and settings of the DeepSpeed JSON that all ranks must have alike
 OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
-LOOKED_AT = 64  # examples of a data set that are tried before training
+TRIED_EXAMPLES = 64  # examples of a data set that are tried before training
 
 
 def check_kind(kind: type) -> None:
@@ -116,8 +121,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise ConfigError(
-            "sequence parallel training needs no other Accelerator with a ParallelismConfig, which would shard a "
-            "second time; got one that the script made, pass TrainingArguments(parallelism_config=...)"
+            "sequence parallel training needs an Accelerator without a ParallelismConfig, which would shard a second "
+            "time; got one that the script made, give the ParallelismConfig to "
+            "TrainingArguments(parallelism_config=...), from where the Trainer takes its sizes"
         )
     for name, (needed, why) in BATCHING.items():
         if bool(getattr(accelerator, name)) is not needed:
@@ -190,30 +196,30 @@ def lengths(trainer: Any) -> dict[str, int | None]:
 
 def data_error(trainer: Any) -> SeqParError | None:
     """The error that some examples of the data sets show, such as padding between tokens; None where they are right."""
-    for _, dataset, together in _datasets(trainer):
+    for _, dataset, batch_size in _datasets(trainer):
         if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
             try:
-                _try_examples(trainer, dataset, together)
+                _try_examples(trainer, dataset, batch_size)
             except Exception as reason:
-                return as_error("reading the data set failed", reason)
+                return as_seqpar_error("reading the data set failed", reason)
     return None
 
 
-def _try_examples(trainer: Any, dataset: Any, together: int) -> None:
+def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
     """Collates the shortest and the longest of some examples, which one batch may hold, and checks the result."""
-    examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // LOOKED_AT))][:LOOKED_AT]
+    examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // TRIED_EXAMPLES))][:TRIED_EXAMPLES]
     by_length = {_length(example): example for example in examples}
     extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
-    for batch in [extremes] if together > 1 else [[example] for example in extremes]:
+    for batch in [extremes] if batch_size > 1 else [[example] for example in extremes]:
         try:
             collated = collate(batch)
         except SeqParError:
             raise
         except Exception as reason:
-            _refuse_text(examples[0], reason)
+            _refuse_if_text(examples[0], reason)
             if len(batch) == 1:
-                raise as_error("making a batch failed", reason) from reason
+                raise as_seqpar_error("making a batch failed", reason) from reason
             name = getattr(trainer.data_collator, "__name__", type(trainer.data_collator).__name__)
             raise ConfigError(
                 f"examples of different lengths need a collator that pads, and a pad token; got {min(by_length)} to "
@@ -221,12 +227,12 @@ def _try_examples(trainer: Any, dataset: Any, together: int) -> None:
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
             ) from reason
         if not TOKENS.intersection(collated):
-            _refuse_text(examples[0])
+            _refuse_if_text(examples[0])
         if not has_own_loss(trainer):
             check_batch(trainer.sp, collated, causal=True)
 
 
-def _refuse_text(example: object, reason: Exception | None = None) -> None:
+def _refuse_if_text(example: object, reason: Exception | None = None) -> None:
     """Raises ConfigError for an example that was not tokenized."""
     if isinstance(example, Mapping) and not TOKENS.intersection(example):
         raise ConfigError(

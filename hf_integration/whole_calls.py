@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import fingerprint, shard_call
-from ds_seqpar.errors import InputError, as_error
+from ds_seqpar.errors import InputError, as_seqpar_error
 from ds_seqpar.runtime import causes, trusted
 from ds_seqpar.runtime.agreement import Fields, agree
 from ds_seqpar.runtime.inputs import describe
@@ -111,7 +111,7 @@ def shard_inputs(module: nn.Module, agreement: Agreement, given: Mapping[str, An
     try:
         sharded, call, value = _prepare(module, agreement, given)
     except Exception as reason:
-        error = as_error("sharding a whole batch failed", reason)
+        error = as_seqpar_error("sharding a whole batch failed", reason)
     agree(sp.groups.control, "whole batch", value, error=error, call="a forward", advice=_cause)
     setattr(sharded["position_ids"], CALL, call)
     return sharded

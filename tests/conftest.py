@@ -64,7 +64,7 @@ def compiled():
     os.makedirs(os.environ["TORCH_EXTENSIONS_DIR"], exist_ok=True)
     with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
-        cpu_op.prepare()
+        cpu_op.compile_op()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import SequenceParallelConfig
-from ..errors import ConfigError, as_error
+from ..errors import ConfigError, as_seqpar_error
 from ..files import write_text
 from ..parallel import SequenceParallel
 from ..planner.machine import machine_of
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         dist.init_process_group("gloo" if accelerator is None else None)
     except (RuntimeError, ValueError) as error:
-        raise as_error("ranks could not meet to calibrate", error) from None
+        raise as_seqpar_error("ranks could not meet to calibrate", error) from None
     try:
         first = dist.get_rank() == 0
         agree(

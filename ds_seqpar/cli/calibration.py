@@ -203,7 +203,7 @@ class Calibration:
             "forward": self.seconds(lambda: kernel.forward(q, k, v, *options)),
             "backward": self.seconds(lambda: kernel.backward(do, q, k, v, out, lse, *options)),
         }
-        pairs = Tile(0, tokens, 0, tokens, kind).products * heads * dim
+        pairs = Tile(0, tokens, 0, tokens, kind).pairs * heads * dim
         for way, seconds in took.items():
             found[way][kind].append([tokens, FLOPS_PER_PAIR[way] * pairs / seconds])
         return sum(took.values())

@@ -60,4 +60,4 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    print("DeepSpeed's CPU op is compiled" if cpu_op.prepare() else "DeepSpeed compiles nothing on this machine")
+    print("DeepSpeed's CPU op is compiled" if cpu_op.compile_op() else "DeepSpeed compiles nothing on this machine")

@@ -14,7 +14,7 @@ from ..compiler.draw import new_figure, save
 from ..config import SequenceParallelConfig, setting_names
 from ..deepspeed_checks import check_deepspeed
 from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, did_you_mean
 from ..files import parse_json, shown
 from ..planner.attention_memory import on_fewer_ranks
 from ..planner.footprint import (
@@ -99,7 +99,7 @@ def machine_room(args: argparse.Namespace, world: int) -> Room | None:
 def step_of(args: argparse.Namespace) -> tuple[TrainingStep, dict[str, Any]]:
     """(the step, key -> value that an "auto" of the configuration counts as). Raises ConfigError for options or
     settings that do not fit."""
-    seq, ranks = count("--seq-len", args.seq_len, limits.TOKENS), count("--ranks", args.ranks, limits.RANKS)
+    seq, ranks = count("--seq-len", args.seq_len, limits.MAX_TOKENS), count("--ranks", args.ranks, limits.MAX_RANKS)
     content = content_of(args)
     config = SequenceParallelConfig.from_dict(section_of(content))
     if config.unsaid:
@@ -108,7 +108,7 @@ def step_of(args: argparse.Namespace) -> tuple[TrainingStep, dict[str, Any]]:
             "ask plan --machine, which chooses them, or say them"
         )
     sharing = ranks if config.size == "auto" else config.size
-    limits.check("ranks that share a sequence", sharing, limits.SHARING, "say --set size=8, or what is meant")
+    limits.check("ranks that share a sequence", sharing, limits.MAX_SHARING_RANKS, "say --set size=8, or what is meant")
     model = numbers_of(args.model)
     filled = fill_in(content, model.hidden)
     resolved = config.resolve(ranks, (model.heads, model.kv_heads))
@@ -120,12 +120,12 @@ def step_of(args: argparse.Namespace) -> tuple[TrainingStep, dict[str, Any]]:
 def training_arguments(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that TrainingStep and Request share, from the options and the DeepSpeed JSON."""
     batch = content.get("train_micro_batch_size_per_gpu") or 1
-    limits.check("train_micro_batch_size_per_gpu", batch, limits.COUNT)
+    limits.check("train_micro_batch_size_per_gpu", batch, limits.MAX_COUNT)
     zero = Zero.of(content.get("zero_optimization", {}))
     return {"batch": batch, "dtype": dtype_of(content), "zero": zero, "checkpointing": not args.no_checkpointing}
 
 
-def count(name: str, text: str, most: int = limits.COUNT) -> int:
+def count(name: str, text: str, most: int = limits.MAX_COUNT) -> int:
     """The number in an option. Raises ConfigError unless it is a whole number from 1 to `most`."""
     if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
         raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
@@ -154,7 +154,7 @@ def content_of(args: argparse.Namespace) -> dict[str, Any]:
         *sections, key = name.split(".")
         if not sections and key not in setting_names():
             known = setting_names()
-            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{nearest(key, known)}')
+            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{did_you_mean(key, known)}')
         inside = content
         for section in sections or [SECTION]:
             inside = inside.setdefault(section, {})

@@ -70,10 +70,10 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
     in_section = DEFAULT if config.machine == "auto" else config.machine
     machine = Machine.load(in_section if args.machine is None else args.machine)
     if args.gpus_per_node is not None:
-        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.RANKS))
+        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.MAX_RANKS))
     documents = _documents(args.documents) if args.documents is not None else ()
     seq = sum(documents) or (None if config.seq_len == "auto" else config.seq_len)
-    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len, limits.TOKENS)
+    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len, limits.MAX_TOKENS)
     if seq is None:
         raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
     model = numbers_of(args.model)
@@ -84,7 +84,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
         world=count("--nodes", args.nodes) * machine.per_node,
         seq=seq,
         documents=documents,
-        window=None if args.window is None else count("--window", args.window, limits.TOKENS),
+        window=None if args.window is None else count("--window", args.window, limits.MAX_TOKENS),
         **training_arguments(args, content),
         given={name: value for name, value in section_of(content).items() if name not in PLAN_REQUESTS},
         sequences=None if args.sequences is None else count("--sequences", args.sequences),

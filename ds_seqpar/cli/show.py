@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import limits
 from ..compiler import nccl
-from ..compiler.compile import Compiler, pattern_of, weight
+from ..compiler.compile import Compiler, pattern_of, visible_share
 from ..compiler.cuts import PLAIN_KERNEL
 from ..compiler.draw import draw
 from ..compiler.exchange import SAVE_ALL, Heads, HeadSplit, Members, exchange_bytes_per_token
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
         costs = Costs(
             transfer=shape.bytes_per_token(direction),
             product=1.0,
-            weight=weight(mask, shards),
+            weight=visible_share(mask, shards),
             exchange=functools.partial(exchange_bytes_per_token, shape, members),
         )
         if communication(plan, costs):
@@ -125,10 +125,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_limits(args: argparse.Namespace) -> None:
     """Raises ConfigError for a plan that `show` would need more than about ten seconds for."""
-    limits.check("--heads", max(args.heads), limits.HEADS)
-    limits.check("--seq", args.seq or 0, limits.TOKENS)
-    limits.check("--size", args.size, limits.RANKS)
+    limits.check("--heads", max(args.heads), limits.MAX_HEADS)
+    limits.check("--seq", args.seq or 0, limits.MAX_TOKENS)
+    limits.check("--size", args.size, limits.MAX_RANKS)
     inner = -(-args.size // max(1, args.ulysses))
-    limits.check_followed(inner, args.overlap, limits.SHOWN, limits.SHOWN_OVERLAPPED)
+    limits.check_followed(inner, args.overlap, limits.MAX_SHOWN_RANKS, limits.MAX_SHOWN_OVERLAP_RANKS)
     if args.png:
-        limits.check("--png takes size / ulysses, which", inner, limits.DRAWN, "leave --png out")
+        limits.check("--png takes size / ulysses, which", inner, limits.MAX_DRAWN_RANKS, "leave --png out")

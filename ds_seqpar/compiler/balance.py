@@ -1,11 +1,13 @@
-"""Deals the tokens of packed documents to inner ranks, so that all have as many tokens and as many causal products.
+"""Deals the tokens of packed documents to inner ranks, so that all have as many tokens and as many causal pairs.
+
+A causal pair is a query and a key that a causal mask of the documents lets it see.
 
 The ranks are halved, and their halves again. In a halving the documents stand side by side, by their mean keys a query.
-The left half takes a window of them, as wide as its tokens, at the place where it also has its share of products. Of a
+The left half takes a window of them, as wide as its tokens, at the place where it also has its share of pairs. Of a
 document that the window cuts the left half takes the front, so that k/v travel from lower ranks to higher ones. The
-window slides from the fewest keys to the most, and its products grow with it, so there is such a place. Only where one
-document has most of the products, the last position may still be too light. Then the document there is cut as zigzag
-does: the left half takes both of its ends, as much of either as gives the products.
+window slides from the fewest keys to the most, and its pairs grow with it, so there is such a place. Only where one
+document has most of the pairs, the last position may still be too light. Then the document there is cut as zigzag
+does: the left half takes both of its ends, as much of either as gives the pairs.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
 
-TOLERANCE = 256  # a half's products may differ from its share by one part in so many, and by what a token brings
+TOLERANCE = 256  # a half's pairs may differ from its share by one part in so many, and by what a token brings
 
 
 def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     """The runs that each of `ranks` inner ranks holds of documents of these lengths, one after the other from position
     0: `UnevenShards(balanced(lengths, ranks))`. It is the same on every rank.
 
-    Ranks differ by one token at most. Their causal products (the pairs that a causal mask of these documents leaves)
-    differ by parts in a thousand, or by what one token brings. At most 2 * (ranks - 1) documents are cut, all others
-    are whole on one rank. All ranks together have at most len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels
-    only where it has a part of a document that is cut. One document alone is dealt as zigzag deals it: 2 * ranks
-    chunks, an early and a late one for each rank, whose lengths differ by one token at most.
+    Ranks differ by one token at most, and their causal pairs by parts in a thousand, or by what one token brings. At
+    most 2 * (ranks - 1) documents are cut, all others are whole on one rank. All ranks together have at most
+    len(lengths) + 4 * (ranks - 1) runs. A block of k/v travels only where it has a part of a document that is cut. One
+    document alone is dealt as zigzag deals it: 2 * ranks chunks, an early and a late one for each rank, whose lengths
+    differ by one token at most.
 
     Raises InputError for a length or a number of ranks below 1.
     """
@@ -53,7 +55,7 @@ class _Piece(NamedTuple):
     s: int
     beside: int  # its document goes on: -1 on lower ranks than all these, 1 on higher ones, 0 on neither or on both
     tokens: int
-    products: int
+    pairs: int
 
     def of_ends(self, front: int, back: int) -> int:
         """Products of the first `front` and the last `back` tokens."""
@@ -62,11 +64,11 @@ class _Piece(NamedTuple):
     def ends(self, tokens: int) -> tuple[int, int]:
         """How many of `tokens` tokens are taken in front and at the back. One part gives all in front. Of two parts,
         those that are taken have the mean number of keys of all."""
-        _, p, q, r, s, _, total, products = self
+        _, p, q, r, s, _, total, pairs = self
         if q == s:
             return tokens, 0
-        # where of_ends is tokens / total of the products
-        front = tokens * ((2 * s + 1 - tokens) * total - 2 * products) // (2 * (s - p - tokens) * total)
+        # where of_ends is tokens / total of the pairs
+        front = tokens * ((2 * s + 1 - tokens) * total - 2 * pairs) // (2 * (s - p - tokens) * total)
         front = min(max(front, tokens - (s - r), 0), q - p, tokens)
         return front, tokens - front
 
@@ -93,8 +95,8 @@ def _piece(base: int, p: int, q: int, r: int, s: int, beside: int = 0) -> _Piece
         r = s = q
     elif q == r:
         q = r = s
-    products = (q - p) * (p + q + 1) + (s - r) * (r + s + 1)
-    return _Piece(base, p, q, r, s, beside, q - p + s - r, products // 2)
+    pairs = (q - p) * (p + q + 1) + (s - r) * (r + s + 1)
+    return _Piece(base, p, q, r, s, beside, q - p + s - r, pairs // 2)
 
 
 def _pieces_of_ranks(pieces: list[_Piece], ranks: int) -> list[list[_Piece]]:
@@ -121,10 +123,10 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
     """(pieces of the lower `share` of `ranks` ranks, pieces of the others). A piece whose document goes on on lower or
     higher ranks than all these goes to the half beside them where it can: then k/v are there after one hop."""
     tokens = sum([piece.tokens for piece in pieces]) * share // ranks
-    products = sum([piece.products for piece in pieces]) * share // ranks
+    pairs = sum([piece.pairs for piece in pieces]) * share // ranks
     if not tokens:
         return [], pieces
-    pieces = sorted(pieces, key=lambda piece: (piece.products / piece.tokens, piece.base, piece.p))
+    pieces = sorted(pieces, key=lambda piece: (piece.pairs / piece.tokens, piece.base, piece.p))
     sides = {piece.beside for piece in pieces}
     for stay in ({-1, 1}, {-1}, {1}):
         if stay <= sides:
@@ -134,13 +136,13 @@ def _halved(pieces: list[_Piece], share: int, ranks: int) -> tuple[list[_Piece],
                 [piece for piece in pieces if piece.beside not in stay],
                 tokens - sum([piece.tokens for piece in lower]),
             )
-            wanted = products - sum([piece.products for piece in lower])
+            wanted = pairs - sum([piece.pairs for piece in lower])
             if row.reaches(wanted):
                 left, right = row.window(wanted)
                 return lower + left, right + higher
     row = _Row(pieces, tokens)
-    left, right = row.window(products) if row.products(row.last) >= products else row.ends(products)
-    if abs(sum([piece.products for piece in left]) - products) * TOLERANCE > products:
+    left, right = row.window(pairs) if row.pairs(row.last) >= pairs else row.ends(pairs)
+    if abs(sum([piece.pairs for piece in left]) - pairs) * TOLERANCE > pairs:
         # of two parts, one much longer than the other, no two ends have as many keys as both parts
         apart = [part for piece in pieces for part in piece.parts()]
         if len(apart) > len(pieces):
@@ -155,12 +157,12 @@ class _Row:
     def __init__(self, pieces: list[_Piece], width: int) -> None:
         self.pieces, self.width = pieces, width
         self.starts = [0, *accumulate([piece.tokens for piece in pieces])]
-        self.before = [0, *accumulate([piece.products for piece in pieces])]
+        self.before = [0, *accumulate([piece.pairs for piece in pieces])]
         self.last = self.starts[-1] - width  # the last position of a window
 
-    def reaches(self, products: int) -> bool:
-        """Whether some window surely has so many causal products."""
-        return 0 < self.width < self.starts[-1] and self.products(0) <= products <= self.products(self.last)
+    def reaches(self, pairs: int) -> bool:
+        """Whether some window surely has so many causal pairs."""
+        return 0 < self.width < self.starts[-1] and self.pairs(0) <= pairs <= self.pairs(self.last)
 
     def edges(self, at: int) -> tuple[int, int, int, int]:
         """(first, its tokens, end, its tokens): the pieces that a window from `at` on begins in and ends in."""
@@ -171,16 +173,16 @@ class _Row:
         end = bisect_right(self.starts, at + self.width) - 1
         return first, tokens, end, at + self.width - self.starts[end]
 
-    def products(self, at: int) -> int:
-        """The causal products of the window that begins at `at`."""
+    def pairs(self, at: int) -> int:
+        """The causal pairs of the window that begins at `at`."""
         first, tokens, end, end_tokens = self.edges(at)
         total = self.before[end] - self.before[first + 1] + self.pieces[first].of_ends(*self.pieces[first].ends(tokens))
         return total + self.pieces[end].of_ends(*self.pieces[end].ends(end_tokens)) if end_tokens else total
 
-    def window(self, products: int) -> tuple[list[_Piece], list[_Piece]]:
-        """(pieces inside, pieces outside) of the window that has so many products, but for those of one token."""
-        at = bisect_left(range(self.last + 1), products, key=self.products)
-        at -= at > 0 and products - self.products(at - 1) < self.products(at) - products
+    def window(self, pairs: int) -> tuple[list[_Piece], list[_Piece]]:
+        """(pieces inside, pieces outside) of the window that has so many pairs, but for those of one token."""
+        at = bisect_left(range(self.last + 1), pairs, key=self.pairs)
+        at -= at > 0 and pairs - self.pairs(at - 1) < self.pairs(at) - pairs
         first, tokens, end, end_tokens = self.edges(at)
         inside, outside = self.pieces[first + 1 : end], self.pieces[:first] + self.pieces[end + bool(end_tokens) :]
         for index, taken in ((first, tokens), (end, end_tokens)):
@@ -195,14 +197,14 @@ class _Row:
                 outside.append(right)
         return inside, outside
 
-    def ends(self, products: int) -> tuple[list[_Piece], list[_Piece]]:
-        """(pieces inside, pieces outside) of the last window, where even that has too few products: of its first piece
+    def ends(self, pairs: int) -> tuple[list[_Piece], list[_Piece]]:
+        """(pieces inside, pieces outside) of the last window, where even that has too few pairs: of its first piece
         it takes fewer tokens in front and more at the back."""
         first, tokens, _, _ = self.edges(self.last)
         piece = self.pieces[first]
         if tokens == piece.tokens:
             return self.pieces[first:], self.pieces[:first]
-        wanted = products - (self.before[-1] - self.before[first + 1])
+        wanted = pairs - (self.before[-1] - self.before[first + 1])
         front, back = piece.ends(tokens)
         most = front if piece.q == piece.s else min(front, piece.s - piece.r - back)
         moved = bisect_left(range(most), wanted, key=lambda more: piece.of_ends(front - more, back + more))

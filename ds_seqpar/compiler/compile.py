@@ -26,7 +26,8 @@ from .shards import EvenShards, Shards, members_tokens
 from .tiles import Tile, tiles
 
 CACHE_SIZE = 64  # entries of each cache: more masks and lengths than are in use at one time
-SAMPLE_LENGTH = 4  # tokens of a run from which on every edge of a tile grows linearly with the run
+# tokens: where runs are at least this long, each edge of a tile is a linear function of the run's length
+SAMPLE_LENGTH = 4
 Made = TypeVar("Made")
 
 
@@ -47,8 +48,8 @@ class Recipe:
 
     def moving_side(self, direction: str, pattern: Pattern, sizes: Mapping[str, int]) -> str:
         """The side that moves: the one that is set, or the one that "auto" chooses. That is the side with which the
-        busiest rank receives the fewest bytes. Of two equal ones it is, under a plain pattern, the schedule's first;
-        else the one with which all ranks together receive fewer. sizes: bytes of a block of each kind; all blocks count
+        busiest rank receives the fewest bytes. If two sides tie: under a plain pattern the schedule's first side;
+        otherwise the side with the smaller total over all ranks. sizes: bytes of a block of each kind; all blocks count
         as equally long."""
         chosen, sides = self.forward if direction == "forward" else self.backward, self.schedule.moving_sides
         if chosen != "auto" or len(sides) == 1:
@@ -84,7 +85,8 @@ class Recipe:
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _cheapest_side(recipe: Recipe, direction: str, pattern: Pattern, sizes: tuple[tuple[str, int], ...]) -> str:
-    """The moving side with which the busiest rank receives the fewest bytes; of equal ones, all ranks together."""
+    """The moving side with which the busiest rank receives the fewest bytes. If two tie: the one with the smaller total
+    over all ranks."""
 
     def cost(side: str) -> tuple[float, float]:
         received = recipe.bytes_received(direction, side, dict(sizes), pattern)
@@ -101,7 +103,8 @@ def _plan(
     plan = Plan.of(recipe.schedule.name, direction, recipe.size, steps, recipe.schedule.parts)
     if not recipe.overlap:
         return plan
-    from .overlap import overlapped  # and the simulator
+    # imported here only: it loads the simulator too, which training without overlap does not need
+    from .overlap import overlapped
 
     return overlapped(plan, pattern, dict(sizes))
 
@@ -163,7 +166,8 @@ class BoundProgram:
         """The tensors of a unit in this slot, which is no slot of an exchange."""
         kind, role, _, stage, _ = self.program.slots[slot]
         shape = self.shapes[stage]
-        return shape.fields(self.program.direction, kind, shape.wide if role == "wide" else None)
+        dtype = shape.wide if role == "wide" else None  # None: results have the dtype in which they travel
+        return shape.fields(self.program.direction, kind, dtype)
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes that a slot must hold: the largest of its units, or one part after the other."""
@@ -214,27 +218,28 @@ class Compiler:
             heads = Heads.of(own.q_heads, own.kv_heads, members, stages)
             shapes = tuple(own.of_heads(*heads.inner(stage)) for stage in range(stages))
             inner = tuple(self.inner_program(direction, mask, shards, shape) for shape in shapes)
-            program = self.call_program(inner, members.degree, shards, saved, lse)
+            program = self.program_of_call(inner, members.degree, shards, saved, lse)
             linear = self.linear_tiles(mask, shards, support.square)
             return BoundProgram(program, shapes, shards, mask, support, linear, heads)
 
         return _cached(self._bound, (direction, mask, shards, own, members, support, stages, saved, lse), make)
 
-    def call_program(
-        self, inner: tuple[Program, ...], members: int, shards: Shards, saved: SaveChoice, lse: bool
+    def program_of_call(
+        self, inner: tuple[Program, ...], degree: int, shards: Shards, saved: SaveChoice, lse: bool
     ) -> Program:
-        """The program of a call, from the inner program of each stage."""
-        q, kv = (members_tokens(shards, side, self.rank, members) for side in ("q", "kv"))
-        options = members, q == kv, saved, lse, self.recipe.overlap
+        """The program of a call, from the inner program of each stage. degree: Ulysses'."""
+        q, kv = (members_tokens(shards, side, self.rank, degree) for side in ("q", "kv"))
+        same_tokens = q == kv  # then q, k and v can travel in one exchange
+        options = degree, same_tokens, saved, lse, self.recipe.overlap
         # the inner programs are cached beside it: an `id` is good for as long as its program is
-        key = tuple(map(id, inner)), *options
-        return _cached(self._calls, key, lambda: (inner, call_program(inner, *options)))[1]
+        cache_key = tuple(map(id, inner)), *options
+        return _cached(self._calls, cache_key, lambda: (inner, call_program(inner, *options)))[1]
 
     def inner_program(self, direction: str, mask: Mask, shards: Shards, shape: Shape) -> Program:
         """The program of one stage. Raises as `bound_inner` does."""
         pattern = self.pattern(mask, shards)
-        wide_travel = shape.travel == shape.wide
-        # the key has of the shape only what the steps depend on
+        results_travel_wide = shape.travel == shape.wide
+        # the cache key has of the shape only what the steps depend on
         sizes = tuple(shape.bytes_per_token(direction).items()) if self.recipe.overlap else ()
         moving_side = self.recipe.moving_side(direction, pattern, shape.bytes_per_token(direction))
 
@@ -242,16 +247,16 @@ class Compiler:
             name, parts = self.recipe.schedule.name, self.recipe.schedule.parts
             steps = self.recipe.steps(direction, pattern, shape, self.rank)
             ahead = self.receive_ahead if self.recipe.overlap else 0
-            return lower(name, direction, self.rank, self.recipe.size, steps, wide_travel, parts, ahead)
+            return lower(name, direction, self.rank, self.recipe.size, steps, results_travel_wide, parts, ahead)
 
-        return _cached(self._inner, (direction, pattern, moving_side, wide_travel, sizes), make)
+        return _cached(self._inner, (direction, pattern, moving_side, results_travel_wide, sizes), make)
 
     def linear_tiles(self, mask: Mask, shards: Shards, square: bool) -> _LinearTiles | None:
         """What gives the tiles of these shards by their length alone; None where more than the length decides."""
         if not (mask.scale_free and isinstance(shards, EvenShards) and run_length(shards) > SAMPLE_LENGTH):
             return None
-        key = mask, shards.layout, shards.size, square
-        return _cached(self._linear_tiles, key, lambda: _LinearTiles(*key))
+        cache_key = mask, shards.layout, shards.size, square
+        return _cached(self._linear_tiles, cache_key, lambda: _LinearTiles(*cache_key))
 
     def pattern(self, mask: Mask, shards: Shards) -> Pattern:
         """Which blocks meet; see `pattern_of`."""
@@ -265,14 +270,14 @@ def pattern_of(mask: Mask, shards: Shards) -> Pattern:
     return Pattern(visibility(q, kv, mask), even=shards.even)
 
 
-def weight(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
+def visible_share(mask: Mask, shards: Shards) -> Callable[[int, int], float]:
     """A function of a q block and a kv block: the visible share of their product, from 0 to 1."""
 
     @functools.cache
     def share(q: int, kv: int) -> float:
-        pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
-        visible = sum(tile.products for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
-        return visible / pairs if pairs else 0.0
+        all_pairs = shards.tokens("q", (q,)) * shards.tokens("kv", (kv,))
+        visible_pairs = sum(tile.pairs for tile in tiles(shards.runs("q", (q,)), shards.runs("kv", (kv,)), mask))
+        return visible_pairs / all_pairs if all_pairs else 0.0
 
     return share
 
@@ -328,10 +333,10 @@ def side_of(kind: str) -> str:
     return "kv" if kind in ("kv", "dkv") else "q"
 
 
-def _cached(cache: OrderedDict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
+def _cached(cache: OrderedDict[Hashable, Made], cache_key: Hashable, make: Callable[[], Made]) -> Made:
     """The entry of this key, made where it is missing; beyond CACHE_SIZE entries the oldest goes."""
-    if key not in cache:
-        cache[key] = make()
+    if cache_key not in cache:
+        cache[cache_key] = make()
         if len(cache) > CACHE_SIZE:
             cache.popitem(last=False)
-    return cache[key]
+    return cache[cache_key]

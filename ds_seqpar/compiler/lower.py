@@ -18,12 +18,15 @@ UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
 
 
 def lower(
-    name: str, direction: str, rank: int, size: int, steps: Steps, wide_travel: bool, parts: int = 1, ahead: int = 0
-) -> Program:
-    """The program of one rank. wide_travel: whether results travel in the dtype of sums; what arrives is then added to
-    where it lies, and sent on from there. parts: blocks that each rank owns. ahead: by how many steps receives are
-    posted early, see `receives_ahead`; 0 posts each in the step in which the message leaves."""
-    lowering = _Lowering(direction, rank, size, wide_travel, parts)
+    name: str, direction: str, rank: int, size: int, steps: Steps, results_travel_wide: bool, parts: int = 1,
+    ahead: int = 0,
+) -> Program:  # fmt: skip
+    """The program of one rank.
+
+    results_travel_wide: whether results travel in the dtype of sums; what arrives is then added to where it lies, and
+    sent on from there. parts: blocks that each rank owns. ahead: by how many steps receives are posted early, see
+    `receives_ahead`; 0 posts each in the step in which the message leaves."""
+    lowering = _Lowering(direction, rank, size, results_travel_wide, parts)
     for index, step in enumerate(steps):
         lowering.step(index, step)
     code, buffers = lowering.finish(len(steps)), lowering.buffers
@@ -43,8 +46,8 @@ def lower(
 class _Lowering:
     """Collects the instructions of one rank, step by step. Every unit gets a buffer of its own here."""
 
-    def __init__(self, direction: str, rank: int, size: int, wide_travel: bool, parts: int) -> None:
-        self.direction, self.rank, self.wide_travel = direction, rank, wide_travel
+    def __init__(self, direction: str, rank: int, size: int, results_travel_wide: bool, parts: int) -> None:
+        self.direction, self.rank, self.results_travel_wide = direction, rank, results_travel_wide
         self.blocks, self.own = size * parts, owned(rank, parts)
         self.code: list[Instruction] = []
         self.buffers: list[Slot] = []
@@ -79,7 +82,7 @@ class _Lowering:
         self.merge(index, index)  # before results leave: what arrived may have to leave with them
         for within, moves in _by_within(step.results):
             sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
-            role = "wide" if self.wide_travel else "travel"
+            role = "wide" if self.results_travel_wide else "travel"
             receives = [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
             if sends or receives:
                 self.merging[index + within].append(self.post(index, sends, receives))
@@ -141,14 +144,14 @@ class _Lowering:
             self.code.append(op.Wait(index, ticket))
             for transfer in arrived:
                 own = self.results.get(transfer.unit, OWN)
-                into = transfer.slot if self.wide_travel else self.running(transfer.unit)
+                into = transfer.slot if self.results_travel_wide else self.running(transfer.unit)
                 self.results[transfer.unit] = into
                 self.code.append(op.Merge(index, transfer.unit, transfer.slot, own, into))
 
     def export(self, index: int, unit: Unit) -> int:
         """Ends a running result; returns the buffer that it is sent from."""
         own = self.results.pop(unit)
-        into = own if self.wide_travel else self.buffer(unit[0], "travel", unit[1])
+        into = own if self.results_travel_wide else self.buffer(unit[0], "travel", unit[1])
         self.code.append(op.Export(index, unit, own, into))
         return into
 

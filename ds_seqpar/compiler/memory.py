@@ -19,7 +19,7 @@ from .masks import Mask
 from .program import is_own, methods_of
 from .shape import ITEMSIZE, Shape, shape_of, token_bytes
 from .shards import Shards, members_tokens, tokens_of
-from .tiles import PIECE, Tile
+from .tiles import MERGED_AT_ONCE, Tile
 
 INF = float("inf")
 
@@ -166,7 +166,7 @@ class _Tracker:
             return 0
         shape = self.shape
         piece = shape.batch * tokens * shape.q_heads * shape.head_dim
-        limit = max(PIECE, piece // 16)
+        limit = max(MERGED_AT_ONCE, piece // 16)
         while piece > limit:
             piece -= piece // 2
         return ITEMSIZE[shape.wide] * (piece * narrow + 4 * (piece // shape.head_dim))

@@ -1,10 +1,11 @@
 """The visible part of (query tokens x key tokens) as tiles, without a dense mask.
 
-Keys that stand in position order are a chain. A query row sees an interval [a, b) of a chain's columns. Along the rows
-of one query run both ends are piecewise linear: they stand still, or move on by one column a row. (Where the steps of
-the query and key runs differ, every row is a piece.) The four kinds of tile are the four ways to be linear.
-Where both ends stand a tile is full, and where both move a band. Where b moves it is causal, beside a full rectangle.
-Where a moves it is upper, beside one too.
+Keys in ascending order of position are a chain. A query row sees an interval [a, b) of a chain's columns. From one row
+of a query run to the next, each end of the interval stays, or moves on by one column. If the query and key runs have
+different steps, an end may jump. A piece is a stretch of rows in which each end does the same in every row: it stays,
+or it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, it is a
+causal tile and, beside it, a full one of the columns that all its rows see. If only a moves, it is an upper tile and a
+full one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Literal, NamedTuple
 from .layout import Runs
 from .masks import END, Mask, Triple, between
 
-PIECE = 1 << 18  # elements of results that are merged at a time; of a large result a 16th of it, where that is more
+# elements of a result that are merged at a time; of a large result it is a 16th, where that is more
+MERGED_AT_ONCE = 1 << 18
 
 
 class Segments(NamedTuple):
@@ -30,36 +32,38 @@ class Segments(NamedTuple):
     right: int = -1
 
     @property
-    def products(self) -> int:
+    def pairs(self) -> int:
         """Visible (query, key) pairs."""
-        return sum(self._products(m, n) for m, n in zip(self.rows, self.columns, strict=True))
+        return sum(self._pairs(m, n) for m, n in zip(self.rows, self.columns, strict=True))
 
-    def _products(self, m: int, n: int) -> int:
+    def _pairs(self, m: int, n: int) -> int:
         """Visible pairs of a block of m rows and n columns."""
-        end = m * n if self.right < 0 else _clamped(m, n, n - m + self.right + 1)
-        return end - (0 if self.left < 0 else _clamped(m, n, n - m - self.left))
+        end = m * n if self.right < 0 else _clamped_sum(m, n, n - m + self.right + 1)
+        return end - (0 if self.left < 0 else _clamped_sum(m, n, n - m - self.left))
 
 
-def _clamped(rows: int, most: int, first: int) -> int:
-    """The sum of first + i over the rows i, each between 0 and most."""
-    return sum(sign * (_below(rows + start) - _below(start)) for sign, start in ((1, first), (-1, first - most)))
+def _clamped_sum(rows: int, most: int, first: int) -> int:
+    """The sum over all rows i of first + i, where less than 0 counts as 0 and more than `most` as `most`."""
+    return sum(
+        sign * (_sum_below(rows + start) - _sum_below(start)) for sign, start in ((1, first), (-1, first - most))
+    )
 
 
-def _below(x: int) -> int:
+def _sum_below(x: int) -> int:
     """The sum of the numbers from 0 up to x - 1."""
     return x * (x - 1) // 2 if x > 0 else 0
 
 
 class Tile(NamedTuple):
-    """Query rows [q0, q1) against key columns [k0, k1). By kind, row q0 + i sees column k0 + j
+    """Query rows [q0, q1) against key columns [k0, k1). The kind says which columns k0 + j row q0 + i sees:
 
-    full: always
-    causal: where j <= i; aligned top-left, so from i = k1 - k0 - 1 on all of them
-    upper: where j >= i; always square
-    band: where i <= j < i + width; it has rows + width - 1 columns, or fewer
-    segments: where its `segments` say so, see `cuts`
+    full: all columns
+    causal: those with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all
+    upper: those with j >= i; it has as many rows as columns
+    band: those with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than width
+    segments: those that its `segments` say, see `cuts`
 
-    groups: how many such tiles there are, each q_step rows and k_step columns after the one before.
+    groups: the number of such tiles; each begins q_step rows and k_step columns after the one before.
     """
 
     q0: int
@@ -74,11 +78,11 @@ class Tile(NamedTuple):
     segments: Segments | None = None
 
     @property
-    def products(self) -> int:
+    def pairs(self) -> int:
         """Visible (query, key) pairs."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
         if self.segments:
-            return self.groups * self.segments.products
+            return self.groups * self.segments.pairs
         if self.kind == "band":
             missing = rows + self.width - 1 - columns  # columns of the band
             return self.groups * (rows * self.width - missing * (missing + 1) // 2)
@@ -88,8 +92,8 @@ class Tile(NamedTuple):
         return self.groups * (square * (square + 1) // 2 + max(0, rows - columns) * columns)
 
 
-class Line(NamedTuple):
-    """Rows [q0, q1): row q0 + i sees columns [a + i * a_moves, b + i * b_moves)."""
+class Piece(NamedTuple):
+    """Rows [q0, q1), of which row q0 + i sees columns [a + i * a_moves, b + i * b_moves). a_moves, b_moves: 0 or 1."""
 
     q0: int
     q1: int
@@ -112,11 +116,11 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
     """
     if mask.full:
         tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
-        return (tile,) if tile.products else ()
+        return (tile,) if tile.pairs else ()
     queries = [(run.start, run.step, run.length) for run in q if run.length]
     cover: list[Tile] = []
     for column, chain in _chains(kv):
-        pieces: list[Line] = []
+        pieces: list[Piece] = []
         row = 0
         for run in queries:
             if not mask.documents:
@@ -131,28 +135,31 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
 
 
 def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
-    """Cuts runs into chains, each with its first column. A run that starts before the next step of the one before it
-    begins a chain of its own: a query of that step could see both at once."""
+    """Groups the runs of keys into chains, each with the number of its first column.
+
+    A run that starts before the next step of the run before it begins a new chain. In one chain, a query row could be
+    the first to see a key of both, and the edge would move by two columns."""
     chains: list[tuple[int, list[Triple]]] = []
-    column, free = 0, None
+    column, next_position = 0, None
     for run in kv:
         start, step, length = run.start, run.step, run.length
         if not length:
             continue
-        if free is not None and free <= start:
+        if next_position is not None and next_position <= start:
             chains[-1][1].append((start, step, length))
         else:
             chains.append((column, [(start, step, length)]))
         column += length
-        free = start + step * length
+        next_position = start + step * length
     return chains
 
 
 def _in_documents(
     q: Triple, chain: list[Triple], documents: tuple[int, ...]
 ) -> Iterator[tuple[int, Triple, int, list[Triple]]]:
-    """The parts of a query run and a chain that lie in one document, for each document with some of both. Gives the
-    part's first row and itself, the first column of the chain's part and itself."""
+    """For each document that has tokens of the query run and of the chain: the part of the run and the part of the
+    chain that lie in it. Gives (rows of the run before its part, that part, columns of the chain before its part, that
+    part)."""
     start, step, length = chain[-1]
     last = min(q[0] + q[1] * (q[2] - 1), start + step * (length - 1))
     begin = bisect_right(documents, max(q[0], chain[0][0])) - 1
@@ -170,7 +177,7 @@ def _in_documents(
 
 
 def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
-    """The part of a chain from run `index` on in [lo, hi), and how many tokens from there on lie before."""
+    """(how many tokens of a chain, from run `index` on, lie before position lo; the part of it in [lo, hi))."""
     column = 0
     keys: list[Triple] = []
     while index < len(chain) and chain[index][0] < hi:
@@ -185,16 +192,17 @@ def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[in
     return column, keys
 
 
-def _append(pieces: list[Line], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
-    """Appends what the rows of one query run see of keys in position order, all of one document."""
+def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
+    """Appends the pieces of what one query run sees of keys in position order, all of one document."""
     start, step, length = q
     key, key_step, count = keys[-1]
     if mask.causal and start + step * (length - 1) < keys[0][0]:
         return
     if mask.window and start - mask.window >= key + key_step * (count - 1):
         return
-    if not mask.window and (not mask.causal or key + key_step * (count - 1) <= start - step):  # before it moves on
-        _join(pieces, Line(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
+    # every row sees all keys; under a causal mask so would a row before the first, so that the edge stays
+    if not mask.window and (not mask.causal or key + key_step * (count - 1) <= start - step):
+        _join(pieces, Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
         return
     left = _edge(q, keys, 1 - mask.window) if mask.window else [(0, 0, 0)]
     right = _edge(q, keys, 1) if mask.causal else [(0, sum(run[2] for run in keys), 0)]
@@ -202,12 +210,13 @@ def _append(pieces: list[Line], row: int, q: Triple, column: int, keys: list[Tri
         if a_moves > b_moves:
             q1 = min(q1, q0 + b - a)  # rows from there on are past all the columns
         if a < b:
-            _join(pieces, Line(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
+            _join(pieces, Piece(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
 
 
 def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
-    """How many of the keys lie before position p + shift, for the rows of a run: (row, count, moves) of each linear
-    stretch. A stretch that moves on begins with the row that counts one more than the row before it."""
+    """For each row of a run, at position p: how many of the keys lie before position p + shift. Given as linear
+    stretches (first row, its count, moves): the count grows by `moves`, 0 or 1, from row to row. A stretch that moves
+    begins with the row that counts one more than the row before it."""
     start, step, length = q
     start += shift
     edge, count = [(0, 0, 0)], 0
@@ -239,7 +248,7 @@ def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> 
     edge.append((row, count, moves))
 
 
-def _both(left: list, right: list, length: int) -> Iterator[Line]:
+def _both(left: list, right: list, length: int) -> Iterator[Piece]:
     """Cuts the rows into pieces in which both edges are linear."""
     i = j = row = 0
     while row < length:
@@ -247,28 +256,30 @@ def _both(left: list, right: list, length: int) -> Iterator[Line]:
         right_end = right[j + 1][0] if j + 1 < len(right) else length
         end = min(left_end, right_end)
         (a_row, a, a_moves), (b_row, b, b_moves) = left[i], right[j]
-        yield Line(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
+        yield Piece(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
         i += end == left_end
         j += end == right_end
         row = end
 
 
-def _join(pieces: list[Line], piece: Line) -> None:
-    """Appends a piece, or lengthens the last one where the piece continues its edges. To a single row any edges do."""
+def _join(pieces: list[Piece], piece: Piece) -> None:
+    """Appends a piece, or lengthens the last one where the piece continues its edges. A piece of one row continues, and
+    is continued by, edges that stay and edges that move."""
     if pieces:
         q0, q1, a, a_moves, b, b_moves = pieces[-1]
         if q1 - q0 == 1:
             a_moves, b_moves = piece.a_moves, piece.b_moves
         continues = (q1, a + a_moves * (q1 - q0), b + b_moves * (q1 - q0)) == (piece.q0, piece.a, piece.b)
         if continues and (piece.q1 - q1 == 1 or (a_moves, b_moves) == (piece.a_moves, piece.b_moves)):
-            pieces[-1] = Line(q0, piece.q1, a, a_moves, b, b_moves)
+            pieces[-1] = Piece(q0, piece.q1, a, a_moves, b, b_moves)
             return
     pieces.append(piece)
 
 
-def _cover(pieces: list[Line], square: bool, cover: list[Tile]) -> None:
+def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
     """Appends the tiles of the pieces of one chain."""
-    rectangle, joined = -1, -1  # index of the last full tile; index of a piece that a tile of the one before has
+    rectangle = -1  # index of the last full tile in `cover`
+    joined = -1  # index of a piece that the tiles of the piece before it cover too
 
     def full(q0: int, q1: int, k0: int, k1: int) -> None:
         nonlocal rectangle
@@ -298,7 +309,7 @@ def _cover(pieces: list[Line], square: bool, cover: list[Tile]) -> None:
             cover.append(Tile(q0, end, b - 1, b - 1 + rows, "causal"))
 
 
-def _sees_all_along(piece: Line, row: int, a: int, b: int) -> bool:
+def _sees_all_along(piece: Piece, row: int, a: int, b: int) -> bool:
     """Whether a piece that begins with that row sees [a, b) in each of its rows."""
     flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
     return flat and (piece.q0, piece.a, piece.b) == (row, a, b)

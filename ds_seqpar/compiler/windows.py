@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .tiles import Line, Segments, Tile
+from .tiles import Piece, Segments, Tile
 
 MAX_GAP = 512  # rows or columns between two regions of a launch: they have no visible pair, and cost less than a launch
 OPEN_LAUNCHES = 8  # the last launches, which a region may still join
@@ -49,11 +49,11 @@ class _Region(NamedTuple):
         """The columns [a, b) that a row sees."""
         return max(self.a0, self.a1 - (self.q1 - 1 - row)), min(self.b1, self.b0 + row - self.q0)
 
-    def extended(self, line: Line) -> _Region | None:
-        """The region with the line's rows below its own; None where together they are no region."""
-        a1, b1 = line.at(line.q1 - 1)
-        longer = _Region(self.q0, line.q1, self.a0, a1, self.b0, b1)
-        same = longer.visible(self.q1 - 1) == (self.a1, self.b1) and longer.visible(line.q0) == (line.a, line.b)
+    def extended(self, piece: Piece) -> _Region | None:
+        """The region with the piece's rows below its own; None where together they are no region."""
+        a1, b1 = piece.at(piece.q1 - 1)
+        longer = _Region(self.q0, piece.q1, self.a0, a1, self.b0, b1)
+        same = longer.visible(self.q1 - 1) == (self.a1, self.b1) and longer.visible(piece.q0) == (piece.a, piece.b)
         return longer if same else None
 
     def allowed(self, windows: int) -> bool:
@@ -87,22 +87,22 @@ def _upper(region: _Region) -> Iterator[Tile]:
 def _regions(tiles: Sequence[Tile], windows: int) -> Iterator[_Region]:
     """The visible part of all tiles as regions, each as long as a kernel supports it."""
     growing: list[_Region] = []
-    for row, lines in _side_by_side([line for tile in tiles for line in _lines(tile)]):
+    for row, pieces in _side_by_side([piece for tile in tiles for piece in _pieces(tile)]):
         yield from (region for region in growing if region.q1 < row)
         growing = [region for region in growing if region.q1 == row]
-        for line in lines:
+        for piece in pieces:
             for index, region in enumerate(growing):
-                longer = region.extended(line)
+                longer = region.extended(piece)
                 if longer and longer.allowed(windows):
                     growing[index] = longer
                     break
             else:
-                a1, b1 = line.at(line.q1 - 1)
-                growing.append(_Region(line.q0, line.q1, line.a, a1, line.b, b1))
+                a1, b1 = piece.at(piece.q1 - 1)
+                growing.append(_Region(piece.q0, piece.q1, piece.a, a1, piece.b, b1))
     yield from growing
 
 
-def _lines(tile: Tile) -> Iterator[Line]:
+def _pieces(tile: Tile) -> Iterator[Piece]:
     """The columns that a tile's rows see, in pieces with straight edges."""
     q0, q1, k0, k1 = tile[:4]
     rows, columns = q1 - q0, k1 - k0
@@ -110,30 +110,30 @@ def _lines(tile: Tile) -> Iterator[Line]:
     first = {"causal": 1, "band": tile.width}.get(tile.kind, columns)  # how many columns the first row sees
     moving = min(rows, columns - first + 1) if tile.kind in ("causal", "band") else 0
     if moving:
-        yield Line(q0, q0 + moving, k0, a_moves, k0 + first, 1)
+        yield Piece(q0, q0 + moving, k0, a_moves, k0 + first, 1)
     if moving < rows:
-        yield Line(q0 + moving, q1, k0 + a_moves * moving, a_moves, k1, 0)
+        yield Piece(q0 + moving, q1, k0 + a_moves * moving, a_moves, k1, 0)
 
 
-def _side_by_side(lines: list[Line]) -> Iterator[tuple[int, list[Line]]]:
-    """Cuts all lines at each row where one of them begins or ends. Gives this row, and the lines from there to the next
-    such row, of which neighbours are joined."""
-    lines = sorted(lines)
-    rows = sorted({line.q0 for line in lines} | {line.q1 for line in lines})
-    active: list[Line] = []
+def _side_by_side(pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+    """Cuts all pieces at each row where one of them begins or ends. Gives this row, and the pieces from there to the
+    next such row, of which neighbours are joined."""
+    pieces = sorted(pieces)
+    rows = sorted({piece.q0 for piece in pieces} | {piece.q1 for piece in pieces})
+    active: list[Piece] = []
     begun = 0
     for row, end in itertools.pairwise(rows):
-        active = [line for line in active if line.q1 > row]
-        while begun < len(lines) and lines[begun].q0 == row:
-            active.append(lines[begun])
+        active = [piece for piece in active if piece.q1 > row]
+        while begun < len(pieces) and pieces[begun].q0 == row:
+            active.append(pieces[begun])
             begun += 1
-        cut: list[Line] = []
-        for a, b, a_moves, b_moves in sorted((*line.at(row), line.a_moves, line.b_moves) for line in active):
+        cut: list[Piece] = []
+        for a, b, a_moves, b_moves in sorted((*piece.at(row), piece.a_moves, piece.b_moves) for piece in active):
             left = cut[-1] if cut else None
             if left and left.b == a and (left.b_moves == a_moves or end == row + 1):
                 cut[-1] = left._replace(b=b, b_moves=b_moves)
             else:
-                cut.append(Line(row, end, a, a_moves, b, b_moves))
+                cut.append(Piece(row, end, a, a_moves, b, b_moves))
         yield row, cut
 
 

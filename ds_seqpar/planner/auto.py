@@ -109,7 +109,7 @@ def request_of(config: SequenceParallelConfig, job: Job, seq: int, world: int, d
     machine = detected
     if config.machine != "auto":
         machine = dataclasses.replace(Machine.load(config.machine), per_node=detected.per_node)
-    documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.DOCUMENTS else ()
+    documents = job.documents if sum(job.documents) == seq and len(job.documents) <= limits.MAX_DOCUMENTS else ()
     share = 2 * world  # zigzag's chunks
     return Request(
         model=job.model, machine=machine, world=world, seq=seq if documents else -(-seq // share) * share,

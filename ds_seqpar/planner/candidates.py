@@ -105,8 +105,8 @@ def degrees(world: int, heads: tuple[int, int], given: Mapping[str, Any]) -> Ite
     """All pairs (size, ulysses) that agree with the given settings and are small enough to be planned."""
     for size in _options(given, "size", divisors(world)):
         for ulysses in _options(given, "ulysses", legal_ulysses(size, heads[0])):
-            few = size <= limits.PLANNED and ulysses <= limits.MEMBERS
-            if few and size % ulysses == 0 and size // ulysses <= limits.FOLLOWED:
+            few = size <= limits.MAX_PLANNED_RANKS and ulysses <= limits.MAX_MEMBERS
+            if few and size % ulysses == 0 and size // ulysses <= limits.MAX_INNER_RANKS:
                 yield size, ulysses
 
 

@@ -114,7 +114,7 @@ def longest(step: TrainingStep, room: Room) -> Longest:
         return footprint(dataclasses.replace(step, seq=units * unit))
 
     fitting, too_long = 0, math.ceil(step.seq / unit)
-    while too_long * unit <= limits.TOKENS and fits(memory_of(too_long), room):
+    while too_long * unit <= limits.MAX_TOKENS and fits(memory_of(too_long), room):
         fitting, too_long = too_long, 2 * too_long
     while fitting == 0 and too_long > 1 and not fits(memory_of(too_long // 2), room):
         too_long //= 2
@@ -122,7 +122,7 @@ def longest(step: TrainingStep, room: Room) -> Longest:
     while too_long - fitting > max(1, fitting // 1000):
         middle = (fitting + too_long) // 2
         fitting, too_long = (middle, too_long) if fits(memory_of(middle), room) else (fitting, middle)
-    if too_long * unit > limits.TOKENS:
+    if too_long * unit > limits.MAX_TOKENS:
         return Longest(fitting * unit, "")
     return Longest(fitting * unit, "rank" if rank_bytes(memory_of(too_long), room) > room.limit else "host")
 

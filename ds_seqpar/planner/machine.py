@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compiler.cuts import KERNELS
 from ..compiler.tiles import Tile
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, did_you_mean
 from ..files import Given, read_json
 
 DEFAULT = "modest"  # the preset where no machine is named
@@ -100,7 +100,8 @@ class Machine:
             return machine_of(place, known[place])
         if not place.endswith(".json"):
             raise ConfigError(
-                f"a machine is one of {', '.join(known)}, or a JSON file; got {place!r}{nearest(place, tuple(known))}"
+                f"a machine is one of {', '.join(known)}, or a JSON file; got {place!r}"
+                f"{did_you_mean(place, tuple(known))}"
             )
         return machine_of(Path(place).stem, read_json(place, "a machine's file"), f"machine {place}")
 
@@ -168,7 +169,7 @@ class Machine:
         """Seconds of one kernel call. Hidden pairs of a tile cost nothing, but masked and small tiles have lower
         rates."""
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-        flops = FLOPS_PER_PAIR[direction] * tile.products * heads * head_dim * batch
+        flops = FLOPS_PER_PAIR[direction] * tile.pairs * heads * head_dim * batch
         return flops / self.tile_rate(dtype, direction, TABLE_OF[tile.kind], math.sqrt(rows * columns))
 
     def tile_rate(self, dtype: str, direction: str, kind: str, tokens: float) -> float:

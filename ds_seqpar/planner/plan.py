@@ -131,7 +131,8 @@ class _Search:
         sizes = list(degrees(self.request.world, self.request.heads, self.request.given))
         largest = max((size for size, _ in sizes), default=0)
         if largest < self.request.world and not (self.request.sizes or "size" in self.request.given):
-            why = f"at most {limits.PLANNED:,} ranks share a sequence, and {limits.FOLLOWED:,} run its schedule"
+            few = f"{limits.MAX_INNER_RANKS:,} run its schedule"
+            why = f"at most {limits.MAX_PLANNED_RANKS:,} ranks share a sequence, and {few}"
             self.refused[f"more than {largest} ranks", why] += 1
         return max(STEPS, STEPS_EACH * len(sizes))
 
@@ -142,9 +143,9 @@ class _Search:
         keys: set[tuple] = set()
         request, documents = self.request, bool(self.request.documents)
         asked = request.world, request.heads, request.given
-        many = sum(1 for _ in shapes(*asked)) > limits.SHAPES
+        many = sum(1 for _ in shapes(*asked)) > limits.MAX_SHAPES
         if many:
-            why = f"there are more than {limits.SHAPES:,} shapes without them"
+            why = f"there are more than {limits.MAX_SHAPES:,} shapes without them"
             self.refused["other layouts and placements", why] += 1
         for candidate in candidates(*asked, plain=many):
             if reason := self.illegal(candidate):

@@ -119,10 +119,10 @@ class Request:
 
     def __post_init__(self) -> None:
         for what, value, most in (
-            ("the ranks of a job, nodes x ranks a node,", self.world, limits.RANKS),
-            ("the tokens of a sequence", self.seq, limits.TOKENS),
-            ("the documents of a sequence", len(self.documents), limits.DOCUMENTS),
-            ("the sequences of a micro-batch", self.batch, limits.COUNT),
+            ("the ranks of a job, nodes x ranks a node,", self.world, limits.MAX_RANKS),
+            ("the tokens of a sequence", self.seq, limits.MAX_TOKENS),
+            ("the documents of a sequence", len(self.documents), limits.MAX_DOCUMENTS),
+            ("the sequences of a micro-batch", self.batch, limits.MAX_COUNT),
         ):
             limits.check(what, value, most)
         self._check_given()
@@ -139,16 +139,18 @@ class Request:
         """Raises ConfigError where the given size, or all sizes that may be chosen, are too large to be planned."""
         ulysses = self.given.get("ulysses", "auto")
         if ulysses != "auto":
-            limits.check("ulysses of a plan", ulysses, limits.MEMBERS)
+            limits.check("ulysses of a plan", ulysses, limits.MAX_MEMBERS)
         sizes = self.sizes or [size for size in (self.given.get("size"),) if isinstance(size, int)]
         if sizes:
-            limits.check("the ranks of a sequence that is planned,", min(sizes), limits.PLANNED, "take a smaller size")
+            limits.check(
+                "the ranks of a sequence that is planned,", min(sizes), limits.MAX_PLANNED_RANKS, "take a smaller size"
+            )
             limits.check_followed(min(size // self._most_ulysses(size) for size in sizes), overlap=False)
 
     def _most_ulysses(self, size: int) -> int:
         if (given := self.given.get("ulysses", "auto")) != "auto":
             return given
-        return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MEMBERS)
+        return max(ulysses for ulysses in legal_ulysses(size, self.model.heads) if ulysses <= limits.MAX_MEMBERS)
 
     @property
     def heads(self) -> tuple[int, int]:

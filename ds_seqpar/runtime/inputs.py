@@ -19,7 +19,7 @@ from ..compiler.heads import max_stages
 from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
-from ..errors import InputError, SeqParError, as_error
+from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints
 from .agreement import Compared, Fields, agree
 from .comm import TorchComm
@@ -134,7 +134,7 @@ def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
         q, k, _ = of_one_head_dim(q, k, v)
         check_shares(runtime, q, k, options.mask, options.shards, options.softcap or 0.0)
     except Exception as error:  # a rank that raised alone would leave its peers waiting
-        return as_error("attention needs a kernel and a program on every rank; making them failed", error)
+        return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
     return None
 
 
@@ -147,7 +147,7 @@ def check_arguments(q: object, k: object, v: object, mask: object, scale: object
     except SeqParError:
         raise
     except Exception as error:  # raised by a tensor or a number of another class
-        raise as_error(
+        raise as_seqpar_error(
             "attention needs q, k, v, causal and scale that can be read; reading them failed", error
         ) from error
 

@@ -54,7 +54,7 @@ def test_the_lock_of_a_process_that_is_gone_is_removed(lock):
     end(held(lock))
     aged(lock)
     said = []
-    cpu_op.wait(say=said.append)
+    cpu_op.wait_for_compiler(say=said.append)
     assert not lock.exists()
     (sentence,) = said
     assert missing(sentence, f"removed {lock}", "ended") == []
@@ -70,7 +70,7 @@ def test_a_lock_that_is_held_is_waited_for_aloud(lock):
         lock.unlink()  # as its owner does when it is done
 
     try:
-        cpu_op.wait(patience=0.5, say=say)
+        cpu_op.wait_for_compiler(patience=0.5, say=say)
     finally:
         end(process)
     (sentence,) = said
@@ -83,7 +83,9 @@ def test_a_lock_that_cannot_be_judged_is_waited_for(lock, monkeypatch):
     aged(lock)
     monkeypatch.setattr(cpu_op, "LOCAL", ())
     said = []
-    cpu_op.wait(patience=0.2, say=lambda sentence: (said.append(sentence), len(said) > 1 and lock.unlink()))
+    cpu_op.wait_for_compiler(
+        patience=0.2, say=lambda sentence: (said.append(sentence), len(said) > 1 and lock.unlink())
+    )
     assert len(said) == 2
     assert [missing(sentence, "waiting", f"remove {lock}") for sentence in said] == [[], []]
 

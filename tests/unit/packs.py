@@ -79,7 +79,7 @@ def cut_anywhere(dice, tokens, documents):
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
-def products(runs, documents):
+def causal_pairs(runs, documents):
     """Causal (query, key) pairs of the queries in some runs."""
     found = 0
     for start, _, length in runs:

@@ -1,4 +1,4 @@
-"""How evenly causal work is spread: token products a rank and step, idle slots of block schedules, kernel calls."""
+"""How evenly causal work is spread: visible pairs a rank and step, idle slots of block schedules, kernel calls."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def _work(plan, blocks):
         if step.computes:
             found.append([0] * plan.size)
             for compute in step.computes:
-                found[-1][compute.rank] += sum(tile.products for tile in _tiles(blocks, compute))
+                found[-1][compute.rank] += sum(tile.pairs for tile in _tiles(blocks, compute))
     return found
 
 
@@ -128,7 +128,7 @@ def test_distflash_has_helpers_in_the_last_step_of_odd_sizes():
 
 
 def test_distflash_halves_the_time_of_a_contiguous_ring():
-    """Sum over steps of the greatest rank's token products, against those of the ring."""
+    """Sum over steps of the greatest rank's visible pairs, against those of the ring."""
     for size in (8, 16, 32):
         blocks, pairs = _blocks("contiguous", size, 4), causal_contiguous(size)
         times = [

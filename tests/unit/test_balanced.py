@@ -1,4 +1,4 @@
-"""`balanced` deals every token once, evenly in tokens and in causal products, and leaves most documents whole."""
+"""`balanced` deals every token once, evenly in tokens and in causal pairs, and leaves most documents whole."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.compiler.tiles import tiles
 from ds_seqpar.errors import InputError
 from tests.grids import examples
-from tests.unit.packs import by_balance, by_layout, lognormal, packs, products, travelling
+from tests.unit.packs import by_balance, by_layout, causal_pairs, lognormal, packs, travelling
 from tests.unit.plans import built, ring
 
 LENGTHS = st.one_of(
@@ -63,7 +63,7 @@ def test_every_token_is_dealt_once_and_evenly(lengths, ranks):
     assert len(cut) <= 2 * (ranks - 1)
     mean = _needed(lengths) / ranks
     for runs in blocks:  # within some tokens' worth where there are few
-        assert abs(products(runs, starts[:-1]) - mean) <= mean / 32 + 4 * max(lengths)
+        assert abs(causal_pairs(runs, starts[:-1]) - mean) <= mean / 32 + 4 * max(lengths)
     assert balanced(tuple(lengths), ranks) == blocks
 
 
@@ -98,13 +98,13 @@ def test_one_document_is_dealt_as_zigzag_deals_it(ranks):
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
-def test_1000_packs_are_even_in_tokens_and_in_causal_products(ranks):
+def test_1000_packs_are_even_in_tokens_and_in_causal_pairs(ranks):
     busiest = []
     for lengths in packs(1000, ranks):
         blocks, total = balanced(lengths, ranks), sum(lengths)
         assert max(abs(sum(run.length for run in runs) - total / ranks) for runs in blocks) < 1
         starts = Mask.documents_of(lengths)
-        busiest.append(max(products(runs, starts) for runs in blocks) * ranks / _needed(lengths))
+        busiest.append(max(causal_pairs(runs, starts) for runs in blocks) * ranks / _needed(lengths))
     assert statistics.mean(busiest) <= 1.002
     assert max(busiest) <= 1.01
 
@@ -113,17 +113,17 @@ def test_1000_packs_are_even_in_tokens_and_in_causal_products(ranks):
 def test_ranks_that_are_no_power_of_two_are_even_too(ranks):
     for lengths in packs(60, ranks, seed=1):
         starts = Mask.documents_of(lengths)
-        busiest = max(products(runs, starts) for runs in balanced(lengths, ranks))
+        busiest = max(causal_pairs(runs, starts) for runs in balanced(lengths, ranks))
         assert busiest * ranks <= 1.01 * _needed(lengths)
 
 
-def test_products_are_those_of_the_kernel_calls():
+def test_pairs_are_those_of_the_kernel_calls():
     for lengths in packs(20, 8, seed=2):
         dealt = by_balance(lengths, 8)
         keys = (Run(0, 1, sum(lengths)),)
         for runs in dealt.blocks:
-            seen = sum(tile.products for tile in tiles(runs, keys, dealt.mask))
-            assert products(runs, dealt.mask.documents or (0,)) == seen
+            seen = sum(tile.pairs for tile in tiles(runs, keys, dealt.mask))
+            assert causal_pairs(runs, dealt.mask.documents or (0,)) == seen
 
 
 def _needed(lengths):
@@ -132,7 +132,7 @@ def _needed(lengths):
 
 @functools.cache
 def _short(ranks):
-    """Packs of which a rank can hold every document: in tokens, and in products."""
+    """Packs of which a rank can hold every document: in tokens, and in pairs."""
     found = []
     for seed in range(400):
         lengths = lognormal(random.Random(seed), 65536, 500, 1.0)

@@ -78,7 +78,7 @@ def test_tiles_grow_without_looking_at_tokens():
     found = bound.tiles((3,), (3,))
     assert bound.tiles((3,), (3,)) is found
     tokens = (1 << 20) // 8
-    assert sum(tile.products for tile in found) == tokens // 2 * (tokens // 2 + 1) + (tokens // 2) ** 2
+    assert sum(tile.pairs for tile in found) == tokens // 2 * (tokens // 2 + 1) + (tokens // 2) ** 2
 
 
 @pytest.mark.parametrize("layout", COMMON)

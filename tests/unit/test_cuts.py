@@ -34,7 +34,7 @@ def _covered(found, rows, columns):
         part = {"full": i >= 0, "causal": j <= i, "upper": j >= i, "band": (i <= j) & (j < i + launch.width)}
         part = part[launch.kind] if launch.segments is None else seen(launch.segments)
         part = part.expand(launch.q1 - launch.q0, launch.k1 - launch.k0).long()
-        assert launch.products == launch.groups * part.sum() > 0, launch
+        assert launch.pairs == launch.groups * part.sum() > 0, launch
         for group in range(launch.groups):
             q, k = group * launch.q_step, group * launch.k_step
             assert launch.q1 + q <= rows, launch

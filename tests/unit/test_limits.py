@@ -51,17 +51,17 @@ def _refused(capsys, most, *words):
 @pytest.mark.parametrize(
     ("most", "words"),
     [
-        (limits.SHOWN, ["--size", 4096]),
-        (limits.SHOWN, ["--size", 1000000]),
-        (limits.SHOWN, ["--size", 1024, "--ulysses", 4]),
-        (limits.SHOWN, ["--size", 1024, "--schedule", "mesh", "--overlap"]),
-        (limits.SHOWN, ["--size", 1035, "--schedule", "triangle"]),
-        (limits.SHOWN_OVERLAPPED, ["--size", 96, "--overlap"]),
-        (limits.DRAWN, ["--size", 96, "--png", "never.png"]),
-        (limits.RANKS, ["--size", 10**15 + 37]),
-        (limits.RANKS, ["--size", 10**18]),
-        (limits.HEADS, ["--heads", BILLION, BILLION]),
-        (limits.TOKENS, ["--seq", 10**15]),
+        (limits.MAX_SHOWN_RANKS, ["--size", 4096]),
+        (limits.MAX_SHOWN_RANKS, ["--size", 1000000]),
+        (limits.MAX_SHOWN_RANKS, ["--size", 1024, "--ulysses", 4]),
+        (limits.MAX_SHOWN_RANKS, ["--size", 1024, "--schedule", "mesh", "--overlap"]),
+        (limits.MAX_SHOWN_RANKS, ["--size", 1035, "--schedule", "triangle"]),
+        (limits.MAX_SHOWN_OVERLAP_RANKS, ["--size", 96, "--overlap"]),
+        (limits.MAX_DRAWN_RANKS, ["--size", 96, "--png", "never.png"]),
+        (limits.MAX_RANKS, ["--size", 10**15 + 37]),
+        (limits.MAX_RANKS, ["--size", 10**18]),
+        (limits.MAX_HEADS, ["--heads", BILLION, BILLION]),
+        (limits.MAX_TOKENS, ["--seq", 10**15]),
     ],
     ids=str,
 )
@@ -71,7 +71,7 @@ def test_show(capsys, most, words):
 
 def test_show_takes_numbers_that_cost_nothing(capsys):
     assert _run(capsys, "show", "--seq", 2**40)[1] == 0
-    many = limits.HEADS
+    many = limits.MAX_HEADS
     assert _run(capsys, "show", "--size", 4 * many, "--ulysses", many, "--heads", many, many)[1] == 0
     assert _run(capsys, "show", "--seq", 0)[1] == 2
 
@@ -79,11 +79,11 @@ def test_show_takes_numbers_that_cost_nothing(capsys):
 @pytest.mark.parametrize(
     ("most", "words"),
     [
-        (limits.RANKS, ["--ranks", 10**15 + 37]),
-        (limits.SHARING, ["--ranks", 2**20]),
-        (limits.FOLLOWED, ["--ranks", 2**12, "--set", "schedule=attention2d", "--set", "ulysses=1"]),
-        (limits.OVERLAPPED, ["--ranks", 128, "--set", "overlap=true", "--set", "ulysses=1"]),
-        (limits.TOKENS, ["--ranks", 4, "--seq-len", 10**15]),
+        (limits.MAX_RANKS, ["--ranks", 10**15 + 37]),
+        (limits.MAX_SHARING_RANKS, ["--ranks", 2**20]),
+        (limits.MAX_INNER_RANKS, ["--ranks", 2**12, "--set", "schedule=attention2d", "--set", "ulysses=1"]),
+        (limits.MAX_OVERLAP_RANKS, ["--ranks", 128, "--set", "overlap=true", "--set", "ulysses=1"]),
+        (limits.MAX_TOKENS, ["--ranks", 4, "--seq-len", 10**15]),
     ],
     ids=str,
 )
@@ -101,14 +101,14 @@ def test_memory_takes_any_number_of_ranks_that_there_are(capsys, place, words):
 @pytest.mark.parametrize(
     ("most", "words"),
     [
-        (limits.RANKS, ["--nodes", 2**20, "--gpus-per-node", 8]),
-        (limits.RANKS, ["--nodes", 10**12]),
-        (limits.PLANNED, ["--nodes", 4096, "--gpus-per-node", 8, "--set", "size=32768"]),
-        (limits.FOLLOWED, ["--nodes", 2048, "--gpus-per-node", 8, "--set", "size=16384"]),
-        (limits.FOLLOWED, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096", "--set", "ulysses=2"]),
-        (limits.TOKENS, ["--seq-len", 10**15]),
-        (limits.TOKENS, ["--window", 10**15]),
-        (limits.COUNT, ["--sequences", 10**12]),
+        (limits.MAX_RANKS, ["--nodes", 2**20, "--gpus-per-node", 8]),
+        (limits.MAX_RANKS, ["--nodes", 10**12]),
+        (limits.MAX_PLANNED_RANKS, ["--nodes", 4096, "--gpus-per-node", 8, "--set", "size=32768"]),
+        (limits.MAX_INNER_RANKS, ["--nodes", 2048, "--gpus-per-node", 8, "--set", "size=16384"]),
+        (limits.MAX_INNER_RANKS, ["--nodes", 512, "--gpus-per-node", 8, "--set", "size=4096", "--set", "ulysses=2"]),
+        (limits.MAX_TOKENS, ["--seq-len", 10**15]),
+        (limits.MAX_TOKENS, ["--window", 10**15]),
+        (limits.MAX_COUNT, ["--sequences", 10**12]),
     ],
     ids=str,
 )
@@ -119,24 +119,26 @@ def test_plan(capsys, place, most, words):
 def test_plan_with_nodes_of_a_machines_file(capsys, place, tmp_path):
     machine = {**json.loads(PRESETS.read_text(encoding="utf-8"))["modest"], "per_node": 10**12}
     (tmp_path / "wide.json").write_text(json.dumps(machine), encoding="utf-8")
-    _refused(capsys, limits.RANKS, "plan", "--model", place, "--seq-len", 2**20, "--machine", tmp_path / "wide.json")
+    _refused(
+        capsys, limits.MAX_RANKS, "plan", "--model", place, "--seq-len", 2**20, "--machine", tmp_path / "wide.json"
+    )
 
 
 def test_plan_with_documents(capsys, place, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("1\n" * 10**6, encoding="utf-8")
-    _refused(capsys, limits.DOCUMENTS, "plan", "--model", place, "--documents", file)
+    _refused(capsys, limits.MAX_DOCUMENTS, "plan", "--model", place, "--documents", file)
     file.write_text(str(10**15), encoding="utf-8")
-    _refused(capsys, limits.TOKENS, "plan", "--model", place, "--documents", file)
+    _refused(capsys, limits.MAX_TOKENS, "plan", "--model", place, "--documents", file)
 
 
 @pytest.mark.parametrize(
     ("most", "change"),
     [
-        (limits.LAYERS, {"num_hidden_layers": 100_000}),
-        (limits.HEADS, {"hidden_size": 10**6, "num_attention_heads": 10**6, "num_key_value_heads": 10**6}),
-        (limits.WIDTH, {"vocab_size": 10**12}),
-        (limits.EXPERTS, {"model_type": "mixtral", "num_local_experts": 10**6}),
+        (limits.MAX_LAYERS, {"num_hidden_layers": 100_000}),
+        (limits.MAX_HEADS, {"hidden_size": 10**6, "num_attention_heads": 10**6, "num_key_value_heads": 10**6}),
+        (limits.MAX_WIDTH, {"vocab_size": 10**12}),
+        (limits.MAX_EXPERTS, {"model_type": "mixtral", "num_local_experts": 10**6}),
     ],
     ids=str,
 )
@@ -153,7 +155,7 @@ def _asked(world, **given):
 
 def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
     every = find_plan(_asked(8))
-    monkeypatch.setattr(limits, "SHAPES", 10)
+    monkeypatch.setattr(limits, "MAX_SHAPES", 10)
     first = find_plan(_asked(8))
     assert first.legal < every.legal
     assert any("more than 10 shapes" in why for _, why in first.rejected)
@@ -161,12 +163,12 @@ def test_of_many_shapes_one_layout_and_placement_is_tried(monkeypatch):
 
 
 def test_sizes_whose_programs_cannot_be_followed_are_left_out_and_named(monkeypatch):
-    monkeypatch.setattr(limits, "FOLLOWED", 2)
+    monkeypatch.setattr(limits, "MAX_INNER_RANKS", 2)
     found = find_plan(_asked(64))
     assert {one.candidate.inner for one in found.ranked} <= {1, 2}
     assert max(one.candidate.size for one in found.ranked) <= 16  # of 8 heads
     assert ("more than 16 ranks", "at most 16,384 ranks share a sequence, and 2 run its schedule") in found.rejected
-    monkeypatch.setattr(limits, "PLANNED", 4)
+    monkeypatch.setattr(limits, "MAX_PLANNED_RANKS", 4)
     assert max(one.candidate.size for one in find_plan(_asked(64)).ranked) <= 4
     with pytest.raises(ConfigError, match="ulysses of a plan must be at most 256; got 512"):
         _asked(1024, given={"ulysses": 512})
@@ -191,13 +193,13 @@ def test_a_number_of_any_length_is_named():
 @pytest.mark.parametrize(
     "words",
     [
-        ["show", "--size", limits.SHOWN],
+        ["show", "--size", limits.MAX_SHOWN_RANKS],
         ["show", "--size", 120, "--schedule", "triangle"],
-        ["show", "--size", limits.SHOWN_OVERLAPPED, "--overlap"],
-        ["show", "--size", limits.SHOWN_OVERLAPPED, "--overlap", "--schedule", "mesh"],
-        ["memory", "--ranks", limits.FOLLOWED, "--set", "ulysses=1", "--set", "schedule=attention2d"],
+        ["show", "--size", limits.MAX_SHOWN_OVERLAP_RANKS, "--overlap"],
+        ["show", "--size", limits.MAX_SHOWN_OVERLAP_RANKS, "--overlap", "--schedule", "mesh"],
+        ["memory", "--ranks", limits.MAX_INNER_RANKS, "--set", "ulysses=1", "--set", "schedule=attention2d"],
         ["memory", "--ranks", 990, "--set", "ulysses=1", "--set", "schedule=triangle"],
-        ["memory", "--ranks", limits.OVERLAPPED, "--set", "ulysses=1", "--set", "overlap=true"],
+        ["memory", "--ranks", limits.MAX_OVERLAP_RANKS, "--set", "ulysses=1", "--set", "overlap=true"],
         ["plan", "--nodes", 12500, "--gpus-per-node", 8],
         ["plan", "--nodes", 1024, "--gpus-per-node", 8, "--set", "size=8192"],
         ["plan", "--nodes", 128, "--gpus-per-node", 8, "--machine", "modest", "--window", 4096],
@@ -212,7 +214,7 @@ def test_the_largest_that_are_taken(capsys, place, words):
 
 @pytest.mark.whole
 def test_the_most_documents(capsys, place, tmp_path):
-    (tmp_path / "lengths.txt").write_text("256\n" * limits.DOCUMENTS, encoding="utf-8")
+    (tmp_path / "lengths.txt").write_text("256\n" * limits.MAX_DOCUMENTS, encoding="utf-8")
     words = ["--documents", tmp_path / "lengths.txt", "--nodes", 8, "--gpus-per-node", 8]
     assert _run(capsys, "plan", "--model", place, *words) == ("", 0)
 

@@ -52,7 +52,7 @@ def _assert_exact(q, kv, mask, square=False):
         assert 0 <= tile.q0 < tile.q1 <= seen.shape[0], tile
         assert 0 <= tile.k0 < tile.k1 <= seen.shape[1], tile
         part = _part(tile).long()
-        assert tile.products == part.sum() > 0, tile
+        assert tile.pairs == part.sum() > 0, tile
         covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += part
         rows, columns = part.shape
         assert tile.kind != "band" or columns == rows + tile.width - 1, tile

@@ -62,11 +62,11 @@ ABSENT = """
 import sys
 sys.modules["transformers"] = None
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.models import library_of
+from ds_seqpar.models import patcher_of_class
 import ds_seqpar.__main__ as command
 PreTrainedModel = type("PreTrainedModel", (), {{}})
 try:
-    library_of(PreTrainedModel())
+    patcher_of_class(PreTrainedModel())
     from hf_integration import SequenceParallelTrainer
 except ConfigError as error:
     print(error)

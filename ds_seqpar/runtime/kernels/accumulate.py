@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ...compiler.tiles import PIECE, Tile
+from ...compiler.tiles import MERGED_AT_ONCE, Tile
 from .reference import Kernel
 
 Tensors = tuple[Tensor, ...]
@@ -342,7 +342,7 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
     function's temporaries, and torch's own where dtypes differ, take at most a 16th of its size. There are never more
     than 32 pieces, since on a device a call may cost more than its elements. The last dimension is not cut."""
     x = tensors[0]
-    limit = limit or max(PIECE, x.numel() // 16)
+    limit = limit or max(MERGED_AT_ONCE, x.numel() // 16)
     dim = max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
     if x.numel() <= limit or x.shape[dim] == 1:
         function(*tensors)
