@@ -5,8 +5,9 @@
     python -m benchmarks.memory.footprint --zero stage=2 --zero 'offload_optimizer={"device": "cpu"}'
 
 Models, contenders and their settings are those of benchmarks.memory.peers. *Between steps*: the storages of all tensors
-there are. *Step*: with those that a step made, the most alive at once. What ZeRO offloads is beside it on a CPU, so
-predicted is what a rank and its host have together. Needs no launcher.
+there are. *Step*: with those that a step made, the most alive at once. What ZeRO or a checkpoint offloads is beside it
+on a CPU, so predicted is what a rank and its host have together; between steps a host keeps memory for checkpoints.
+Needs no launcher.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ def main() -> None:
             ranks = on_ranks(args.ranks, measured, model, spec.section, seq, timeout=900)
             resting, phases = max(ranks, key=lambda one: max(one[1].values()))
             host = said.host.total - said.host.parts.get("rounding", 0)  # processors pin nothing
-            kept = sum(said.host.parts.get(name, 0) for name in ("checkpoints", "kept attention"))  # in a step only
-            rows = [("between steps", said.resting.total + host - kept, resting)]
+            rows = [("between steps", said.resting.total + host, resting)]
             for phase, made in phases.items():
                 moments = [moment.total for moment in said.moments if moment.name.startswith(phase)]
                 rows.append((phase, max(moments) + host, resting + made))

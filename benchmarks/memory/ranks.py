@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import ds_seqpar
+from benchmarks.memory import staged
 from benchmarks.turns import wall
 from tests.live import Live
 
@@ -44,7 +45,7 @@ Step = Callable[..., tuple[float, float]]  # of a Mark
 Kind = tuple[Any, Callable[[], Tensor], Callable[[Tensor], float]]  # engine; a rank's loss; that of all ranks of it
 OVER = 77  # the exit code of a rank that went over its limit
 # settings of a contender that are this benchmark's own; the others are its "sequence_parallel" section
-OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26}
+OWN = {"checkpointing": True, "tiled_mlp": False, "tile_bytes": 2**26, "upipe": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +209,7 @@ def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
     """DeepSpeed's Ulysses with its recipe for long sequences (Arctic Long Sequence Training, arXiv:2506.13996), as its
     tutorial sets it up. It has tiles of the MLP and of logits with loss, and reentrant checkpointing. Tokens are
     sharded by hand as UlyssesSPDataLoaderAdapter does. tile_bytes: of fp32 logits; the recipe's own 1 GiB is meant for
-    GPUs.
+    GPUs. upipe: its attention in so many stages of heads; see `memory.staged`.
 
     TiledFusedLogitsLoss makes the gradient of lm_head's weight while it goes forward, so the loss is divided inside.
     """
@@ -228,6 +229,8 @@ def alst(model: Model, llama: Any, own: dict[str, Any], section: dict[str, Any],
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         llama, "sdpa", sequence_parallel_size=world, micro_batch_size=1, seq_length_is_variable=True
     )
+    if own["upipe"] > 1:
+        staged.use(llama, own["upipe"], world)
     llama.forward = inner  # called by the engine, or ZeRO-3 does not learn in which order parameters are used
     config = model.settings() | {"sequence_parallel_size": world}
     engine = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config, mpu=mpu)[0]
