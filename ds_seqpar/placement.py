@@ -20,9 +20,9 @@ class Placement:
     share equally. `shard_batches` returns it as "placement". Give its mask and shards to `sp.attention`, and itself to
     `sp.gather`. A patched model takes it as it is.
 
-    mask, shards: they number tokens by position in the batch. rows: the number of sequences that are laid end to end,
-    so that tensors are (1, tokens); None: tensors stay (rows, seq), and every row is sharded in the same way. restarts:
-    the positions at which a model's position_ids begin again at 0, in ascending order.
+    mask, shards: they number tokens by position in the batch. rows: how many sequences are laid end to end, so that
+    tensors are (1, tokens). None: tensors stay (rows, seq), and every row is sharded in the same way. restarts: the
+    positions at which a model's position_ids begin again at 0, in ascending order.
     """
 
     mask: Mask
