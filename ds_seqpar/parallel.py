@@ -23,7 +23,7 @@ from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.exits import printed_once
-from .sharding import Sharding, mean_of
+from .sharding import Sharding, WithValue, mean_of
 
 if TYPE_CHECKING:
     from .loaders import Loader
@@ -254,7 +254,7 @@ class SequenceParallel(Sharding):
         Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
         """
         mean, own = mean_of(self.control_world, losses)
-        return own + (mean - own.detach()) if differentiable else mean
+        return WithValue.apply(own, torch.full_like(own, mean), 1) if differentiable else mean
 
 
 def _own_device() -> tuple[torch.device, ConfigError | None]:
