@@ -111,7 +111,8 @@ class Sharding:
         send it are parts to be summed or copies of one another.
         """
         dim = as_int(dim)
-        compared, error = {"dim": dim}, self._gather_error(x, dim, placement)
+        compared: dict[str, object] = {"dim": dim}
+        error = self._gather_error(x, dim, placement)
         if error is None:
             other_dims = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
             compared |= {"shape beside the tokens": other_dims, **_kind(x)}
@@ -218,9 +219,7 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
 
 # bytes of an element -> the dtype as which it is moved: transports and torch's indexing do not know every dtype
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# dtypes that every transport adds up
-SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32,
-          torch.int64, torch.int32, torch.int8, torch.uint8)  # fmt: skip
+SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # that every transport adds up
 
 
 def as_int(x: Any) -> Any:
@@ -248,7 +247,7 @@ def _tensor_error(call: str, x: object) -> InputError | None:
 
 
 def _sum_error(x: Tensor) -> InputError | None:
-    if x.dtype in SUMMED:
+    if x.dtype in SUMMED_INTEGERS or (x.dtype.itemsize > 1 and (x.is_floating_point() or x.is_complex())):
         return None
     return InputError(f"sum_over_ranks needs a dtype that can be added up; got {x.dtype}, convert it, as by x.float()")
 

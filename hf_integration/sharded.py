@@ -35,6 +35,10 @@ COMPILED = (
     "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
     "layers instead, or set dropout to 0"
 )
+# how errors call it
+FORWARD = (
+    "a forward of a model that shares sequences (one rank alone makes it in hf_integration.whole_sequences(model))"
+)
 HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
@@ -89,12 +93,19 @@ class Agreement:
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
+        value["autocast"] = _autocast_dtype(tokens)
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value["dropout"] = noise.modules_in_words(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
         number = seed if self.sp.rank == 0 else 0
         found = agree(
-            self.sp.groups.control, "model inputs", value, error=error, number=number, advice=causes.of_models
+            self.sp.groups.control,
+            "model inputs",
+            value,
+            error=error,
+            number=number,
+            call=FORWARD,
+            advice=causes.of_models,
         )
         self.compared = True
         return found
@@ -116,6 +127,13 @@ def agree_on_shard(
         torch.compiler.disable(agreement.agree)(tokens, positions, mask, wrong, backward, placement)
         return positions, 0
     return positions, agreement.agree(tokens, positions, mask, wrong, backward, placement, sources)
+
+
+def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
+    """The dtype of autocast on the tokens' device; None where it is off."""
+    kind = "cpu" if tokens is None else tokens.device.type
+    known = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if known else None
 
 
 def tokens_of(given: Mapping[str, Any]) -> Any:

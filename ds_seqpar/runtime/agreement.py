@@ -44,7 +44,7 @@ def agree(
     value = value if isinstance(value, Compared) else Compared(what, value)
     failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
     # all ranks know the result, so either all of them take the slow path or none
-    if alike is None or _size(alike.group) == _size(group):
+    if alike is None or alike.group is group:
         wrong, most = _compare(group, failed, digest, number, doing)
     else:
         wrong, most = _compare(group, failed, _digest(what), number, doing)  # do all ranks make this call?
@@ -82,10 +82,12 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, doing: str) -> tuple[int, int]:
     """(1 where any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
-    if group is None or _size(group) == 1:
+    if group is None:
         return wrong, number
-    with explaining_failure(doing, group):
-        wrong, most, least, number = greatest((wrong, digest, -digest, number), group)
+    with explaining_failure(doing, group) as wait:
+        if _size(group) == 1:
+            return wrong, number
+        wrong, most, least, number = greatest((wrong, digest, -digest, number), group, wait)
     return int(wrong or most != -least), number
 
 
