@@ -201,8 +201,7 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
     member the positions of its tokens. Collective over the group; None: this rank alone. call: the user's call, for
     errors."""
     dtype, longest = local.dtype, max(len(order) for order in orders)
-    local = local.resolve_conj().resolve_neg().contiguous()
-    local = local[..., None].view(CARRIERS[dtype.itemsize])[..., 0]
+    local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
     parts = local.new_empty(len(orders), longest, *local.shape[1:])
     if group is None:
         parts[0].copy_(local)
@@ -210,16 +209,22 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
         if len(local) < longest:  # all_gather needs parts of one size
             local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
         with explaining_failure(call, group):
-            dist.all_gather(list(parts.view(torch.uint8).unbind()), local.view(torch.uint8), group=group)
+            received = list(parts.flatten(1).view(torch.uint8).unbind())
+            dist.all_gather(received, local.flatten().view(torch.uint8), group=group)
     whole = local.new_empty(seq, *local.shape[1:])
     for part, order in zip(parts, orders, strict=True):
         whole[order.to(whole.device)] = part[: len(order)]
-    return whole[..., None].view(dtype)[..., 0]
+    return _viewed(whole, dtype)
 
 
 # bytes of an element -> the dtype as which it is moved: transports and torch's indexing do not know every dtype
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # that every transport adds up
+
+
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits as elements of another dtype of as many bytes."""
+    return x.flatten().view(dtype).view(x.shape)
 
 
 def as_int(x: Any) -> Any:
