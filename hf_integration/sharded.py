@@ -43,14 +43,16 @@ HOW = "give the model what sp.shard_batches returns, its placement included, or 
 
 
 class Agreement:
-    """How the ranks of a sequence agree on each sharded forward of a patched model; in the first one they compare their
-    models too. loss_option_of: while the model's loss is still to be checked in a whole call, what takes
-    check_loss=False ("" where nothing does); None: it was checked, or need not be."""
+    """How the ranks of a sequence agree on each sharded forward of a patched model. In the first one they compare their
+    models too, and in some later ones the weights that are trained. loss_option_of: while the model's loss is still to
+    be checked in a whole call, what takes check_loss=False ("" where nothing does); None: it was checked, or need not
+    be."""
 
     loss_option_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.device_checks = sp, weakref.ref(model), False, DeviceChecks()
+        self.trained = 0  # forwards that a backward may follow
         self.layers: list[weakref.ref] | None = None
         self.handle = handle_of(self)
 
@@ -97,6 +99,9 @@ class Agreement:
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value["dropout"] = noise.modules_in_words(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
+        self.trained += back
+        if model is not None and back and compares_weights(self.trained):
+            value |= trained_weights(model)
         number = seed if self.sp.rank == 0 else 0
         found = agree(
             self.sp.groups.control,
@@ -319,7 +324,27 @@ class DeviceChecks:
         return self.expected[share, device]
 
 
-SAMPLES = 8  # values of each parameter that ranks compare
+SAMPLES = 8  # values of each parameter that ranks compare in the first forward
+WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare later, at least, and values of each
+OFTEN = 64  # so many training forwards are between two comparisons at most
+
+
+def compares_weights(forward: int) -> bool:
+    """Whether ranks compare weights in their n-th training forward: in the 2nd, 4th, 8th, ..., and every 64th."""
+    return forward > 1 and (forward & (forward - 1) == 0 or forward % OFTEN == 0)
+
+
+def trained_weights(model: nn.Module) -> dict[str, float]:
+    """What ranks compare of a model in training: the mean size of some values of some parameters, the last one too.
+
+    Gradients that nobody averages over ranks change all of them. Frozen parameters say nothing, nor do parts of
+    parameters, as ZeRO-3 and FSDP leave on each rank.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and _is_whole(p)]
+    chosen = trained[:: -max(1, len(trained) // WATCHED)]
+    means = [_spread(p, WATCHED_SAMPLES).abs().mean() for _, p in chosen]
+    values = torch.stack(means).tolist() if means else []  # one copy from the device
+    return {f"{causes.WEIGHT}{name}": float(f"{x:.6g}") for (name, _), x in zip(chosen, values, strict=True)}
 
 
 def fingerprint(model: nn.Module) -> dict[str, object]:
@@ -356,7 +381,7 @@ def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     }
 
 
-def _spread(p: nn.Parameter) -> Tensor:
+def _spread(p: nn.Parameter, samples: int = SAMPLES) -> Tensor:
     flat = p.detach().reshape(-1)
-    at = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), device=flat.device).long()
+    at = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), device=flat.device).long()
     return flat[at].double()

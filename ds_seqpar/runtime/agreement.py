@@ -15,7 +15,8 @@ from .comm import explaining_failure, greatest
 from .exits import printed_by
 
 Fields = dict[str, str]
-Advice = Callable[[Mapping[int, Fields]], str]  # the fields of each rank that differs -> a clause of a sentence, or ""
+# the fields of each rank that differs -> a clause of a sentence, or ""; None: the difference may stay
+Advice = Callable[[Mapping[int, Fields]], str | None]
 MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
@@ -152,7 +153,7 @@ def _raise_difference(
     for part in sorted(set(parts)):
         members = [rank for rank, of in enumerate(parts) if of == part]
         why = advice({names[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
-        if difference := differences({names[rank]: reports[rank][:2] for rank in members}, why):
+        if why is not None and (difference := differences({names[rank]: reports[rank][:2] for rank in members}, why)):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
             raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
 

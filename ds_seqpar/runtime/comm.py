@@ -151,7 +151,9 @@ def greatest(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> li
     own, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
     others = [[torch.empty_like(own) for _ in step] for step in steps]
 
-    def post(start: Callable[..., Any], tensor: Tensor, step: int, peer: int, count: int) -> tuple[Any, tuple[int, int]]:
+    def post(
+        start: Callable[..., Any], tensor: Tensor, step: int, peer: int, count: int
+    ) -> tuple[Any, tuple[int, int]]:
         wait.awaited = peer, count
         peers = {"group_src" if start is dist.irecv else "group_dst": peer % size}
         return start(tensor, group=group, tag=AGREEMENT_TAG + step, **peers), (peer, count)
