@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CommunicationError, ConfigError, SeqParError
 from .devices import communicator_device
-from .groups import Groups, timeout
+from .groups import Groups, is_up, timeout
 from .waits import Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
@@ -113,7 +113,7 @@ class explaining_failure(Wait):  # a class, since a generator would cost time at
         self.end()
         if isinstance(error, SeqParError | torch.OutOfMemoryError):
             return
-        if isinstance(error, ValueError):  # torch's, for a group that it does not know any more
+        if isinstance(error, ValueError) and not is_up(self.group):
             raise ConfigError(f"{self.what} {DESTROYED}") from error
         if isinstance(error, RuntimeError):
             raise CommunicationError(f"{self.what} {_reason(str(error), self)}") from error

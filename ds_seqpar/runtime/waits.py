@@ -1,7 +1,7 @@
 """Says for whom a rank waits, where it waits long: a line on stderr, once for each kind of wait.
 
-One thread looks at the waits that go on now, every few seconds. Without long waits that is all it does: a wait is known
-by an entry of a dict, and each of its steps says in an attribute whose message comes next.
+One thread looks at the waits that go on now, every few seconds. Without long waits that is all it does. A wait is known
+by an entry of a dict. Each of its steps says in an attribute whose message comes next.
 """
 
 from __future__ import annotations

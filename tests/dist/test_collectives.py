@@ -42,6 +42,14 @@ def collected_alone(sp, rank):
     return sp.record().gather() if rank == WRONG else sp.gather(torch.ones(8), 0)
 
 
+def resumed_alone(sp, rank):
+    loader, again = (sp.loader(torch.utils.data.DataLoader(range(8))) for _ in range(2))
+    next(iter(loader))
+    if rank == WRONG:
+        again.load_state_dict(loader.state_dict())
+    return next(iter(again))
+
+
 # name -> (what a rank calls, what it is to be told). 2 ranks
 WRONG_INPUTS = {
     "shapes": (summed(lambda: torch.ones(2, 3), lambda: torch.ones(3, 2)), differ("shape (3, 2)", "shape (2, 3)")),
@@ -76,6 +84,7 @@ WRONG_INPUTS = {
         lambda sp, rank: sp.mean_loss({"loss": torch.ones(())} if rank == WRONG else torch.ones(())),
         only_one("mean_loss", "got dict"),
     ),
+    "a loader that one rank resumes": (resumed_alone, differ("same loader", "number 0", "number 1")),
     "another call": (collected_alone, differ("calls", "records to gather", "tensor to gather")),
     "a device that is none": (
         lambda sp, rank: sp.shard_batch(BATCH, device="nope" if rank == WRONG else None),
