@@ -27,6 +27,7 @@ from .models import patcher_if_known, patcher_of_class, required_patcher, unwrap
 from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import agree
+from .runtime.comm import explaining_failure
 from .runtime.devices import set_device
 from .runtime.exits import printed_once, wait_at_exit
 
@@ -285,7 +286,8 @@ def _check_no_tiles(config: SequenceParallelConfig) -> None:
 
 def _agree_on_model(model: torch.nn.Module, to_make: bool, error: SeqParError | None) -> None:
     """Agrees on the kind of model, and on whether groups are to be made, before any rank makes or uses groups."""
-    world = groups.control_world()
+    with explaining_failure("initialize", groups.all_ranks()):  # which may make a group
+        world = groups.control_world()
     value = {"model": type(unwrapped(model)).__name__, "sequence_parallel": "to be made" if to_make else "given"}
     try:
         agree(world, "models", value, error=error, call="initialize")

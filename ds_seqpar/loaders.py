@@ -155,7 +155,7 @@ class Loader:
     def _next_batch(self, own: Iterator[Any]) -> tuple[Any, dict[str, Any], SeqParError | None]:
         """(the next batch, pickled where it is sent to others; what all ranks compare; the error, if any)."""
         try:
-            batch, compared = next(own), {BATCHES: "another"}
+            batch, compared = next(own), {BATCHES: "another", "number": self.batches}
             if self._sends_to_group:
                 batch = pickle.dumps(batch)
         except StopIteration:

@@ -23,7 +23,7 @@ from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.exits import printed_once
-from .sharding import Sharding, mean_of
+from .sharding import Sharding, WithValue, mean_of
 
 if TYPE_CHECKING:
     from .loaders import Loader
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .runtime.offload import Store
 
 
+MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
 Orders: TypeAlias = Mapping[str, tuple[str, ...]]  # of kernels, by case: see `planner.machine.Machine`
 
 
@@ -55,9 +56,11 @@ class SequenceParallel(Sharding):
         *,
         heads: tuple[int, int] | None = None,
         job: Job | None = None,
+        error: SeqParError | None = None,
     ) -> None:
         """heads: the model's (query heads, key/value heads), so that ulysses "auto" can use them. job: what is to be
         trained, for which the planner chooses what is "auto" (`initialize` and the Trainer say it by themselves).
+        error: why this rank has no config, which all ranks then raise.
 
         Collective over the world. Raises ConfigError on every rank where one rank's settings do not fit.
         """
@@ -67,9 +70,10 @@ class SequenceParallel(Sharding):
                 "call deepspeed.init_distributed() or torch.distributed.init_process_group() first"
             )
         device, no_device = _own_device()
-        self.device, world = device, groups.control_world()
+        with explaining_failure(MAKING, groups.all_ranks()):  # which may make a group
+            self.device, world = device, groups.control_world()
         try:
-            self.config, measured = _agreed(world, config, heads, job, device, no_device)
+            self.config, measured = _agreed(world, config, heads, job, device, error or no_device)
         except SeqParError:
             groups.free([world] if world is not groups.all_ranks() else [])
             raise
@@ -254,7 +258,7 @@ class SequenceParallel(Sharding):
         Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
         """
         mean, own = mean_of(self.control_world, losses)
-        return own + (mean - own.detach()) if differentiable else mean
+        return WithValue.apply(own, torch.full_like(own, mean), 1) if differentiable else mean
 
 
 def _own_device() -> tuple[torch.device, ConfigError | None]:
@@ -288,7 +292,7 @@ def _agreed(
             settings |= {f"kernels measured in {config.machine}": measured}
     except Exception as reason:  # a schedule of one's own may raise anything
         error = error or as_seqpar_error(UNREADABLE, reason)
-    agree(world, CONFIGURATION, settings, error=error, call="SequenceParallel", advice=_advice)
+    agree(world, CONFIGURATION, settings, error=error, call=MAKING, advice=_advice)
     if config.kernel == "auto" and config.machine != "auto" and not measured and dist.get_rank() == 0:
         _warn_of_unmeasured_device(config.machine, device)
     return _planned_by_all(world, config, heads, job) if config.asks_for_plan else resolved, measured
@@ -333,7 +337,7 @@ def _planned_by_all(
             compared |= {"tokens": plan.request.seq}
     except Exception as reason:
         error = as_seqpar_error(UNREADABLE, reason)
-    agree(world, CONFIGURATION, compared, error=error, call="SequenceParallel")
+    agree(world, CONFIGURATION, compared, error=error, call=MAKING)
     if plan and dist.get_rank() == 0:
         print(line_of(plan), file=sys.stderr, flush=True)
     return resolved

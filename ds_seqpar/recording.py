@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .compiler.timeline import Event, Timeline
 from .errors import ConfigError
-from .runtime.agreement import gathered
+from .runtime.agreement import agree, gathered
 from .runtime.comm import explaining_failure
 from .runtime.recorder import Recorder
 from .runtime.runtime import Runtime
@@ -60,12 +60,14 @@ class Record:
 
     def gather(self) -> Timeline:
         """All ranks' events, by rank, in seconds of the first rank's clock; every rank gets them. Collective over the
-        ranks that share the sequence; raises CommunicationError where one of them does not come.
+        ranks that share the sequence; raises DisagreementError on all of them where one calls something else,
+        CommunicationError where one of them does not come.
 
         Clocks are compared by barriers, which no rank leaves before all have come. Clocks that the barriers do not tell
         apart count as one clock, as those of processes of one machine are. Others are right to about half a barrier's
         time.
         """
+        agree(self._group, "records to gather", None, call="record.gather")
         barriers = []
         for _ in range(ROUNDS):
             arrival = time.perf_counter()

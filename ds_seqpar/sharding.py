@@ -4,19 +4,21 @@ losses.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
 from .compiler.layout import multiple
 from .compiler.masks import Mask
 from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
-from .errors import InputError
+from .errors import InputError, as_seqpar_error
 from .placement import Placement, positions_held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
@@ -62,11 +64,12 @@ class Sharding:
     def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> Placement | None:
         """How a sequence of `seq` tokens is shared: None where the configured layout says so alone. documents: the
         lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
+        seq = as_int(seq)
         if type(seq) is not int or seq < 1:
-            raise InputError(f"a sequence must have one token or more; got {seq!r}")
+            raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r}")
         if documents is None and seq % self.multiple == 0:
             return None
-        lengths = (seq,) if documents is None else tuple(documents)
+        lengths = (seq,) if documents is None else tuple(map(as_int, documents))
         starts = Mask.documents_of(lengths)
         mask = Mask(causal=causal, documents=starts)
         if sum(lengths) != seq:
@@ -82,19 +85,23 @@ class Sharding:
         others where seq / size is no whole number."""
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
-        positions = self.held(seq, self.place(seq), self.rank)
+        positions = self.held(as_int(seq), self.place(seq), self.rank)
         return positions.clone()  # the cached tensor must not be the caller's to change
 
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
         a batch from `shard_batches` that has one; where rows lie end to end in it, x has (rows, tokens) on dim - 1 and
         dim. Raises InputError for a tensor of other tokens."""
+        dim = as_int(dim)
+        if not _has_dim(x, dim):
+            raise InputError(f"shard needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim!r}")
         if placement is not None:
             _check_tokens(x, dim, placement)
         if placement is not None and placement.rows is not None:
             x = x.flatten(dim - 1, dim).unsqueeze(dim - 1)
         seq = x.shape[dim]
-        return x.index_select(dim, self.held(seq, placement or self.place(seq), self.rank).to(x.device))
+        own = self.held(seq, placement or self.place(seq), self.rank).to(x.device)
+        return x[None].index_select(dim % x.dim() + 1, own)[0]  # of one dim torch has none for uint16, 32 and 64
 
     def gather(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """The inverse of `shard`: every rank gets the whole, in global order. Collective over the sequence's ranks.
@@ -103,12 +110,14 @@ class Sharding:
         Raises InputError for a tensor that autograd follows: only the caller knows whether the gradients that ranks
         send it are parts to be summed or copies of one another.
         """
-        shape = list(getattr(x, "shape", ()))
-        other_dims = tuple(size for at, size in enumerate(shape) if type(dim) is not int or at != dim % len(shape))
-        compared = {"shape beside the tokens": other_dims, "dtype": getattr(x, "dtype", type(x)), "dim": dim}
+        dim = as_int(dim)
+        compared: dict[str, object] = {"dim": dim}
+        error = self._gather_error(x, dim, placement)
+        if error is None:
+            other_dims = (*x.shape[: dim % x.dim()], *x.shape[dim % x.dim() + 1 :])
+            compared |= {"shape beside the tokens": other_dims, **_kind(x)}
         if placement is not None:
             compared["placement"] = str(placement)
-        error = self._gather_error(x, dim, placement)
         agree(self.groups.control, "tensor to gather", compared, error=error, call="gather")
         if placement is None:
             seq = x.shape[dim] * self.size
@@ -120,7 +129,7 @@ class Sharding:
         else:
             seq = placement.tokens
         orders = [self.held(seq, placement, rank) for rank in self.groups.sp_order]
-        whole = assembled(x.movedim(dim, 0), orders, seq, self.groups.sp, "gather")
+        whole = assembled(x.movedim(dim, 0), orders, seq, self.group_for(x), "gather")
         whole = whole.movedim(0, dim)
         if placement is not None and placement.rows is not None:
             at = dim % whole.dim()
@@ -136,22 +145,35 @@ class Sharding:
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of x, any shape, over the ranks that share the sequence, for a loss that every one of them has whole,
         and that is not linear in tokens. The gradient that reaches this rank's x is `size` times the loss's own, which
-        is right where gradients are averaged over ranks, as ZeRO and DDP do. Collective over the sequence's ranks.
+        is right where gradients are averaged over ranks, as ZeRO and DDP do. Backward communicates nothing.
+
+        Collective over the sequence's ranks. Raises InputError or DisagreementError on all of them for other shapes or
+        dtypes on some, and for a dtype that has no sums between processes.
         """
-        if (group := self.groups.sp) is None:
+        error = _tensor_error("sum_over_ranks", x) or _sum_error(x)
+        compared = {} if error else {"shape": tuple(x.shape), **_kind(x)}
+        agree(self.groups.control, "tensor to sum over ranks", compared, error=error, call="sum_over_ranks")
+        if (group := self.group_for(x)) is None:
             return x
-        total = x.detach().clone()
+        total = x.detach().clone(memory_format=torch.contiguous_format)
         with explaining_failure("sum_over_ranks", group):
             dist.all_reduce(total, group=group)
-        return total + self.size * (x - x.detach())
+        return WithValue.apply(x, total, self.size)
+
+    def group_for(self, x: Tensor) -> dist.ProcessGroup | None:
+        """The group of the sequence's ranks that carries tensors of x's device; None where this rank is alone."""
+        return self.groups.control if x.device.type == "cpu" else self.groups.sp
 
     def _gather_error(
         self, x: Tensor, dim: int, placement: Placement | None, seq: int | None = None
     ) -> InputError | None:
-        if not isinstance(x, Tensor) or type(dim) is not int or not -x.dim() <= dim < x.dim():
+        if error := _tensor_error("gather", x):
+            return error
+        if not _has_dim(x, dim) or not isinstance(placement, Placement | None):
+            got = "" if placement is None else f" and placement {type(placement).__name__}"
             return InputError(
-                f"gather needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim}, "
-                "give it this rank's tokens and the dim that they are on"
+                f"gather needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim!r}{got}, "
+                "give it this rank's tokens, the dim that they are on, and their batch's placement where it has one"
             )
         if x.requires_grad and torch.is_grad_enabled():
             return InputError(
@@ -178,7 +200,8 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
     """The whole tensor (seq, ...) of all members' parts. local (own tokens, ...): this rank's part. orders: for each
     member the positions of its tokens. Collective over the group; None: this rank alone. call: the user's call, for
     errors."""
-    longest = max(len(order) for order in orders)
+    dtype, longest = local.dtype, max(len(order) for order in orders)
+    local = _viewed(local.resolve_conj().resolve_neg(), CARRIERS[dtype.itemsize])
     parts = local.new_empty(len(orders), longest, *local.shape[1:])
     if group is None:
         parts[0].copy_(local)
@@ -186,11 +209,66 @@ def assembled(local: Tensor, orders: Sequence[Tensor], seq: int, group: dist.Pro
         if len(local) < longest:  # all_gather needs parts of one size
             local = torch.cat([local, local.new_zeros(longest - len(local), *local.shape[1:])])
         with explaining_failure(call, group):
-            dist.all_gather(list(parts.unbind()), local.contiguous(), group=group)
+            received = list(parts.flatten(1).view(torch.uint8).unbind())
+            dist.all_gather(received, local.flatten().view(torch.uint8), group=group)
     whole = local.new_empty(seq, *local.shape[1:])
     for part, order in zip(parts, orders, strict=True):
         whole[order.to(whole.device)] = part[: len(order)]
-    return whole
+    return _viewed(whole, dtype)
+
+
+# bytes of an element -> the dtype as which it is moved: transports and torch's indexing do not know every dtype
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+SUMMED_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)  # that every transport adds up
+
+
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits as elements of another dtype of as many bytes."""
+    return x.flatten().view(dtype).view(x.shape)
+
+
+def as_int(x: Any) -> Any:
+    """A whole number of numpy or torch as an int; anything else as it is."""
+    try:
+        return x if isinstance(x, bool) else operator.index(x)
+    except (TypeError, ValueError):
+        return x
+
+
+def _has_dim(x: object, dim: object) -> bool:
+    return isinstance(x, Tensor) and type(dim) is int and -x.dim() <= dim < x.dim()
+
+
+def _kind(x: Tensor) -> dict[str, object]:
+    return {"dtype": x.dtype, "device": x.device.type}
+
+
+def _tensor_error(call: str, x: object) -> InputError | None:
+    """The error for what has no elements that could be sent; None for a tensor that has them."""
+    got = inputs.unreadable(x) or ("" if isinstance(x, Tensor) else type(x).__name__)
+    if isinstance(x, Tensor) and not got:
+        got = "a quantized one" if x.is_quantized else "one on the meta device" if x.is_meta else ""
+    return InputError(f"{call} needs a dense tensor of this rank's own; got {got}") if got else None
+
+
+def _sum_error(x: Tensor) -> InputError | None:
+    if x.dtype in SUMMED_INTEGERS or (x.dtype.itemsize > 1 and (x.is_floating_point() or x.is_complex())):
+        return None
+    return InputError(f"sum_over_ranks needs a dtype that can be added up; got {x.dtype}, convert it, as by x.float()")
+
+
+class WithValue(Function):
+    """(x, value, factor) -> value, whose gradient reaches x times the factor: for numbers that other ranks have a part
+    in. x + (value - x.detach()) would be NaN where x is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.factor, None, None
 
 
 def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
@@ -212,22 +290,27 @@ def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
 def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
     """(the mean of all ranks' losses, in double precision; the mean of this rank's losses in their own dtype, with
     their graph). Collective. Raises InputError or DisagreementError on all ranks."""
-    losses, error = _losses(given)
-    own = torch.zeros((), device="cpu") if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
-    exact = 0.0 if error else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
+    losses, own, exact, error = [], torch.zeros((), device="cpu"), 0.0, None
+    try:
+        losses = _losses(given)
+        own = torch.stack([loss.reshape(()) for loss in losses]).mean()
+        exact = float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
+    except Exception as reason:  # of a generator of losses, of tensors on several devices
+        error = as_seqpar_error("averaging losses failed", reason)
     agree(world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
     return sums(world, [exact], "mean_loss")[0] / dist.get_world_size(), own
 
 
-def _losses(given: object) -> tuple[list[Tensor], InputError | None]:
+def _losses(given: object) -> list[Tensor]:
     wanted = (
         "mean_loss needs what the model returned as loss, a floating point tensor of one element, or a list of such"
     )
-    losses: list[Any] = list(given) if isinstance(given, Iterable) and getattr(given, "dim", lambda: 1)() else [given]
+    several = isinstance(given, Iterable) and not isinstance(given, Mapping) and getattr(given, "dim", lambda: 1)()
+    losses: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
     if not losses:
-        return losses, InputError(f"{wanted}; got none")
+        raise InputError(f"{wanted}; got none")
     for loss in losses:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"{loss.dtype} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            return losses, InputError(f"{wanted}; got {what}")
-    return losses, None
+            raise InputError(f"{wanted}; got {what}")
+    return losses

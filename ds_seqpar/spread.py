@@ -76,18 +76,15 @@ class Spread:
     def gathered(self, part: Tensor) -> Tensor:
         """The whole tensor (rows, tokens, ...) of all ranks' parts. Collective over the ranks of the sequence. Raises
         DisagreementError on all of them where one calls something else, CommunicationError where one calls nothing."""
-        groups, shape = self.sp.groups, (self.rows, self.tokens, *part.shape[2:])
+        shape = (self.rows, self.tokens, *part.shape[2:])
         call = f"gather of whole {self.name}, which all ranks must make"
-        agree(groups.control, call, {"shape": shape, "dtype": part.dtype}, call=f"the {call},")
+        agree(self.sp.groups.control, call, {"shape": shape, "dtype": part.dtype}, call=f"the {call},")
         size = part.element_size() * torch.Size(shape).numel()
         if size > LARGE:
             warn_of_size(self.name, round(size / 2**30, 1))
-        group = groups.control if part.device.type == "cpu" else groups.sp
         tokens = self.tokens * (self.rows if self.joined else 1)
-        sent = part.view(torch.uint8) if part.dtype == torch.bool else part  # gloo sends no booleans
-        whole = assembled(sent.movedim(1, 0), self.orders, tokens, group, call).movedim(0, 1)
-        whole = whole.reshape(shape).contiguous()
-        return whole.view(torch.bool) if part.dtype == torch.bool else whole
+        whole = assembled(part.movedim(1, 0), self.orders, tokens, self.sp.group_for(part), call).movedim(0, 1)
+        return whole.reshape(shape).contiguous()
 
     def narrow(self, rows: slice, tokens: slice) -> tuple[Spread, Tensor]:
         """(the Spread of some rows and tokens; the indices of this rank's tokens that are among them). Without `joined`

@@ -182,9 +182,9 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, own.detach().clone()
-        if sp.groups.sp is not None:  # torch takes None for all ranks
-            with explaining_failure("the sum of the loss over ranks", sp.groups.sp):
-                dist.all_reduce(total, group=sp.groups.sp)
+        if (group := sp.group_for(own)) is not None:  # torch takes None for all ranks
+            with explaining_failure("the sum of the loss over ranks", group):
+                dist.all_reduce(total, group=group)
         return total
 
     @staticmethod

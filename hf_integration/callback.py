@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import lengths_of
 from ds_seqpar.errors import InputError
+from ds_seqpar.runtime.comm import explaining_failure
 
 from .families import attentions, heads, unwrapped, windows
 from .job import elements
@@ -157,7 +158,8 @@ class SequenceParallelCallback(TrainerCallback):
         figures = self.tokens, self.seconds, memory_gib(args.device), self.flops_done
         own_figures = torch.tensor(figures, dtype=torch.float64, device="cpu")
         every = torch.empty(dist.get_world_size(), len(figures), dtype=torch.float64, device="cpu")
-        dist.all_gather(list(every.unbind()), own_figures, group=self.sp.control_world)
+        with explaining_failure("the comparison of figures to log", self.sp.control_world):
+            dist.all_gather(list(every.unbind()), own_figures, group=self.sp.control_world)
         seconds = float(every[:, 1].max())
         self.figures = {
             "tokens_per_second": round(float(every[:, 0].sum()) / seconds, 1),

@@ -25,8 +25,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.config import check_heads
-from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.placement import Placement
+from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.exits import printed_once
 from ds_seqpar.runtime.inputs import AttentionOptions
 
@@ -122,9 +123,18 @@ def share_sequences(model: PreTrainedModel, **settings: Any) -> SequenceParallel
 
     Collective over the world. Raises ConfigError as `patch_attention` does, and for settings that do not fit.
     """
-    check_patch(model, None)
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(settings), heads=heads(unwrapped(model)))
-    patch_attention(model, sp)
+    config, its_heads, error = None, None, None
+    try:
+        check_patch(model, None)
+        config, its_heads = SequenceParallelConfig.from_dict(settings), heads(unwrapped(model))
+    except Exception as reason:  # told to all ranks, which would wait for this one
+        error = as_seqpar_error("reading a model that is to share sequences failed", reason)
+    sp = SequenceParallel(config, heads=its_heads, error=error)
+    try:
+        patch_attention(model, sp)
+    except Exception as reason:
+        error = as_seqpar_error("patching a model failed", reason)
+    agree(sp.control_world, "models", {"model": type(unwrapped(model)).__name__}, error=error, call="share_sequences")
     return sp
 
 

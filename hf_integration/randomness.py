@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ds_seqpar import SequenceParallel
+from ds_seqpar.runtime.comm import explaining_failure
 
 
 def share(group: dist.ProcessGroup | None) -> None:
@@ -24,7 +25,8 @@ def share(group: dist.ProcessGroup | None) -> None:
     if group is None:
         return
     state = [_state()]
-    dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+    with explaining_failure("sharing the random state of the first rank", group):
+        dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
     _set_state(state[0])
 
 

@@ -8,7 +8,6 @@ compared on the device, and the next forward raises what was wrong."""
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,23 +29,31 @@ from ds_seqpar.runtime.trusted import is_trusted
 
 from . import noise
 from .checkpointing import is_checkpointed, layers_of
+from .weights import compares_weights, fingerprint, trained_weights
 
 COMPILED = (
     "dropout and NEFTune of a shared sequence need a model that is not compiled; got a compiled one, compile its "
     "layers instead, or set dropout to 0"
 )
+# how errors call it
+FORWARD = (
+    "a forward of a model that shares sequences (one rank alone makes it in hf_integration.whole_sequences(model))"
+)
 HOW = "give the model what sp.shard_batches returns, its placement included, or a whole batch"
 
 
 class Agreement:
-    """How the ranks of a sequence agree on each sharded forward of a patched model; in the first one they compare their
-    models too. loss_option_of: while the model's loss is still to be checked in a whole call, what takes
-    check_loss=False ("" where nothing does); None: it was checked, or need not be."""
+    """How the ranks of a sequence agree on each sharded forward of a patched model. In the first one they compare their
+    models too, and in some later ones the weights that are trained. loss_option_of: while the model's loss is still to
+    be checked in a whole call, what takes check_loss=False ("" where nothing does); None: it was checked, or need not
+    be."""
 
     loss_option_of: str | None = ""
 
     def __init__(self, sp: SequenceParallel, model: PreTrainedModel) -> None:
         self.sp, self.model, self.compared, self.device_checks = sp, weakref.ref(model), False, DeviceChecks()
+        self.trained = 0  # forwards that a backward may follow
+        self.weights: tuple[list[str], Tensor] | None = None  # of one of them, for the next one to compare
         self.layers: list[weakref.ref] | None = None
         self.handle = handle_of(self)
 
@@ -89,15 +96,33 @@ class Agreement:
         value: dict[str, object] = {"shape": None if tokens is None else tuple(tokens.shape), "backward": back}
         if placement is not None and error is None:
             value = {"placement": str(placement), "backward": back}
+        value["autocast"] = _autocast_dtype(tokens)
         value["checkpointed layers"] = sum(is_checkpointed(layer()) for layer in self.layers)
         value["dropout"] = noise.modules_in_words(sources or [])
         value |= fingerprint(model) if model is not None and not self.compared else {}
+        if back and model is not None and self.sp.size > 1:
+            value |= self._compared_weights(model)
         number = seed if self.sp.rank == 0 else 0
         found = agree(
-            self.sp.groups.control, "model inputs", value, error=error, number=number, advice=causes.of_models
+            self.sp.groups.control,
+            "model inputs",
+            value,
+            error=error,
+            number=number,
+            call=FORWARD,
+            advice=causes.of_models,
         )
         self.compared = True
         return found
+
+    def _compared_weights(self, model: nn.Module) -> dict[str, float]:
+        """What ranks compare of the weights that some training forwards began with, each in the next one. By then they
+        are on the CPU, so the host does not wait."""
+        names, values = self.weights or ([], torch.empty(0))
+        self.weights, self.trained = None, self.trained + 1
+        if compares_weights(self.trained) and (sizes := trained_weights(model)):
+            self.weights = list(sizes), self.device_checks.copied(torch.stack([*sizes.values()]))
+        return {f"{causes.WEIGHT}{name}": float(f"{x:.6g}") for name, x in zip(names, values.tolist(), strict=True)}
 
 
 def agree_on_shard(
@@ -116,6 +141,13 @@ def agree_on_shard(
         torch.compiler.disable(agreement.agree)(tokens, positions, mask, wrong, backward, placement)
         return positions, 0
     return positions, agreement.agree(tokens, positions, mask, wrong, backward, placement, sources)
+
+
+def _autocast_dtype(tokens: Tensor | None) -> torch.dtype | None:
+    """The dtype of autocast on the tokens' device; None where it is off."""
+    kind = "cpu" if tokens is None else tokens.device.type
+    known = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if known else None
 
 
 def tokens_of(given: Mapping[str, Any]) -> Any:
@@ -289,56 +321,18 @@ class DeviceChecks:
         wrong = [sentence for sentence, is_wrong in started if bool(is_wrong)]
         return InputError(f"{wrong[0]} (in an earlier forward: on a device it is seen one later)") if wrong else None
 
+    def copied(self, x: Tensor) -> Tensor:
+        """x on the CPU, to be read after the next `error`."""
+        copy = x.to("cpu", non_blocking=True)
+        if x.is_cuda and torch.cuda.is_available():
+            self.arrived = torch.cuda.current_stream(x.device).record_event()
+        return copy
+
     def _start(self, sentence: str, wrong: Tensor) -> None:
-        self.started.append((sentence, wrong.to("cpu", non_blocking=True)))
-        if wrong.is_cuda and torch.cuda.is_available():
-            self.arrived = torch.cuda.current_stream(wrong.device).record_event()
+        self.started.append((sentence, self.copied(wrong)))
 
     def _of_device(self, sp: SequenceParallel, share: int | Placement, device: torch.device) -> Tensor:
         """The expected positions on the device. Cached while the length stays: a copy would make the host wait, too."""
         if (share, device) not in self.expected:
             self.expected = {(share, device): _expected(sp, share).to(device)}
         return self.expected[share, device]
-
-
-SAMPLES = 8  # values of each parameter that ranks compare
-
-
-def fingerprint(model: nn.Module) -> dict[str, object]:
-    """Name -> what ranks compare of a model: dtypes, layers, RoPE, and the shape and some values of every parameter.
-    What explains a difference best comes first.
-
-    Parameters that ZeRO-3 or FSDP partitions, or that are on the meta device, have no values to compare.
-    """
-    parameters = dict(model.named_parameters())
-    trained = [name for name, p in parameters.items() if p.requires_grad]
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
-    values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
-    return {
-        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
-        "layers": getattr(model.config, "num_hidden_layers", None),
-        "rope": getattr(model.config, "rope_parameters", None),
-        "trained parameters": len(trained),
-        **{f"shape of {name}": shape for name, shape in shapes.items()},
-        **{f"values of {name}": digest for name, digest in values.items()},
-    }
-
-
-def _is_whole(p: nn.Parameter) -> bool:
-    return not hasattr(p, "ds_shape") and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
-
-
-def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Name of a parameter -> a digest of some of its values. All are copied from the device at once."""
-    taken = [_spread(p) for p in parameters.values()]
-    values = torch.cat(taken).cpu().split([len(x) for x in taken]) if taken else []
-    return {
-        name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
-        for name, x in zip(parameters, values, strict=True)
-    }
-
-
-def _spread(p: nn.Parameter) -> Tensor:
-    flat = p.detach().reshape(-1)
-    at = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), device=flat.device).long()
-    return flat[at].double()

@@ -25,7 +25,7 @@ from ds_seqpar.whole import whole_loss, whole_of
 
 from .graphs import between_graphs
 from .losses import loss_error, loss_function_error
-from .sharded import Agreement, common_misuse, tokens_of, whose_positions, wrong_inputs
+from .sharded import FORWARD, Agreement, common_misuse, tokens_of, whose_positions, wrong_inputs
 from .tiled_loss import token_losses
 from .tiling import add_up_losses
 
@@ -65,7 +65,8 @@ def is_whole(sp: SequenceParallel, given: Mapping[str, Any]) -> bool:
     if is_moved_batch(positions):
         return True
     part, whole = whose_positions(sp, given)
-    sharded = bool(agree(sp.groups.control, "position_ids of a batch", None, number=int(part and not whole)))
+    found = agree(sp.groups.control, "position_ids of a batch", None, number=int(part and not whole), call=FORWARD)
+    sharded = bool(found)
     if sharded and part:
         trusted.trust(positions, sp)
     return not sharded and whole
@@ -112,7 +113,7 @@ def shard_inputs(module: nn.Module, agreement: Agreement, given: Mapping[str, An
         sharded, call, value = _prepare(module, agreement, given)
     except Exception as reason:
         error = as_seqpar_error("sharding a whole batch failed", reason)
-    agree(sp.groups.control, "whole batch", value, error=error, call="a forward", advice=_cause)
+    agree(sp.groups.control, "whole batch", value, error=error, call=FORWARD, advice=_cause)
     setattr(sharded["position_ids"], CALL, call)
     return sharded
 

@@ -15,7 +15,8 @@ from .comm import explaining_failure, greatest
 from .exits import printed_by
 
 Fields = dict[str, str]
-Advice = Callable[[Mapping[int, Fields]], str]  # the fields of each rank that differs -> a clause of a sentence, or ""
+# the fields of each rank that differs -> a clause of a sentence, or ""; None: the difference may stay
+Advice = Callable[[Mapping[int, Fields]], str | None]
 MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
@@ -44,7 +45,7 @@ def agree(
     value = value if isinstance(value, Compared) else Compared(what, value)
     failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
     # all ranks know the result, so either all of them take the slow path or none
-    if alike is None or _size(alike.group) == _size(group):
+    if alike is None or alike.group is group:
         wrong, most = _compare(group, failed, digest, number, doing)
     else:
         wrong, most = _compare(group, failed, _digest(what), number, doing)  # do all ranks make this call?
@@ -82,10 +83,12 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 def _compare(group: dist.ProcessGroup | None, wrong: int, digest: int, number: int, doing: str) -> tuple[int, int]:
     """(1 where any rank of the group is wrong or digests differ, else 0; the greatest number of any rank)."""
-    if group is None or _size(group) == 1:
+    if group is None:
         return wrong, number
-    with explaining_failure(doing, group):
-        wrong, most, least, number = greatest((wrong, digest, -digest, number), group)
+    with explaining_failure(doing, group) as wait:
+        if _size(group) == 1:
+            return wrong, number
+        wrong, most, least, number = greatest((wrong, digest, -digest, number), group, wait)
     return int(wrong or most != -least), number
 
 
@@ -150,7 +153,7 @@ def _raise_difference(
     for part in sorted(set(parts)):
         members = [rank for rank, of in enumerate(parts) if of == part]
         why = advice({names[rank]: reports[rank][1] for rank in members}) if advice and not calls_differ else ""
-        if difference := differences({names[rank]: reports[rank][:2] for rank in members}, why):
+        if why is not None and (difference := differences({names[rank]: reports[rank][:2] for rank in members}, why)):
             who = "all ranks" if len(members) == dist.get_world_size() else "all ranks that share a sequence"
             raise printed_by(DisagreementError(f"{who} must be given the same {difference}"), names[members[0]], key)
 

@@ -34,9 +34,24 @@ def of_batches(by_rank: Mapping[int, Fields]) -> str:
     return f"{others} has other samples than the rest, as from another seed or data set: {remedy}"
 
 
-def of_models(by_rank: Mapping[int, Fields]) -> str:
-    """The cause where ranks have other weights, or other placements, in a sharded forward."""
+WEIGHT = "mean size of "  # how fields of weights in training begin; a parameter's name follows
+# relative difference of weights that may stay: rounding differs between kinds of devices, also where gradients are one
+ROUNDING = 1e-4
+
+
+def of_models(by_rank: Mapping[int, Fields]) -> str | None:
+    """The cause where ranks have other weights, or other placements, in a sharded forward; None where weights differ
+    by rounding alone."""
     names = differing(by_rank)
+    if names and all(name.startswith(WEIGHT) for name in names):
+        weights = [[float(fields[name]) for fields in by_rank.values()] for name in names]
+        if all(max(values) - min(values) <= ROUNDING * max(values) for values in weights):
+            return None
+        return (
+            "their weights have drifted apart in training, since nothing averages gradients over ranks: wrap the model "
+            "in DistributedDataParallel, FSDP, DeepSpeed or accelerate's prepare, or average its gradients over all "
+            "ranks before each step"
+        )
     if "placement" in names:
         return "a placement belongs to another batch: give each forward all that shard_batches returned for its batch"
     if any(name.startswith("values of ") for name in names) and not any(name.startswith("shape ") for name in names):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CommunicationError, SeqParError
+from ..errors import CommunicationError, ConfigError, SeqParError
 from .devices import communicator_device
-from .groups import Groups, timeout
+from .groups import Groups, is_up, timeout
+from .waits import Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 Sizes = tuple[Sequence[int], Sequence[int]]  # elements that go to each member of a group, and that come from each
@@ -93,60 +94,80 @@ TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
 
 
-class explaining_failure:  # a class, since a generator would cost time at every transfer
+DESTROYED = (
+    "needs the process groups that its SequenceParallel was made with; they were destroyed with torch.distributed, "
+    "destroy them after the last call, and make another SequenceParallel after another init_process_group"
+)
+
+
+class explaining_failure(Wait):  # a class, since a generator would cost time at every transfer
     """A context that raises a failure of communication as a CommunicationError, of one sentence that tells a rank that
-    ended from one that did not come. The backend's error is its cause. what: what failed, the subject of the
-    sentence."""
+    ended from one that did not come. The backend's error is its cause. Groups that are no more raise ConfigError. Where
+    it takes long, it is said for whom this rank waits. what: what failed, the subject of the sentence."""
 
-    def __init__(self, what: str, group: Group) -> None:
-        self.what, self.group = what, group
-
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> Wait:
+        self.begin()
+        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError | SeqParError):
-            raise CommunicationError(f"{self.what} {_reason(str(error), self.group)}") from error
+        self.end()
+        if isinstance(error, SeqParError | torch.OutOfMemoryError):
+            return
+        if isinstance(error, ValueError) and not is_up(self.group):
+            raise ConfigError(f"{self.what} {DESTROYED}") from error
+        if isinstance(error, RuntimeError):
+            raise CommunicationError(f"{self.what} {_reason(str(error), self)}") from error
 
 
-def _reason(message: str, group: Group) -> str:
+def _reason(message: str, wait: Wait) -> str:
     """The rest of the sentence. message: the backend's."""
     if TIMED_OUT.search(message):
         return (
-            f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
-            "not only rank 0, and one that caught an error of its own cannot go on without the others"
+            f"timed out after {timeout(wait.group).total_seconds():g} s: {wait.whom()} did not take part in it; all "
+            "ranks must, not only rank 0, and one that caught an error of its own cannot go on without the others"
         )
-    if CLOSED.search(message):
+    if CLOSED.search(message) and wait.awaited is None:
         return "failed because another rank ended or gave up: see what that one says"
+    if CLOSED.search(message):
+        return (
+            f"failed because another rank ended or gave up: {wait.whom()} did not take part in it, which all ranks "
+            "must, not only rank 0; see what that one says, and if it says nothing, why it does not come here"
+        )
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 
 
 AGREEMENT_TAG = 0x5EA9  # the first tag that `greatest` uses, unusual since users may send in the group of all ranks too
 
 
-def greatest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+def greatest(numbers: Sequence[int], group: dist.ProcessGroup, wait: Wait) -> list[int]:
     """For each i the greatest numbers[i] of any rank, each of 63 bits, on all ranks of a group for CPU tensors.
 
     It takes log4(ranks) steps, where gloo's own reductions go round all ranks. In step s a rank sends its greatest so
     far, which is of the 4^s ranks up to it, to the ranks 1, 2 and 3 times 4^s further. That some ranks count twice does
     not change a greatest number. All receives are posted at the start, so that no peer waits for this rank to post one.
+    wait: is told who is waited for.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     own, steps = torch.tensor(numbers, dtype=torch.int64, device="cpu"), distances(size)
     others = [[torch.empty_like(own) for _ in step] for step in steps]
+
+    def post(
+        start: Callable[..., Any], tensor: Tensor, step: int, peer: int, count: int
+    ) -> tuple[Any, tuple[int, int]]:
+        wait.awaited = peer, count
+        peers = {"group_src" if start is dist.irecv else "group_dst": peer % size}
+        return start(tensor, group=group, tag=AGREEMENT_TAG + step, **peers), (peer, count)
+
     receives = [
-        [
-            dist.irecv(buffer, group=group, group_src=(rank - distance) % size, tag=AGREEMENT_TAG + index)
-            for buffer, distance in zip(buffers, step, strict=True)
-        ]
-        for index, (buffers, step) in enumerate(zip(others, steps, strict=True))
+        [post(dist.irecv, buffer, s, rank - far, 4**s) for buffer, far in zip(others[s], step, strict=True)]
+        for s, step in enumerate(steps)
     ]
-    for index, (buffers, step) in enumerate(zip(others, steps, strict=True)):
-        tag = AGREEMENT_TAG + index
-        sends = [dist.isend(own, group=group, group_dst=(rank + distance) % size, tag=tag) for distance in step]
-        for work in (*receives[index], *sends):
-            assert work is not None  # torch has none for ranks outside the group
+    for s, step in enumerate(steps):
+        sends = [post(dist.isend, own, s, rank + far, 1) for far in step]  # ends once its receiver has come
+        for work, awaited in (*receives[s], *sends):
+            wait.awaited = awaited
             work.wait()
-        own = torch.stack([own, *buffers]).amax(0)
+        own = torch.stack([own, *others[s]]).amax(0)
     return own.tolist()
 
 

@@ -43,6 +43,11 @@ def all_ranks() -> Group:
     return distributed_c10d._get_default_group()
 
 
+def is_up(group: Group | None) -> bool:
+    """Whether torch knows the group, or for None the group of all ranks: not after `destroy_process_group`."""
+    return dist.is_initialized() and (group is None or group in distributed_c10d._world.pg_map)
+
+
 def timeout(group: Group | None = None) -> timedelta:
     """How long an operation of the group (default: of all ranks) may take, as the group was made with."""
     group = group or all_ranks()

@@ -194,7 +194,7 @@ def _is_positive(x: Any) -> bool:
 
 def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:
     tensors = q, k, v
-    if kinds := [_unreadable(x) for x in tensors if _unreadable(x)]:
+    if kinds := [unreadable(x) for x in tensors if unreadable(x)]:
         raise InputError(
             f"attention needs dense tensors of this rank's own tokens; got {kinds[0]}, call to_dense(), to_local() or "
             "to_padded_tensor() on it"
@@ -231,12 +231,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None
         )
 
 
-def _unreadable(x: object) -> str:
+def unreadable(x: object) -> str:
     """The kind of a tensor whose elements a kernel cannot read; "" for any other object."""
     if not isinstance(x, Tensor):
         return ""
-    if any(base.__name__ == "DTensor" for base in type(x).__mro__):
-        return "a DTensor"
+    classes = [base.__name__ for base in type(x).__mro__]
+    if "DTensor" in classes or "WholeTensor" in classes:
+        return "a DTensor" if "DTensor" in classes else "a whole tensor in parts, whose .local is this rank's own"
     if x.is_nested:
         return "a nested tensor"
     return "" if x.layout == torch.strided else f"a tensor of layout {str(x.layout).removeprefix('torch.')}"

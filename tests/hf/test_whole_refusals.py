@@ -1,10 +1,16 @@
 """Whole calls that cannot be, and ranks that do not look at a whole output together: a sentence on every rank."""
 
+import contextlib
+import io
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_seqpar.errors import CommunicationError
+from ds_seqpar.runtime import waits
+from hf_integration import share_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.llama import MODES, small
 from tests.hf.test_trainer_refusals import local_mean
@@ -189,3 +195,37 @@ def nobody_comes():
 def test_a_rank_that_does_nothing_is_waited_for_no_longer_than_the_timeout():
     message, _ = on_ranks(2, nobody_comes, patience=2)
     assert missing(message, "gather of whole logits", "timed out after 2 s", "not only rank 0") == []
+
+
+def alone():
+    """What rank 0 says while it calls the model and rank 1 comes late; then what one rank cannot share."""
+    waits.PATIENCE = 0.4
+    model = small()
+    share_sequences(model, size=2)
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(1.2)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        model(input_ids=ids())
+    told = {"": said.getvalue()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+        told["autocast"] = refusal(model, input_ids=ids())[1]
+    told["settings"] = refusal(share_sequences, small(), **{"ulises" if rank else "ulysses": 2})[1]
+    told["model"] = refusal(share_sequences, torch.nn.Linear(2, 2) if rank else small(), size=2)[1]
+    own = small()
+    if rank:
+        own.forward = lambda **given: None
+    told["tiles"] = refusal(share_sequences, own, size=2, loss_tiles=2)[1]
+    return told, model(input_ids=ids()).logits[0, 0, 0].isfinite().item()
+
+
+def test_a_rank_that_calls_the_model_or_shares_it_by_itself():
+    waiting, late = on_ranks(2, alone)
+    assert missing(waiting[0][""], "a forward of a model", "whole_sequences(model)", "for rank 1") == []
+    assert late[0][""] == ""
+    for told, in_step in (waiting, late):
+        assert in_step
+        assert missing(told["autocast"], "rank 1: autocast torch.bfloat16") == []
+        assert missing(told["settings"], "ulises") == []
+        assert missing(told["model"], "got Linear") == []
+        assert missing(told["tiles"], "the forward of their class") == []

@@ -1,0 +1,67 @@
+"""What the ranks of a sequence compare of a patched model: all of it before the first forward, a few weights later."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 8  # values of each parameter that ranks compare in the first forward
+WATCHED, WATCHED_SAMPLES = 8, 64  # parameters that they compare later, at least, and values of each
+OFTEN = 64  # so many training forwards are between two comparisons at most
+
+
+def compares_weights(forward: int) -> bool:
+    """Whether ranks compare weights of their n-th training forward: the 2nd, 4th, 8th, ..., and every 64th."""
+    return forward > 1 and (forward & (forward - 1) == 0 or forward % OFTEN == 0)
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What ranks compare of a model in training: the mean size of some values of some parameters, the last one too.
+
+    Gradients that nobody averages over ranks change all of them. Frozen parameters say nothing, nor do parts of
+    parameters, as ZeRO-3 and FSDP leave on each rank.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and _is_whole(p)]
+    return {name: _spread(p, WATCHED_SAMPLES).abs().mean() for name, p in trained[:: -max(1, len(trained) // WATCHED)]}
+
+
+def fingerprint(model: nn.Module) -> dict[str, object]:
+    """Name -> what ranks compare of a model: dtypes, layers, RoPE, and the shape and some values of every parameter.
+    What explains a difference best comes first.
+
+    Parameters that ZeRO-3 or FSDP partitions, or that are on the meta device, have no values to compare.
+    """
+    parameters = dict(model.named_parameters())
+    trained = [name for name, p in parameters.items() if p.requires_grad]
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+    values = _samples({name: p for name, p in parameters.items() if _is_whole(p)})
+    return {
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values()})),
+        "layers": getattr(model.config, "num_hidden_layers", None),
+        "rope": getattr(model.config, "rope_parameters", None),
+        "trained parameters": len(trained),
+        **{f"shape of {name}": shape for name, shape in shapes.items()},
+        **{f"values of {name}": digest for name, digest in values.items()},
+    }
+
+
+def _is_whole(p: nn.Parameter) -> bool:
+    return not hasattr(p, "ds_shape") and not p.is_meta and type(p.data) is Tensor and p.numel() > 0
+
+
+def _samples(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Name of a parameter -> a digest of some of its values. All are copied from the device at once."""
+    taken = [_spread(p) for p in parameters.values()]
+    values = torch.cat(taken).cpu().split([len(x) for x in taken]) if taken else []
+    return {
+        name: hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
+        for name, x in zip(parameters, values, strict=True)
+    }
+
+
+def _spread(p: nn.Parameter, samples: int = SAMPLES) -> Tensor:
+    flat = p.detach().reshape(-1)
+    at = torch.linspace(0, len(flat) - 1, min(samples, len(flat)), device=flat.device).long()
+    return flat[at].double()
