@@ -6,6 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from ds_seqpar import cpu_op as cpu_op
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import HOW, imported
 
@@ -31,6 +32,7 @@ LATER = {
     "SequenceParallelMixin": "trainer",
     "SequenceParallelTrainer": "trainer",
     "prepare_loader": "loaders",
+    "share_accelerator": "accelerators",
 }
 
 for method in (patch_attention, unpatch_attention):
@@ -67,6 +69,6 @@ def __getattr__(name: str) -> Any:
     """The Trainer's side, imported when it is first asked for: transformers' Trainer takes seconds to import."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name != "prepare_loader":
+    if LATER[name] not in ("accelerators", "loaders"):
         check_transformers(transformers.__version__)
     return getattr(imported(f"{__name__}.{LATER[name]}"), name)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import Mask
@@ -111,6 +112,10 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         experts=experts,
     )
     tiling.tile(inner, sp.config)
+    if is_accelerate_available():
+        from .accelerators import watch  # transformers does without accelerate
+
+        watch(inner.base_model)
     return model
 
 
