@@ -305,6 +305,8 @@ COUNTS: dict[str, Callable[..., bool]] = {
         ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes"), lambda *_: True
     ),
 }
+# who calls them where ranks are meant, or with an Accelerator of its own
+KNOWING = ("accelerate", "transformers", "trl", "hf_integration")
 _patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
 _counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that `share_accelerator` was called with
 
@@ -328,7 +330,7 @@ def _guarded(name: str, own: Callable, counts: Callable[..., bool]) -> Callable:
     @functools.wraps(own)
     def member(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if counts(*args) and (not caller.startswith("accelerate.") or caller == "accelerate.local_sgd"):
+        if counts(*args) and (caller.partition(".")[0] not in KNOWING or caller == "accelerate.local_sgd"):
             _check(self, name)
         return own(self, *args, **kwargs)
 

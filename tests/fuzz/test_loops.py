@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz import loops
 from tests.fuzz.run import fuzz
-from tests.launch import RankFailure, on_trainer_ranks
+from tests.launch import RankFailure, on_ranks
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.whole)])
@@ -16,8 +16,8 @@ def compared(case):
     """(what it came to, None or what differs)"""
     groups = case["ranks"] // case["size"]
     try:
-        plain = on_trainer_ranks(groups, loops.run, case, 1)
-        found = on_trainer_ranks(case["ranks"], loops.run, case, case["size"])
+        plain = on_ranks(groups, loops.run, case, 1, keep="accelerate")
+        found = on_ranks(case["ranks"], loops.run, case, case["size"], keep="accelerate")
     except RankFailure as failure:
         return "failed", str(failure)
     for rank, shared in enumerate(found):
