@@ -16,6 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"hf_integration needs {error.name}, {HOW}", name=error.name) from error
 
+from .accelerators import share_accelerator
 from .families import heads
 from .families import is_known as is_known
 from .job import job_of
@@ -32,7 +33,6 @@ LATER = {
     "SequenceParallelMixin": "trainer",
     "SequenceParallelTrainer": "trainer",
     "prepare_loader": "loaders",
-    "share_accelerator": "accelerators",
 }
 
 for method in (patch_attention, unpatch_attention):
@@ -44,6 +44,7 @@ __all__ = [
     "job_of",
     "patch_attention",
     "patched_with",
+    "share_accelerator",
     "share_sequences",
     "unpatch_attention",
     "whole_sequences",
@@ -69,6 +70,6 @@ def __getattr__(name: str) -> Any:
     """The Trainer's side, imported when it is first asked for: transformers' Trainer takes seconds to import."""
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if LATER[name] not in ("accelerators", "loaders"):
+    if name != "prepare_loader":
         check_transformers(transformers.__version__)
     return getattr(imported(f"{__name__}.{LATER[name]}"), name)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.utils import is_accelerate_available
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.compiler.masks import Mask
@@ -31,7 +30,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime.exits import printed_once
 from ds_seqpar.runtime.inputs import AttentionOptions
 
-from . import checkpointing, noise, rope, sharded, stages, tiling, whole_calls
+from . import accelerators, checkpointing, noise, rope, sharded, stages, tiling, whole_calls
 from .families import (
     NAME,
     ConfigView,
@@ -112,10 +111,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         experts=experts,
     )
     tiling.tile(inner, sp.config)
-    if is_accelerate_available():
-        from .accelerators import watch  # transformers does without accelerate
-
-        watch(inner.base_model)
+    accelerators.watch(inner.base_model)
     return model
 
 
