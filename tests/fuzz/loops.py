@@ -4,6 +4,7 @@ The plain script runs on as many processes as there are groups; with two more li
 must write down the same.
 """
 
+import shutil
 import tempfile
 
 import torch
@@ -18,6 +19,7 @@ from transformers import get_scheduler
 
 from hf_integration import share_accelerator, share_sequences
 from tests.hf.llama import small
+from tests.launch import RankFailure, on_ranks
 
 SCHEDULERS = {
     "none": None,
@@ -81,6 +83,20 @@ def cases(draw):
         "padding": draw(st.booleans()),
         "seed": draw(st.integers(0, 99)),
     }
+
+
+def try_one(case):
+    """(what it came to, None or what differs)"""
+    groups = case["ranks"] // case["size"]
+    try:
+        plain = on_ranks(groups, run, case, 1, keep="accelerate")
+        found = on_ranks(case["ranks"], run, case, case["size"], keep="accelerate")
+    except RankFailure as failure:
+        return "failed", str(failure)
+    for rank, shared in enumerate(found):
+        if fault := faults(plain[rank // case["size"]], shared):
+            return "failed", f"rank {rank}: {fault}"
+    return f"right, {groups} groups of {case['size']}", None
 
 
 class Stream(IterableDataset):
@@ -161,6 +177,9 @@ def saved(accelerator, scheduler):
     if scheduler is not None:
         scheduler.step()
     accelerator.load_state(folder[0])
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(folder[0])
     return scheduler and scheduler.get_last_lr()
 
 
