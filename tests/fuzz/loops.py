@@ -25,7 +25,7 @@ SCHEDULERS = {
     "none": None,
     "linear": lambda optimizer, steps: get_scheduler("linear", optimizer, 1, steps),
     "cosine": lambda optimizer, steps: get_scheduler("cosine", optimizer, 0, steps),
-    "one cycle": lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=steps),
+    "one cycle": lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=steps + 20),
     "steps": lambda optimizer, steps: lr_scheduler.StepLR(optimizer, 2, gamma=0.7),
 }
 # what is gathered -> how, of the accelerator, the output, the numbers of this group's examples and their loss
