@@ -20,8 +20,6 @@ WORKERS ?= 2
 # an idle worker takes over tests that another has not begun: tests that start a launch are long
 PYTEST := python -m pytest --numprocesses $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
-# what DeepSpeed compiles on CPUs stays with the environment that it was compiled for
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 # what pip does on one core, without what is seldom imported; some files of some packages are templates, and no Python
 SELDOM := /(tests?|pip|mypy|fontTools)/|/transformers/models/(?!llama/|auto/|__init__)

@@ -4,6 +4,8 @@ With this op the processes of one machine without GPUs all-reduce. DeepSpeed com
 several processes that start at once, one compiles, and the others wait until its lock file is gone. If that process
 is interrupted, the file stays, and every later start would wait for ever without a message. So the lock file is checked
 before DeepSpeed starts.
+
+What DeepSpeed compiles stays with the environment that it was compiled for, however ranks are launched.
 """
 
 from __future__ import annotations
@@ -20,6 +22,17 @@ OP = "deepspeed_shm_comm"
 # file systems of one machine, all of whose processes it knows
 LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 NEW_LOCK = 2.0  # seconds: the owner of a younger lock file may not have it open yet
+
+
+def _use_environment() -> None:
+    """Lets torch compile into the environment, where it can be written to. torch's own folder is in the user's home,
+    where other environments put theirs and rebuild these."""
+    folder = Path(sys.prefix, "torch_extensions")
+    if os.access(folder if folder.exists() else sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
+
+
+_use_environment()  # at import: TrainingArguments and Accelerators start DeepSpeed before a model is at hand
 
 
 def compile_op() -> bool:
@@ -39,22 +52,25 @@ def prepare_start() -> None:
 
 
 def wait_for_compiler(patience: float = 10.0, say: Callable[[str], None] | None = None) -> None:
-    """Returns once no other process compiles the op. Every `patience` seconds it says what it waits for.
+    """Returns once no other process compiles the op, at once where DeepSpeed has started and so loaded it. After
+    `patience` seconds it says, once, what it waits for.
 
     A lock whose owner is gone is removed. That is known on Linux alone, for a lock on a file system of this machine:
     its owner would have it open. Otherwise the message says what to remove, and waiting goes on. say: prints a message;
     default: on stderr, once a node.
     """
-    lock = lock_file()
-    say, began, messages = say or _say, time.monotonic(), 0
+    from deepspeed import comm
+
+    lock = None if comm.is_initialized() else lock_file()
+    say, began, told = say or _say, time.monotonic(), False
     while lock is not None and lock.exists():
         if _remove_orphan(lock):
             say(f"removed {lock}, the lock of a process that ended while it compiled DeepSpeed's {OP}")
-        elif time.monotonic() - began > patience * (messages + 1):
-            messages += 1
+        elif not told and time.monotonic() - began > patience:
+            told = True
             say(
-                f"waiting for another process to compile DeepSpeed's {OP}, for {time.monotonic() - began:.0f} s; if "
-                f"there is none, remove {lock}"
+                f"waiting for another process to compile DeepSpeed's {OP}, which may take minutes; if there is none, "
+                f"remove {lock}"
             )
         time.sleep(0.1)
 

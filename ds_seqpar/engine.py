@@ -96,6 +96,7 @@ def initialize(
     engine = returned[0]
     engine.sequence_parallel = sp
     sp.accumulation_steps = engine.gradient_accumulation_steps()
+    count_sequences(engine, sp)
     if patcher:
         patcher.check_engine(engine, sp)
     if data is not None:
@@ -129,15 +130,59 @@ def _counted_by_rank(content: Mapping[str, Any], sp: SequenceParallel) -> dict[s
     content = {key: value for key, value in content.items() if key not in unwanted}
     sequences, micro, steps = (_count(content, name) for name in BATCH_SIZES)
     if sequences is not None:
-        known = sp.data_size * (micro or 1) * (steps or 1)
-        if sequences % known or (micro and steps and sequences != known):
-            raise ConfigError(
-                f"train_batch_size counts sequences: it must be {'' if micro and steps else 'a multiple of '}{known} = "
-                f"{sp.data_size} groups of {sp.size} ranks x micro-batch {micro or 'any'} x accumulation "
-                f"{steps or 'any'}; got {sequences}"
-            )
-        content["train_batch_size"] = sequences * sp.size
+        content["train_batch_size"] = _by_rank(sequences, micro, steps, sp)
     return content
+
+
+def _by_rank(sequences: int, micro: int | None, steps: int | None, sp: SequenceParallel) -> int:
+    """A `train_batch_size` that counts sequences, as DeepSpeed counts them: once per rank. Raises ConfigError where it
+    does not fit."""
+    known = sp.data_size * (micro or 1) * (steps or 1)
+    if sequences % known or (micro and steps and sequences != known):
+        raise ConfigError(
+            f"train_batch_size counts sequences: it must be {'' if micro and steps else 'a multiple of '}{known} = "
+            f"{sp.data_size} groups of {sp.size} ranks x micro-batch {micro or 'any'} x accumulation "
+            f"{steps or 'any'}; got {sequences}"
+        )
+    return sequences * sp.size
+
+
+def count_by_rank(content: dict[str, Any], sp: SequenceParallel) -> None:
+    """Makes `train_batch_size` count ranks, where accelerate's DeepSpeed configuration has numbers for all three batch
+    sizes. It may do so already. Raises ConfigError where it fits neither way."""
+    sequences, micro, steps = (content.get(name) for name in BATCH_SIZES)
+    if (
+        isinstance(sequences, int)
+        and isinstance(micro, int)
+        and isinstance(steps, int)
+        and sequences != micro * steps * sp.data_size * sp.size
+    ):
+        content["train_batch_size"] = _by_rank(sequences, micro, steps, sp)
+
+
+def count_sequences(engine: Any, sp: SequenceParallel) -> None:
+    """Makes DeepSpeed's figures count sequences: `train_batch_size()`, `global_samples`, which is the x axis of its
+    monitors, and samples a second. A second call does nothing. What scales gradients is computed from other numbers."""
+    if hasattr(engine, "counts_sequences"):
+        return
+    engine.counts_sequences = True
+    engine._config.train_batch_size //= sp.size
+    engine.tput_timer.batch_size //= sp.size
+    if engine.flops_profiler_enabled():
+        engine.flops_profiler.ds_engine = _PartsOfSequences(engine, sp.size)
+
+
+class _PartsOfSequences:
+    """A DeepSpeed engine for its flops profiler: a device has `1 / size` of each sequence of its micro-batch."""
+
+    def __init__(self, engine: Any, size: int) -> None:
+        self.engine, self.size = engine, size
+
+    def train_micro_batch_size_per_gpu(self) -> float:
+        return self.engine.train_micro_batch_size_per_gpu() / self.size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 def _count(content: Mapping[str, Any], name: str) -> int | None:

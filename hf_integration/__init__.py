@@ -6,6 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from ds_seqpar import cpu_op as cpu_op
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import HOW, imported
 
@@ -15,6 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"hf_integration needs {error.name}, {HOW}", name=error.name) from error
 
+from .accelerators import share_accelerator
 from .families import heads
 from .families import is_known as is_known
 from .job import job_of
@@ -42,6 +44,7 @@ __all__ = [
     "job_of",
     "patch_attention",
     "patched_with",
+    "share_accelerator",
     "share_sequences",
     "unpatch_attention",
     "whole_sequences",

@@ -69,7 +69,7 @@ def prepare_loader(loader: DataLoader, sp: SequenceParallel, **settings: Any) ->
     seeding = loader.worker_init_fn
     if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
         loader.worker_init_fn = functools.partial(seeding, rank=sp.data_rank)
-    if isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "shard"):  # of `datasets`
+    if isinstance(loader.dataset, IterableDataset):
         loader = copy.copy(loader)
         vars(loader)["dataset"] = Stream(loader.dataset)  # which a DataLoader does not let be changed
     prepared: Any = prepare_data_loader(

@@ -31,7 +31,7 @@ from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.exits import printed_once
 from ds_seqpar.runtime.inputs import AttentionOptions
 
-from . import checkpointing, noise, rope, sharded, stages, tiling, whole_calls
+from . import accelerators, checkpointing, noise, rope, sharded, stages, tiling, whole_calls
 from .families import (
     NAME,
     ConfigView,
@@ -112,6 +112,7 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         experts=experts,
     )
     tiling.tile(inner, sp.config)
+    accelerators.watch(inner.base_model)
     return model
 
 

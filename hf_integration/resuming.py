@@ -47,7 +47,8 @@ class ResumingRun:
             ranks=dist.get_world_size(),
             stage=content.get("zero_optimization", {}).get("stage", 0),
             bf16=bf16 if isinstance(bf16, bool) else args.bf16,
-            scheduler="scheduler" not in content,
+            # with either of them in the JSON, accelerate gives DeepSpeed the scheduler
+            scheduler=not content.keys() & {"optimizer", "scheduler"},
             universal=bool(content.get("checkpoint", {}).get("load_universal")),
         )
 

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig, cpu_op
+from ds_seqpar import SequenceParallelConfig, cpu_op
 from ds_seqpar.batches import IGNORE, counted_labels, fingerprint
 from ds_seqpar.deepspeed_json import check_settings, left_out, section_of
 from ds_seqpar.documents import documents_of
@@ -37,46 +35,15 @@ from ds_seqpar.whole import plain
 
 from . import accelerate_config, preemption, randomness, resuming, whole_calls
 from . import trainer_checks as checks
+from .accelerators import GroupAccelerator
 from .callback import SequenceParallelCallback
 from .families import unwrapped
 from .job import job_of_trainer
-from .loaders import Stream, examples_of, prepare_loader, stream_of
+from .loaders import Stream, examples_of, stream_of
 from .patch import patch_attention, unpatch_attention
 from .tiling import evaluated
 
 Behind: Any = object  # the class after the mixin; for a type checker it may have any attribute
-
-
-class GroupAccelerator:
-    """An Accelerator for a Trainer whose "ranks" are groups: it gathers one value of each group. own: the Accelerator
-    of all ranks. sp: None until the model is patched."""
-
-    def __init__(self, own: Any, sp: SequenceParallel | None) -> None:
-        vars(self).update(own=own, sp=sp)
-
-    @property
-    def num_processes(self) -> int:
-        return self.own.num_processes if self.sp is None else self.sp.data_size
-
-    def gather(self, data: Any) -> Any:
-        if self.sp is None or self.sp.data_size == 1:
-            return data
-        world = dist.get_world_size()
-        groups = [self.sp.topology.index(rank, "data") for rank in range(world)]
-        first = [groups.index(group) for group in range(self.sp.data_size)]
-        return recursively_apply(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self.own.gather(data))
-
-    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without the examples that fill up the last batch."""
-        state = self.own.gradient_state
-        real = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return recursively_apply(lambda x: x[:real] if x.dim() else x, self.gather(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self).update(sp=value) if name == "sp" else setattr(self.own, name, value)
 
 
 class SequenceParallelMixin(Behind):
@@ -138,8 +105,7 @@ class SequenceParallelMixin(Behind):
         SequenceParallelConfig.from_dict(self._section)
         for key in left_out(plugin.deepspeed_config):  # accelerate would replace every "auto" in our section
             plugin.deepspeed_config.pop(key, None)
-        self.accelerator.prepare_data_loader = self._prepare_data_loader
-        self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None))
+        self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
@@ -162,34 +128,13 @@ class SequenceParallelMixin(Behind):
         content = self.accelerator.state.deepspeed_plugin.deepspeed_config
         job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
         self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
+        checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
         self._look_at_loss(base)
 
     def _look_at_loss(self, base: nn.Module) -> None:
         whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
 
     # ---- data: the whole batches of this rank's group
-
-    def _prepare_data_loader(
-        self, loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> DataLoader:
-        """accelerate's own preparation of a loader, for this rank's group in place of this rank."""
-        if getattr(loader, "_is_accelerate_prepared", False):
-            return loader
-        if isinstance(loader.dataset, IterableDataset):
-            vars(loader)["dataset"] = Stream(loader.dataset)  # accelerate makes a new loader from these attributes
-        settings = self.accelerator
-        prepared = prepare_loader(
-            loader,
-            self.sp,
-            put_on_device=False,  # each step moves its own batch, so a window of whole sequences need not be there
-            even_batches=settings.even_batches,
-            rng_types=settings.rng_types.copy(),
-            use_seedable_sampler=settings.use_seedable_sampler,
-            data_seed=settings.dataloader_config.data_seed,
-            use_stateful_dataloader=settings.use_stateful_dataloader,
-        )
-        settings._dataloaders.append(prepared)
-        return prepared
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -337,12 +282,7 @@ class SequenceParallelMixin(Behind):
 
     def _real_sequences(self) -> int | None:
         """The number of the step's sequences, over all groups, that are no repetitions; None: all of them."""
-        state = self.accelerator.gradient_state
-        if not state.end_of_dataloader:
-            return None
-        if self._stream is not None and not self.args.dataloader_drop_last and (seen := examples_of(self._stream)):
-            state.active_dataloader.remainder = seen % (self.args.eval_batch_size * self.sp.data_size)
-        return state.remainder if state.remainder > 0 else None
+        return self.accelerator.real_examples()
 
     def _once(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
         """The labels, with -100 for examples that fill up the last batch. real: as `_real_sequences` returns it."""

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
+from ds_seqpar import SequenceParallel, engine
 from ds_seqpar.batches import check_batch
 from ds_seqpar.deepspeed_checks import check_deepspeed
 from ds_seqpar.deepspeed_json import read_deepspeed
@@ -104,6 +105,13 @@ def check_json(args: TrainingArguments) -> None:
     given = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(given, Mapping) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
         check_deepspeed(read_deepspeed(given), given)
+
+
+def count_by_rank(config: Any, sp: SequenceParallel) -> None:
+    """Lets the `train_batch_size` of a JSON count sequences, as `initialize` does, or ranks, as transformers does.
+    config: of transformers, with "auto" filled in. Raises ConfigError for any other number."""
+    engine.count_by_rank(config.config, sp)
+    config.mismatches = [x for x in config.mismatches if not x.startswith("- ds train_batch_size=")]
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

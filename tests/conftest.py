@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import gc
 import os
-import sys
 
 import pytest
 
@@ -26,8 +25,6 @@ from tests import grids
 
 # a rank compiles by itself: inductor's own workers would each import torch first
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# not the user's cache, which other environments share and rebuild with their own paths, each at its turn
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 
 def pytest_configure(config):

@@ -25,7 +25,7 @@ def of_batches(by_rank: Mapping[int, Fields]) -> str:
         by_samples.setdefault(repr(sorted(fields.items())), []).append(rank)
     remedy = (
         "make samplers by sp.sampler(dataset), or loaders by sp.loader (give a Trainer the whole data set on every "
-        "rank), and seed all ranks alike"
+        "rank, and an Accelerator to share_accelerator), and seed all ranks alike"
     )
     if len(by_samples) == len(by_rank):
         return f"each has samples of its own, as from a DistributedSampler over all ranks or other seeds: {remedy}"

@@ -294,17 +294,23 @@ def test_neutral_settings_are_neutral(names):
             check(result, *expected, NEUTRAL[name][0])
 
 
-def count_sequences(batch_settings):
-    """What engines make of batch settings that count sequences."""
+def count_sequences(batch_settings, folder):
+    """What engines make of batch settings that count sequences; the last one writes down its figures."""
     case, found = {"stage": "2", "mode": "r2", "steps": 1}, []
     config = {key: value for key, value in settings(case).items() if key not in BATCH_KEYS}
+    monitored = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
+    monitored |= {"flops_profiler": {"enabled": True, "profile_step": 9}}
     for changes in batch_settings:
+        changes = changes if changes is not batch_settings[-1] else {**changes, **monitored}
         engine, *_ = ds_seqpar.initialize(model=small(), config={**config, **changes})
         sp = engine.sequence_parallel
         result = step(engine, sp.shard_batches(own_window({**case, "steps": 3}, sp)))
         sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
         numbers = *sizes, engine.gradient_accumulation_steps()
         found.append({**result, "numbers": numbers, "expected_window": sp.accumulation_steps})
+        assert engine.global_samples == engine.tput_timer.batch_size == 12
+    profiled = engine.flops_profiler.ds_engine  # it multiplies these two for the samples of a micro-step
+    assert profiled.train_micro_batch_size_per_gpu() * profiled.world_size == 4
     return found
 
 
@@ -316,17 +322,19 @@ BATCH_SETTINGS = [
 ]
 
 
-def test_train_batch_size_counts_sequences():
-    """2 groups of 2 ranks, 2 sequences a group, 3 micro-steps: 12 sequences, which DeepSpeed counts once a rank. The
-    contract holds with the accumulation that follows."""
+def test_train_batch_size_counts_sequences(tmp_path):
+    """2 groups of 2 ranks, 2 sequences a group, 3 micro-steps: 12 sequences, in DeepSpeed's own figures too, and on its
+    monitors' axis. The contract holds with the accumulation that follows."""
     case = {"stage": "2", "mode": "r2", "steps": 3}
     expected = one_process(small(), global_window(case))
-    for results in on_ranks(WORLD, count_sequences, BATCH_SETTINGS):
+    for results in on_ranks(WORLD, count_sequences, BATCH_SETTINGS, tmp_path):
         assert len(results) == len(BATCH_SETTINGS)
         for result in results:
-            assert result["numbers"] == (24, 2, 3)
+            assert result["numbers"] == (12, 2, 3)
             assert result["expected_window"] == 3
             check(result, *expected, case["stage"])
+    written = [path.read_text().splitlines()[-1].split(",")[0] for path in (tmp_path / "job").glob("*.csv")]
+    assert set(written) == {"12"}
 
 
 REFUSED = [

@@ -44,7 +44,7 @@ class Tried:
 
     def report(self, record_property):
         record_property("cases", "; ".join(f"{number} {name}" for name, number in sorted(self.counts.items())))
-        kinds = "attention|virtual|batches|commands"
+        kinds = "attention|virtual|batches|loops|commands"
         replay = f'python -m tests.fuzz {kinds} "{{...}}" replays one; those that end alike are shown once'
         assert not self.failures, "\n\n".join([replay, *self.failures.values()])
 

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, where some are damaged, or another run's; and what is said."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from hf_integration.resuming import LAST, ResumingRun, inspect_checkpoint, parse
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.trainers import documents, make, settings, trained
-from tests.launch import on_ranks
+from tests.launch import on_ranks, on_trainer_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
 RUN = ResumingRun(rank=1, ranks=2, stage=2, bf16=False, scheduler=True, universal=False)
@@ -185,3 +186,43 @@ def test_the_example_takes_the_word_true(tmp_path):
     ran = scripts.run(1, tmp_path, EXAMPLE, *words, "--seq_len", 64, "--resume_from_checkpoint", "True")
     assert ran.failed
     assert "needs a whole one" in ran.stderr
+
+
+OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}
+DECAY = {name: "auto" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")}
+SCHEDULER = {"scheduler": {"type": "WarmupDecayLR", "params": DECAY}}
+KEYS = {"none": {}, "optimizer": OPTIMIZER, "scheduler": SCHEDULER, "both": {**OPTIMIZER, **SCHEDULER}}
+
+
+def gone_on_with(folder, case):
+    """The log of a run of three steps, and that of the run which goes on after the second."""
+    keys, stage, by_folder, best = case
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "deepspeed_changes": KEYS[keys]}
+    changes |= {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True} if best else {}
+    runs = []
+    for given in (None, str(folder / "checkpoint-2") if by_folder else True):
+        trainer = make(folder, 2, {"size": 2}, stage, parts={"train_dataset": documents(16)}, **changes)
+        runs.append(trained(trainer, resume_from_checkpoint=given).logs)
+        dist.barrier()
+        if given is None and dist.get_rank() == 0:
+            shutil.rmtree(folder / "checkpoint-3")
+        dist.barrier()
+    return runs
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("optimizer", 2, False, False), ("scheduler", 3, True, True)],
+        pytest.param(
+            list(itertools.product(KEYS, (2, 3), (False, True), (False, True))), marks=pytest.mark.whole, id="all"
+        ),
+    ],
+)
+def test_a_run_goes_on_whoever_has_the_optimizer_and_the_scheduler(cases, tmp_path):
+    """DeepSpeed's files hold the scheduler's state where the JSON has either key, scheduler.pt where it has none."""
+    for number, case in enumerate(cases):
+        for whole, resumed_log in on_trainer_ranks(2, gone_on_with, tmp_path / str(number), case):
+            assert len(whole["loss"]) == 3
+            assert resumed_log == whole, case

@@ -71,11 +71,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)
-data = torch.randint(0, 64, (24, 50))
+data = torch.randint(0, 64, (23, 50))
 MODEL
 loader = DataLoader(data, batch_size=2, shuffle=True)
-optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=0.5), [], []
-wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+optimizer, losses, norms, rates, seen = torch.optim.SGD(model.parameters(), lr=0.5), [], [], [], []
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+wrapped, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 for ids in loader:
     with accelerator.accumulate(wrapped):
         loss = wrapped(input_ids=ids, labels=ids).loss
@@ -84,16 +85,21 @@ for ids in loader:
         if accelerator.sync_gradients:
             norms.append(float(accelerator.clip_grad_norm_(wrapped.parameters(), 0.5)))
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+        seen += accelerator.gather_for_metrics(ids[:, 0]).tolist()
 weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-print(json.dumps([losses, norms, weights]))
+print(json.dumps([losses, norms, rates, seen, weights]))
 """.replace("MODEL", MODEL)
 WITH_ACCELERATE = {
     "from transformers import LlamaConfig": (
-        "from hf_integration import prepare_loader, share_sequences\nfrom transformers import LlamaConfig"
+        "from hf_integration import share_accelerator, share_sequences\nfrom transformers import LlamaConfig"
     ),
     "loader = DataLoader(data, batch_size=2, shuffle=True)": (
-        "sp = share_sequences(model, size=2)\nloader = prepare_loader(DataLoader(data, batch_size=2, shuffle=True), sp)"
+        "sp = share_sequences(model, size=2)\n"
+        "accelerator = share_accelerator(accelerator, sp)\n"
+        "loader = DataLoader(data, batch_size=2, shuffle=True)"
     ),
 }
 

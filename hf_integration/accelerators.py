@@ -1,0 +1,348 @@
+"""Accelerators that count groups of ranks, where accelerate counts processes: for loops of one's own, and the Trainer.
+
+The ranks that share sequences stand for one process of the plain script. So what accelerate does once a process must be
+done once a group: it deals batches, steps schedulers, gathers and splits. What belongs to a process stays so: devices,
+barriers, random states, files, and the mean of gradients. `docs/loaders.md` lists the members of both kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DummyScheduler, gather_object, recursively_apply
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.engine import count_by_rank, count_sequences
+from ds_seqpar.errors import ConfigError, InputError
+from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.exits import printed_once
+from ds_seqpar.runtime.inputs import describe
+from ds_seqpar.whole import plain
+
+from .loaders import examples_of, prepare_loader, stream_of
+
+
+class GroupState:
+    """A state of accelerate's that counts groups. All else is that of `own`, which counts processes. sp: None counts
+    processes too."""
+
+    def __init__(self, own: Any, sp: SequenceParallel | None) -> None:
+        vars(self).update(own=own, sp=sp)
+
+    @property
+    def num_processes(self) -> int:
+        return self.own.num_processes if self.sp is None else self.sp.data_size
+
+    @property
+    def process_index(self) -> int:
+        return self.own.process_index if self.sp is None else self.sp.data_rank
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        return PartialState.split_between_processes(self, inputs, apply_padding)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self).update(sp=value) if name == "sp" else setattr(self.own, name, value)
+
+
+class GroupScheduler(AcceleratedScheduler):
+    """accelerate's scheduler, which steps once a process: with as many processes as there are groups."""
+
+    sp: SequenceParallel
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        state = PartialState()
+        processes, state.num_processes = state.num_processes, self.sp.data_size
+        try:
+            super().step(*args, **kwargs)
+        finally:
+            state.num_processes = processes
+            AcceleratorState()  # takes it over
+
+
+class GroupAccelerator(GroupState):
+    """An Accelerator whose processes are groups. own: the Accelerator of all ranks. of_trainer: for the Trainer, whose
+    ranks have compared their values already, and whose steps move whole batches to the device by themselves. sp: None
+    until the model is patched."""
+
+    of_trainer: bool
+
+    def __init__(self, own: Accelerator, sp: SequenceParallel | None, of_trainer: bool = False) -> None:
+        super().__init__(own, sp)
+        vars(self).update(of_trainer=of_trainer)
+        _counted.add(own)
+        self._count_groups()
+
+    @property
+    def state(self) -> GroupState:
+        return GroupState(self.own.state, self.sp)
+
+    # ---- what is prepared
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        dummies = [x for x in args if isinstance(x, DummyScheduler) and x.total_num_steps is not None]
+        size = 1 if self.sp is None else self.sp.size
+        own, plugin = vars(self.own), self.own.state.deepspeed_plugin
+        if plugin is not None and self.sp is not None:
+            count_by_rank(plugin.deepspeed_config, self.sp)
+        own["prepare_data_loader"] = self.prepare_data_loader
+        for dummy in dummies:  # accelerate divides them by the number of processes
+            dummy.total_num_steps *= size
+        try:
+            return self.own.prepare(*args, **kwargs)
+        finally:
+            for dummy in dummies:
+                dummy.total_num_steps //= size
+            del own["prepare_data_loader"]
+            self._count_groups()
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        prepared = self.own.prepare_scheduler(scheduler)
+        self._count_groups()
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoader:
+        """accelerate's own preparation of a loader, for this rank's group in place of this rank."""
+        own: Any = self.own
+        if own.dispatch_batches:
+            raise ConfigError(
+                "an Accelerator whose model shares sequences needs dispatch_batches=False, or the first rank would "
+                "hand every rank another part of a batch; got True, leave it out"
+            )
+        if not getattr(data_loader, "_is_accelerate_prepared", False):
+            placed = own.device_placement if device_placement is None else device_placement
+            data_loader = prepare_loader(
+                data_loader,
+                self.sp,
+                put_on_device=placed and not self.of_trainer,
+                device=own.device,
+                even_batches=own.even_batches,
+                split_batches=own.split_batches,
+                rng_types=own.rng_types.copy(),
+                use_seedable_sampler=own.use_seedable_sampler,
+                data_seed=own.dataloader_config.data_seed,
+                non_blocking=own.non_blocking,
+                use_stateful_dataloader=own.use_stateful_dataloader or hasattr(data_loader, "state_dict"),
+            )
+        if data_loader not in own._dataloaders:
+            own._dataloaders.append(data_loader)
+        return data_loader
+
+    def _count_groups(self) -> None:
+        """Makes the schedulers and the DeepSpeed engines that `own` has prepared count groups."""
+        if self.sp is None:
+            return
+        for scheduler in self.own._schedulers:
+            if type(scheduler) is AcceleratedScheduler:
+                scheduler.__class__, scheduler.sp = GroupScheduler, self.sp
+        for engine in self.own._models:
+            if hasattr(engine, "global_samples"):
+                count_sequences(engine, self.sp)
+
+    # ---- what is gathered
+
+    def gather(self, tensor: Any) -> Any:
+        """The values of each group once, along the first dim."""
+        if self.sp is None or (self.of_trainer and self.sp.data_size == 1):
+            return tensor
+        by_group = self._by_group(tensor, "gather")
+        return recursively_apply(lambda x: x.flatten(0, 1) if x.dim() > 1 else x, by_group)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the examples that fill up the last batch."""
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        data = self._objects(input_data) if use_gather_object else self.gather(input_data)
+        real = self.real_examples()
+        if use_gather_object:
+            return data[:real]
+        return recursively_apply(lambda x: x[:real] if x.dim() else x, data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or maximum over groups."""
+        if self.sp is None:
+            return self.own.reduce(tensor, reduction, scale)
+        groups = self.sp.data_size
+
+        def over_groups(x: Tensor) -> Tensor:
+            if reduction == "max":
+                return x.amax(0)
+            total = x.sum(0, dtype=x.dtype)
+            return total.div_(groups) if reduction == "mean" else total
+
+        return recursively_apply(over_groups, self._by_group(tensor, "reduce"))
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.own.pad_across_processes(recursively_apply(plain, tensor), *args, **kwargs)
+
+    def on_process(self, function: Callable | None = None, process_index: int | None = None) -> Any:
+        """Runs the function on the first rank of a group."""
+        if self.sp is not None and process_index is not None:
+            process_index = self._ranks()[process_index][0]
+        return self.own.on_process(function, process_index=process_index)
+
+    def real_examples(self) -> int | None:
+        """The number of the last batch's examples, over all groups, that are no repetitions; None: all of them, or, for
+        the Trainer alone, not known."""
+        state = self.own.gradient_state
+        if not state.end_of_dataloader:
+            return None
+        shard = getattr(state.active_dataloader, "dataset", None)
+        stream = stream_of(shard)
+        if stream is not None and isinstance(shard, IterableDatasetShard) and not shard.drop_last:
+            examples = examples_of(stream)
+            if examples is None and not self.of_trainer:
+                raise InputError(
+                    "gather_for_metrics needs to know how many examples a stream has, to leave out repetitions in its "
+                    "last batch; got none, give the data set a __len__ or its loader num_workers=0"
+                )
+            if examples is not None:
+                batch = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+                state.active_dataloader.remainder = examples % batch
+        return state.remainder if state.remainder > 0 else None
+
+    def _ranks(self) -> list[list[int]]:
+        """The ranks of each group."""
+        if self.sp is None:
+            return [[rank] for rank in range(dist.get_world_size())]
+        found: list[list[int]] = [[] for _ in range(self.sp.data_size)]
+        for rank in range(dist.get_world_size()):
+            found[self.sp.topology.index(rank, "data")].append(rank)
+        return found
+
+    def _objects(self, data: Any) -> list[Any]:
+        by_rank = gather_object([data])
+        return [x for ranks in self._ranks() for x in by_rank[ranks[0]]]
+
+    def _by_group(self, data: Any, name: str) -> Any:
+        """(groups, ...) of each tensor of this rank. Raises InputError on every rank where the ranks of a group hold
+        different values, and DisagreementError where they hold different shapes."""
+        assert self.sp is not None
+        ranks, shapes = self._ranks(), []
+        order = [rank for group in ranks for rank in group]
+        data = recursively_apply(plain, data, error_on_other_type=True)
+        recursively_apply(lambda x: shapes.append(describe(x)), data)
+        if not self.of_trainer:
+            agree(self.sp.control_world, f"tensors for accelerator.{name}", shapes, call=f"accelerator.{name}")
+
+        def of_groups(x: Tensor) -> Tensor:
+            found = self.own.gather(x).view(len(order), *x.shape)[order].unflatten(0, (len(ranks), -1))
+            if not self.of_trainer and not _alike(found):
+                raise InputError(
+                    f"accelerator.{name} takes each group of ranks once, whose ranks must hold the same values; they "
+                    f"hold different ones, use accelerator.own.{name}, which takes every rank, or sp.mean_loss for "
+                    "losses of sharded batches"
+                )
+            return found[:, 0]
+
+        return recursively_apply(of_groups, data)
+
+
+def _alike(found: Tensor) -> bool:
+    """Whether ranks hold the same values, but for rounding. found: (groups, ranks of a group, ...)"""
+    first = found[:, :1]
+    if not found.is_floating_point():
+        return bool((found == first).all())
+    tolerance = torch.finfo(found.dtype).eps ** 0.5
+    largest = float(first.nan_to_num(0, 0, 0).abs().amax()) if found.numel() else 0.0
+    return bool(torch.isclose(found, first, rtol=tolerance, atol=tolerance * largest, equal_nan=True).all())
+
+
+@printed_once
+def share_accelerator(accelerator: Accelerator, sp: SequenceParallel) -> GroupAccelerator:
+    """An Accelerator whose processes are the groups of ranks that share sequences: it deals batches to groups, steps
+    schedulers once a group, and gathers, reduces and splits over groups. All else is the given Accelerator's, which is
+    its `own` and goes on counting ranks.
+
+    accelerator: of all ranks, before `prepare`. sp: of `share_sequences`. Raises ConfigError for an Accelerator of
+    fewer ranks, or with a ParallelismConfig.
+    """
+    if isinstance(accelerator, GroupAccelerator) and accelerator.sp is sp:
+        return accelerator
+    if not isinstance(accelerator, Accelerator) or not isinstance(sp, SequenceParallel):
+        raise ConfigError(
+            "share_accelerator needs an Accelerator and the SequenceParallel of its model; got "
+            f"{type(accelerator).__name__} and {type(sp).__name__}, pass accelerator, sp"
+        )
+    if accelerator.state.num_processes != dist.get_world_size():
+        raise ConfigError(
+            f"share_accelerator needs an Accelerator of all {dist.get_world_size()} ranks; got one of "
+            f"{accelerator.state.num_processes}, on a machine without GPUs make it by Accelerator(cpu=True)"
+        )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise ConfigError(
+            "share_accelerator needs an Accelerator without a ParallelismConfig, which would shard a second time; got "
+            "one, leave it out"
+        )
+    return GroupAccelerator(accelerator, sp)
+
+
+# ---- Accelerators that count ranks where they should count groups
+
+# member of an Accelerator that counts -> whether it does, given its arguments
+COUNTS: dict[str, Callable[..., bool]] = {
+    "prepare": lambda *args: any(isinstance(x, LRScheduler | DummyScheduler) for x in args),
+    **dict.fromkeys(
+        ("prepare_scheduler", "gather", "gather_for_metrics", "reduce", "split_between_processes"), lambda *_: True
+    ),
+}
+# who calls them where ranks are meant, or with an Accelerator of its own
+KNOWING = ("accelerate", "transformers", "trl", "hf_integration")
+_patched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # base models that may share sequences
+_counted: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # Accelerators that `share_accelerator` was called with
+
+
+def watch(model: nn.Module) -> None:
+    """From now on Accelerators raise where they would count each rank of a sequence. model: a base model, patched."""
+    _guard()
+    _patched.add(model)
+
+
+@functools.cache
+def _guard() -> None:
+    guarded: Any = Accelerator
+    for name, counts in COUNTS.items():
+        setattr(guarded, name, _guarded(name, getattr(Accelerator, name), counts))
+    num_processes = _guarded("num_processes", vars(Accelerator)["num_processes"].fget, COUNTS["gather"])
+    guarded.num_processes = property(num_processes)
+
+
+def _guarded(name: str, own: Callable, counts: Callable[..., bool]) -> Callable:
+    @functools.wraps(own)
+    def member(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if counts(*args) and (caller.partition(".")[0] not in KNOWING or caller == "accelerate.local_sgd"):
+            _check(self, name)
+        return own(self, *args, **kwargs)
+
+    return member
+
+
+@printed_once
+def _check(accelerator: Accelerator, name: str) -> None:
+    patches = [getattr(model, "_sequence_parallel_patch", None) for model in _patched]
+    if accelerator not in _counted and any(patch and patch.sp.size > 1 and not patch.whole for patch in patches):
+        what = "a scheduler for accelerator.prepare" if name.startswith("prepare") else f"accelerator.{name}"
+        raise ConfigError(
+            f"{what} needs an Accelerator that counts groups of ranks, since a model shares sequences; got one that "
+            "counts every rank, write accelerator = share_accelerator(accelerator, sp) before"
+        )
