@@ -16,7 +16,7 @@ from .compiler.layout import multiple
 from .compiler.masks import Mask
 from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
-from .errors import InputError
+from .errors import InputError, whole_number
 from .placement import Placement, positions_held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
@@ -62,15 +62,16 @@ class Sharding:
     def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> Placement | None:
         """How a sequence of `seq` tokens is shared: None where the configured layout says so alone. documents: the
         lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
-        if type(seq) is not int or seq < 1:
-            raise InputError(f"a sequence must have one token or more; got {seq!r}")
-        if documents is None and seq % self.multiple == 0:
+        count = whole_number(seq)
+        if count is None or count < 1:
+            raise InputError(f"a sequence must have a whole number of tokens from 1 on; got {seq!r:.80}")
+        if documents is None and count % self.multiple == 0:
             return None
-        lengths = (seq,) if documents is None else tuple(documents)
-        starts = Mask.documents_of(lengths)
+        starts = Mask.documents_of((count,) if documents is None else documents)
+        lengths = (count,) if documents is None else tuple(map(int, documents))
         mask = Mask(causal=causal, documents=starts)
-        if sum(lengths) != seq:
-            raise InputError(f"documents must have all {seq} tokens of the sequence; got {sum(lengths)}")
+        if sum(lengths) != count:
+            raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
         from .compiler.balance import shards_of  # of lengths that ranks cannot share equally
 
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
@@ -103,7 +104,7 @@ class Sharding:
         Raises InputError for a tensor that autograd follows: only the caller knows whether the gradients that ranks
         send it are parts to be summed or copies of one another.
         """
-        shape = list(getattr(x, "shape", ()))
+        dim, shape = at if (at := whole_number(dim)) is not None else dim, list(getattr(x, "shape", ()))
         other_dims = tuple(size for at, size in enumerate(shape) if type(dim) is not int or at != dim % len(shape))
         compared = {"shape beside the tokens": other_dims, "dtype": getattr(x, "dtype", type(x)), "dim": dim}
         if placement is not None:
