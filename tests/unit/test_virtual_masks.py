@@ -79,10 +79,14 @@ def _sees_a_later_block(case, visible):
 
 @st.composite
 def masks(draw, seq):
-    """Windows of 1 .. seq, drawn documents, both, or neither."""
+    """Windows of 1 .. seq, to one side or both, drawn documents, both, or neither; or a prefix."""
+    if draw(st.integers(0, 5)) == 0:
+        return Mask(prefix=draw(st.integers(1, seq)))
     window = draw(st.none() | st.integers(1, seq))
     starts = draw(st.sets(st.integers(1, seq - 1), max_size=draw(st.sampled_from([0, 2, 8])))) if seq > 1 else ()
-    return Mask(causal=draw(st.sampled_from([True, True, False])), window=window, documents=(0, *sorted(starts)))
+    causal = draw(st.sampled_from([True, True, False]))
+    right = None if causal else draw(st.none() | st.integers(0, seq))
+    return Mask(causal=causal, window=window, window_right=right, documents=(0, *sorted(starts)))
 
 
 @st.composite
@@ -138,7 +142,7 @@ def cases(draw, schedule, most):
     seq, keys, shards = draw(shared(config))
     mask = draw(masks(seq))
     if SCHEDULES[schedule].default_layout == "contiguous" and draw(st.booleans()):  # one that it can do
-        mask = dataclasses.replace(mask, causal=True)
+        mask = dataclasses.replace(mask, causal=True, window_right=None)
     return Case(config, mask, seq, keys, draw(st.sampled_from(HEADS)), shards)
 
 
