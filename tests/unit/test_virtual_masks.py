@@ -195,6 +195,16 @@ def test_windows_and_packings_of_a_short_sequence(schedule):
     assert any([_grid(schedule, 4, (window,), (layout,), DOCUMENTS[1:3]) for window, layout in settings])
 
 
+def test_keys_that_end_with_the_queries_are_causal_from_the_lower_right():
+    """As flash-attn aligns them."""
+    mask = Mask(causal=False, window_right=9)
+    assert (seen(mask, range(12), range(21)) == seen(Mask(), range(9, 21), range(21))).all()
+    shards = UnevenShards([[(4 * r, 1, 4)] for r in range(3)], [[(7 * r, 1, 7)] for r in range(3)])
+    for ulysses in (1, 2):
+        config = SequenceParallelConfig(size=3 * ulysses, ulysses=ulysses)
+        assert _check(Case(config, mask, 12, 21, (4, 2), shards))
+
+
 # ---- what a schedule cannot do
 
 
