@@ -1,6 +1,4 @@
-"""Which keys a query sees, as integers: up to a causal edge, within a left window, in its document, or all of these;
-or up to a causal edge and in a prefix.
-"""
+"""Which keys a query sees, as integers: up to a causal edge, in windows, in its document, or in a prefix too."""
 
 from __future__ import annotations
 
