@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Iterable
 
@@ -67,3 +68,14 @@ def as_seqpar_error(what: str, reason: Exception) -> SeqParError:
     error = InputError(f"{what}, {type(reason).__name__}: {sentence}")
     error.__cause__ = reason
     return error
+
+
+def whole_number(x: object) -> int | None:
+    """x as an int, where it is one, or such a number of NumPy or torch. None for anything else, True and False too."""
+    if type(x) is int:
+        return x
+    try:
+        number = operator.index(x)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the others
+        return None
+    return None if "bool" in str(getattr(x, "dtype", type(x))) else number

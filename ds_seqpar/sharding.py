@@ -4,7 +4,6 @@ losses.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from .compiler.layout import multiple
 from .compiler.masks import Mask
 from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
-from .errors import InputError, as_seqpar_error
+from .errors import InputError, as_seqpar_error, whole_number
 from .placement import Placement, positions_held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
@@ -64,16 +63,16 @@ class Sharding:
     def place(self, seq: int, documents: tuple[int, ...] | None = None, *, causal: bool = True) -> Placement | None:
         """How a sequence of `seq` tokens is shared: None where the configured layout says so alone. documents: the
         lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
-        seq = as_int(seq)
-        if type(seq) is not int or seq < 1:
-            raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r}")
-        if documents is None and seq % self.multiple == 0:
+        count = whole_number(seq)
+        if count is None or count < 1:
+            raise InputError(f"a sequence must have a whole number of tokens from 1 on; got {seq!r:.80}")
+        if documents is None and count % self.multiple == 0:
             return None
-        lengths = (seq,) if documents is None else tuple(map(as_int, documents))
-        starts = Mask.documents_of(lengths)
+        starts = Mask.documents_of((count,) if documents is None else documents)
+        lengths = (count,) if documents is None else tuple(map(int, documents))
         mask = Mask(causal=causal, documents=starts)
-        if sum(lengths) != seq:
-            raise InputError(f"documents must have all {seq} tokens of the sequence; got {sum(lengths)}")
+        if sum(lengths) != count:
+            raise InputError(f"documents must have all {count} tokens of the sequence; got {sum(lengths)}")
         from .compiler.balance import shards_of  # of lengths that ranks cannot share equally
 
         shards = shards_of(self.config.layout, lengths, self.size // self.config.ulysses)
@@ -85,14 +84,14 @@ class Sharding:
         others where seq / size is no whole number."""
         if placement is not None:
             return placement.position_ids(self.config.ulysses, self.rank)
-        positions = self.held(as_int(seq), self.place(seq), self.rank)
+        positions = self.held(_as_int(seq), self.place(seq), self.rank)
         return positions.clone()  # the cached tensor must not be the caller's to change
 
     def shard(self, x: Tensor, dim: int, placement: Placement | None = None) -> Tensor:
         """This rank's tokens of a tensor that has the whole sequence, in global order, on `dim`. Local. placement: of
         a batch from `shard_batches` that has one; where rows lie end to end in it, x has (rows, tokens) on dim - 1 and
         dim. Raises InputError for a tensor of other tokens."""
-        dim = as_int(dim)
+        dim = _as_int(dim)
         if not _has_dim(x, dim):
             raise InputError(f"shard needs a tensor and one of its dims; got {inputs.shape_of(x)} and dim {dim!r}")
         if placement is not None:
@@ -110,7 +109,7 @@ class Sharding:
         Raises InputError for a tensor that autograd follows: only the caller knows whether the gradients that ranks
         send it are parts to be summed or copies of one another.
         """
-        dim = as_int(dim)
+        dim = _as_int(dim)
         compared: dict[str, object] = {"dim": dim}
         error = self._gather_error(x, dim, placement)
         if error is None:
@@ -227,12 +226,10 @@ def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.flatten().view(dtype).view(x.shape)
 
 
-def as_int(x: Any) -> Any:
+def _as_int(x: Any) -> Any:
     """A whole number of numpy or torch as an int; anything else as it is."""
-    try:
-        return x if isinstance(x, bool) else operator.index(x)
-    except (TypeError, ValueError):
-        return x
+    number = whole_number(x)
+    return x if number is None else number
 
 
 def _has_dim(x: object, dim: object) -> bool:

@@ -26,6 +26,7 @@ from .runtime.comm import EXCHANGE_TAG, Message, Sizes
 from .runtime.kernels import Scores
 from .runtime.runtime import Runtime
 from .runtime.walk import Walk
+from .runtime.work import common_part, moments, takes_common_off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +197,7 @@ class _Ranks:
         self.runtimes = [Runtime(config, topology, r // count, self.comms[r], r % count) for r in ranks]
         for runtime in self.runtimes:
             runtime.compiler = compilers.setdefault((config, runtime.rank), runtime.compiler)
+        self.common: Tensor | None = None  # what all ranks take off their keys
         self.positions = {side: self.positions_of(side, count) for side in ("q", "kv")}
 
     def positions_of(self, side: str, members: int) -> list[Tensor]:
@@ -212,8 +214,10 @@ class _Ranks:
         saves = NOTHING if self.runtimes[0].members.degree == 1 else OPERANDS_AND_OUT
         for runtime, (own_q, own_k, _) in zip(self.runtimes, local, strict=True):
             inputs.check_programs(runtime, own_q, own_k, self.mask, self.shards, self.scores.softcap)
+        if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
+            self.common = common_part(torch.stack([moments(own[1]) for own in local]), k.shape[2])
         walks = [
-            runtime.forward(*own, self.sinks, *settings, stages, saves)
+            runtime.forward(*own, self.sinks, *settings, stages, saves, common=self.common)
             for runtime, own in zip(self.runtimes, local, strict=True)
         ]
         results = self.walk_all(walks)
@@ -234,13 +238,20 @@ class _Ranks:
         return Result(out, dq, dk, dv, dsinks, received)
 
     def backward(
-        self, runtime: Runtime, do: Tensor, own: Tensors, result: list[Tensor], stages: int, settings: tuple
+        self,
+        runtime: Runtime,
+        do: Tensor,
+        own: Tensors,
+        result: list[Tensor],
+        stages: int,
+        settings: tuple[Mask, Shards, Scores],
     ) -> Walk:
         """The walk of a rank's backward. own: its q, k and v. result: what its forward returned."""
         out, lses, inner = result[0], result[1 : 1 + stages], result[1 + stages :]
         operands, outs = (inner[: len(inner) - stages], inner[len(inner) - stages :]) if inner else ([], [])
         tensors = {"do": do} if inner else {"do": do, "out": out, **dict(zip(("q", "k", "v"), own, strict=True))}
-        return runtime.backward(tensors, own[1].shape[2], self.sinks, Saved(lses, operands, outs), *settings)
+        saved = Saved(lses, operands, outs)
+        return runtime.backward(tensors, own[1].shape[2], self.sinks, saved, *settings, self.common)
 
     def walk_all(self, walks: list[Walk]) -> list[list[Tensor]]:
         """The results of all ranks. In turn each rank walks on until it waits for a message that is not posted yet."""

@@ -188,9 +188,9 @@ class _StagedForward:
     def without_outs(self, its: list[Any], grad: Tensor, found: Gradients) -> None:
         """Replaces out by delta = rowsum(do * out) (B, s, heads) in the attention results of stages, `its`. Once the
         output projection has its gradients, backward needs nothing else of out."""
-        for index, (out, lse) in enumerate(its):
+        for index, (out, lse, *common) in enumerate(its):
             do = self.outward_backward(self.part(index), out.flatten(2), grad, found)
-            its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse]
+            its[index] = [rowsum(do.view(out.shape), out, lse.dtype), lse, *common]
             del out, do
 
     def outward_backward(self, part: Slice, attended: Tensor, grad: Tensor, found: Gradients | None) -> Tensor:
@@ -217,7 +217,7 @@ class _StagedForward:
             inner = {name: _GraphStart.apply(anchor, one) for name, one in part.project(saved, self.tiles).items()}
             asked = [get_gradient_edge(one) for one in inner.values()]  # edges do not keep the tensors alive
             attended = StageReplay(its, self.keeps).run(part.attend, self.attention(saved), inner)
-        self.plain = len(its) == 2 and _is_all(attended)
+        self.plain = all(one.dim() == 2 for one in its[2:]) and _is_all(attended)  # beside out and lse a common part
         d_attended = self.outward_backward(part, attended, grad, None if has_delta else found)
         ends = [get_gradient_edge(attended)]
         del attended

@@ -49,7 +49,9 @@ def seen(mask: Mask, queries, keys) -> Tensor:
     q, kv = torch.as_tensor(queries)[:, None], torch.as_tensor(keys)[None, :]
     found = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
     if mask.causal:
-        found &= kv <= q
+        found &= (kv <= q) | (kv < mask.prefix)
+    if mask.window_right is not None:
+        found &= kv <= q + mask.window_right
     if mask.window:
         found &= kv > q - mask.window
     for start in mask.documents:

@@ -13,12 +13,13 @@ does: the left half takes both of its ends, as much of either as gives the pairs
 from __future__ import annotations
 
 import functools
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ..errors import InputError
+from ..errors import InputError, whole_number
 from .layout import LAYOUTS, Run, Runs
 from .masks import Mask
 from .shards import UnevenShards
@@ -38,11 +39,12 @@ def balanced(lengths: Sequence[int], ranks: int) -> tuple[Runs, ...]:
 
     Raises InputError for a length or a number of ranks below 1.
     """
-    if type(ranks) is not int or ranks < 1:
+    count, starts = whole_number(ranks), Mask.documents_of(lengths)
+    if count is None or count < 1:
         raise InputError(f"tokens are dealt to a whole number of ranks from 1 on; got {ranks!r}")
-    starts = Mask.documents_of(lengths)
+    lengths = [operator.index(length) for length in lengths]
     pieces = [_piece(base, 0, length, length, length) for base, length in zip(starts, lengths, strict=True)]
-    return tuple(_runs(parts) for parts in _pieces_of_ranks(pieces, ranks))
+    return tuple(_runs(parts) for parts in _pieces_of_ranks(pieces, count))
 
 
 class _Piece(NamedTuple):

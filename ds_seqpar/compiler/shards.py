@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from ..errors import InputError
+from ..errors import InputError, whole_number
 from ..handles import handle_of
 from .actions import Key, owned
 from .layout import LAYOUTS, Run, Runs, join
@@ -53,8 +53,8 @@ class UnevenShards:
     """
 
     def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, parts: int = 1) -> None:
-        self.q = tuple(tuple(Run(*run) for run in runs) for runs in q)
-        self.kv = self.q if kv is None else tuple(tuple(Run(*run) for run in runs) for runs in kv)
+        self.q = _blocks(q)
+        self.kv = self.q if kv is None else _blocks(kv)
         if len(self.q) != len(self.kv):
             raise InputError(f"shards need runs of q and of kv for every rank; got {len(self.q)} and {len(self.kv)}")
         if type(parts) is not int or parts < 1 or len(self.q) % parts:
@@ -93,6 +93,15 @@ class UnevenShards:
 
 
 Shards = EvenShards | UnevenShards
+
+
+def _blocks(given: Sequence[Runs]) -> tuple[Runs, ...]:
+    """The runs of all blocks, of whole numbers where they can be; `_check_cover` refuses others."""
+
+    def number(x: int) -> int:
+        return x if (whole := whole_number(x)) is None else whole
+
+    return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in given)
 
 
 def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:

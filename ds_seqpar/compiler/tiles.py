@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from .layout import Runs
-from .masks import END, Mask, Triple, between
+from .masks import END, FULL, Mask, Triple, between
 
 # elements of a result that are merged at a time; of a large result it is a 16th, where that is more
 MERGED_AT_ONCE = 1 << 18
@@ -123,7 +123,15 @@ def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ..
         pieces: list[Piece] = []
         row = 0
         for run in queries:
-            if not mask.documents:
+            if mask.prefix:  # its own queries see all of it, and nothing else
+                _, part = between(run, 0, mask.prefix)
+                columns, keys = _keys_between(chain, 0, 0, mask.prefix)
+                if part[2] > 0 and keys:
+                    _append(pieces, row, part, column + columns, keys, FULL)
+                rows, part = between(run, mask.prefix, END)
+                if part[2] > 0:
+                    _append(pieces, row + rows, part, column, chain, mask)
+            elif not mask.documents:
                 _append(pieces, row, run, column, chain, mask)
             else:
                 for rows, part, columns, keys in _in_documents(run, chain, mask.documents):
@@ -196,16 +204,17 @@ def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Tr
     """Appends the pieces of what one query run sees of keys in position order, all of one document."""
     start, step, length = q
     key, key_step, count = keys[-1]
-    if mask.causal and start + step * (length - 1) < keys[0][0]:
+    after = mask.right
+    if after is not None and start + after + step * (length - 1) < keys[0][0]:
         return
     if mask.window and start - mask.window >= key + key_step * (count - 1):
         return
-    # every row sees all keys; under a causal mask so would a row before the first, so that the edge stays
-    if not mask.window and (not mask.causal or key + key_step * (count - 1) <= start - step):
+    # every row sees all keys; under a causal edge so would a row before the first, so that the edge stays
+    if not mask.window and (after is None or key + key_step * (count - 1) <= start + after - step):
         _join(pieces, Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
         return
     left = _edge(q, keys, 1 - mask.window) if mask.window else [(0, 0, 0)]
-    right = _edge(q, keys, 1) if mask.causal else [(0, sum(run[2] for run in keys), 0)]
+    right = [(0, sum(run[2] for run in keys), 0)] if after is None else _edge(q, keys, 1 + after)
     for q0, q1, a, a_moves, b, b_moves in _both(left, right, length):
         if a_moves > b_moves:
             q1 = min(q1, q0 + b - a)  # rows from there on are past all the columns

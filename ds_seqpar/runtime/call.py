@@ -13,8 +13,8 @@ from ..compiler.compile import BoundProgram
 from ..compiler.program import HeadExchange
 from .buffers import Tensors, split_in
 from .kernels import Kernel, Scores
-from .kernels.accumulate import merge_sinks_, sinks_gradient
-from .work import Backward, Forward, Work, rowsum
+from .kernels.accumulate import merge_sinks_, sinks_deltas
+from .work import Backward, Forward, Work, of_query_heads, offsets, rowsum
 
 # what forward saves for backward beside every stage's lse: no inner tensors; the inner q, k and v; also the inner out
 NOTHING, OPERANDS, OPERANDS_AND_OUT = range(3)
@@ -32,14 +32,17 @@ class Saved(NamedTuple):
 class Call(abc.ABC):
     """What both directions share.
 
-    own: the caller's tensors (B, s, H, D), by field. heads: which member works on which heads in which stage. alone:
+    own: the caller's tensors (B, s, H, D), by field. common (Hkv, D): what is taken off all keys, if anything is (see
+    `runtime.work`); sinks: (Hq,), if there are some. heads: which member works on which heads in which stage. alone:
     whether this rank is the only member. inner: tensors of the stage that is walked, by field; inner_results: its
     results, to be sent. own_results: those of own tokens, all heads."""
 
     def __init__(
-        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None
-    ) -> None:
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        common: Tensor | None,
+    ) -> None:  # fmt: skip
         self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
+        self.common = common
         self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
         self.inner: dict[str, Tensor] = {}
         self.inner_results: dict[str, Tensor] = {}
@@ -98,9 +101,24 @@ class Call(abc.ABC):
         else:
             self.inner_results.update(results)
 
-    def of_inner_heads(self, sinks: Tensor, stage: int) -> Tensor:
-        """A view of the sinks (H,), or their gradient, of the heads that this member works on."""
-        return sinks[self.heads.stages[stage].q][self.heads.inner(stage)[0]]
+    def of_inner_heads(self, x: Tensor, stage: int, side: int = 0) -> Tensor:
+        """A view of x (H, ...), as of the sinks, of the heads that this member works on. side: 0 for query heads, 1 for
+        key/value heads."""
+        return x[self.heads.stages[stage][side]][self.heads.inner(stage)[side]]
+
+    def take_common_off(self, stage: int) -> None:
+        """Takes the common part off the inner keys: in place, unless they are the caller's."""
+        if self.common is not None:
+            k, common = self.inner["k"], self.of_inner_heads(self.common, stage, 1)
+            self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
+
+    def inner_sinks(self, sinks: Tensor, stage: int) -> Tensor:
+        """The sinks (H,) that this member works on. Where the keys' common part was taken off every row has its own,
+        (B, T, H), since its scores have changed by a number of its own."""
+        sinks = self.of_inner_heads(sinks, stage)
+        if self.common is None:
+            return sinks
+        return sinks - offsets(self.inner["q"], self.of_inner_heads(self.common, stage, 1), self.scale)
 
 
 class ForwardCall(Call):
@@ -110,9 +128,9 @@ class ForwardCall(Call):
 
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
-        saves: int, lse: bool,
+        common: Tensor | None, saves: int, lse: bool,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, own, sinks)
+        super().__init__(bound, kernel, scores, own, sinks, common)
         self.saves, self.lse = saves, lse
         self.saved = Saved([], [], [])
 
@@ -123,13 +141,14 @@ class ForwardCall(Call):
 
     def enter(self, stage: int) -> Work:
         self.take_own(stage)
+        self.take_common_off(stage)
         q, k, v = (self.inner[field] for field in ("q", "k", "v"))
         return Forward(self.kernel, self.scale, q, k, v)
 
     def leave(self, stage: int, result: Tensors) -> None:
         out, lse = result
         if self.sinks is not None:
-            merge_sinks_(out, lse, self.of_inner_heads(self.sinks, stage))
+            merge_sinks_(out, lse, self.inner_sinks(self.sinks, stage))
         self.saved.lses.append(lse)
         self.inner = {}
         if not self.alone and self.saves == OPERANDS_AND_OUT:
@@ -147,11 +166,13 @@ class BackwardCall(Call):
     """own: do, and where they are needed q, k, v and out, or delta in place of out. saved: what forward saved. Returns
     dq, dk and dv, and with sinks their gradient."""
 
+    sinks_deltas: Tensor  # of the stage, with sinks
+
     def __init__(
         self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
-        saved: Saved,
+        common: Tensor | None, saved: Saved,
     ) -> None:  # fmt: skip
-        super().__init__(bound, kernel, scores, own, sinks)
+        super().__init__(bound, kernel, scores, own, sinks, common)
         self.saved = saved
         self.dsinks = None if sinks is None else torch.zeros_like(sinks)
 
@@ -168,6 +189,8 @@ class BackwardCall(Call):
         exchanges = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
         for fields, joined in zip(exchanges, operands[stage * each : (stage + 1) * each], strict=False):
             self.arrive(HeadExchange(stage, True, fields), joined)
+        if not operands:  # forward saves inner keys without the common part
+            self.take_common_off(stage)
         if outs:
             self.inner["out"] = outs[stage]
         elif not self.alone:
@@ -176,12 +199,15 @@ class BackwardCall(Call):
         lse = lses[stage]
         if self.sinks is not None and self.dsinks is not None:
             delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
-            gradient = sinks_gradient(delta, lse, self.of_inner_heads(self.sinks, stage))
-            self.of_inner_heads(self.dsinks, stage).copy_(gradient)
+            self.sinks_deltas = sinks_deltas(delta, lse, self.inner_sinks(self.sinks, stage))
+            self.of_inner_heads(self.dsinks, stage).copy_(self.sinks_deltas.sum((0, 1)).neg_())
         return Backward(self.kernel, self.scale, do, q, k, v, out, lse)
 
     def leave(self, stage: int, result: Tensors) -> None:
         dq, dk, dv = result
+        if self.sinks is not None and self.common is not None:  # a row's sink moves with its q . common
+            common = of_query_heads(self.of_inner_heads(self.common, stage, 1), dq.shape[2])
+            dq.addcmul_(self.sinks_deltas.unsqueeze(-1), common * self.scale)
         self.inner = {}
         self.put_inner(stage, dq=dq, dk=dk, dv=dv)
 

@@ -267,6 +267,17 @@ class TorchComm:
             works = start(sends, receives, inner, self.groups.inner_order)
         return Works("a transfer", inner, works, buffers)
 
+    def parts_of_all(self, x: Tensor) -> Tensor:
+        """The x (n,) of each rank that shares the sequence, (ranks, n), in one order on all of them."""
+        group = self.groups.sp
+        if group is None:
+            return x[None]
+        parts = x.new_empty(dist.get_world_size(group), len(x))
+        with explaining_failure("the sum of keys over ranks", group):
+            works = _all_gather(parts.view(-1), x, len(parts), group)
+        Works("the sum of keys over ranks", group, works, [x, parts]).wait()
+        return parts
+
     def order(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return self.groups.collectives[ranks].order
 

@@ -21,10 +21,12 @@ from ..handles import keep_alive, object_of, objects_of
 from . import checkpoints
 from .buffers import Tensors, sum_dtype
 from .call import NOTHING, OPERANDS_AND_OUT, Saved
+from .comm import TorchComm
 from .inputs import AttentionOptions, agree_on_inputs, can_be_op, of_one_head_dim
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk
+from .work import common_part, moments, offsets, takes_common_off
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
@@ -55,6 +57,10 @@ class _Settings(NamedTuple):
         if self.shards is not None:
             return self.mask, self.shards, self.scores
         return self.mask, self.runtime.shards(tokens * self.runtime.members.degree), self.scores
+
+    def takes_common_off(self, dtype: torch.dtype) -> bool:
+        """Whether the keys' common part is taken off."""
+        return takes_common_off(dtype, self.scores.softcap, self.runtime.size, self.mask, self.shards)
 
 
 def _as_numbers(
@@ -136,15 +142,17 @@ def _attention(
     stages = stages_of(runtime, q, k, mask, shards) if parts == 1 else 1
     saves = sum(runtime.config.kept(max(stages, parts), checkpointed, checkpointed and checkpoints.is_saved()))
     own_lse = lse and runtime.members.degree > 1
+    settings = _Settings(runtime, mask, shards, scores, stages, saves, own_lse)
     if _runs_as_op() and not checkpointed:
         numbers = _as_numbers(runtime, mask, shards, scores, stages, saves)
         out, *rest = attention_op(*tensors, sinks, *numbers, own_lse, _sizes(runtime, tensors, shards), dependency)
     else:
-        settings = _Settings(runtime, mask, shards, scores, stages, saves, own_lse)
         out, *rest = Attention.apply(*tensors, sinks, settings)
+    common = rest.pop() if has_common(q) else None
     if not lse:
         return out, None
-    return out, rest[-1] if own_lse else torch.cat(rest, dim=2) if stages > 1 else rest[0]
+    rows = rest[-1] if own_lse else torch.cat(rest, dim=2) if stages > 1 else rest[0]
+    return out, rows if common is None else rows + offsets(q.detach(), common, scores.scale)
 
 
 def _runs_as_op() -> bool:
@@ -173,10 +181,21 @@ def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> l
     return [*runtime.members, sum(counts[0]), sum(counts[1]), int(counts[0] == counts[1])]
 
 
+def has_common(q: Tensor) -> bool:
+    """Whether the last of attention's results is what was taken off all keys, 0 where nothing was. A compiler must know
+    it without the mask."""
+    return q.dtype == torch.float32
+
+
 def _forward(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
-    attended, runtime = settings.attended(q.shape[1]), settings.runtime
-    walk = runtime.forward(q, k, v, sinks, *attended, settings.stages, settings.saves, settings.lse)
-    return _run_without_autocast(walk, q.device)
+    attended, runtime, common = settings.attended(q.shape[1]), settings.runtime, None
+    if settings.takes_common_off(q.dtype):
+        assert isinstance(runtime.comm, TorchComm)
+        with runtime.recorded("agree", "common part of keys"):
+            common = common_part(runtime.comm.parts_of_all(moments(k)), k.shape[2])
+    walk = runtime.forward(q, k, v, sinks, *attended, settings.stages, settings.saves, settings.lse, common)
+    results = _run_without_autocast(walk, q.device)
+    return [*results, k.new_zeros(k.shape[2:]) if common is None else common] if has_common(q) else results
 
 
 def _run_without_autocast(walk: Walk, device: torch.device) -> list[Tensor]:
@@ -192,7 +211,8 @@ def attention_op(
     softcap: float, stages: int, saves: int, lse: bool, sizes: Sequence[int], dependency: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Attention's forward. Returns what `ForwardCall.results` does: out, each stage's inner lse, the inner tensors that
-    `saves` names, and with `lse` that of own rows.
+    `saves` names, and with `lse` that of own rows. In fp32 also the keys' common part (see `runtime.work`), which no
+    lse has.
 
     sizes: as `_sizes` gives them. They are arguments because a compiler's cache serves several ranks."""
     keep_alive(mask, *(() if shards == CONFIGURED else (shards,)))
@@ -216,16 +236,17 @@ def _(
             results += [q.new_empty(n, batch, h, dim) for n, h in zip(tokens, (q_width, 2 * kv_width), strict=True)]
     if saves == OPERANDS_AND_OUT:
         results += [q.new_empty(batch, tokens[0], width, dim) for width, _ in widths]
-    return [*results, q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] if lse else results
+    results += [q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))] * lse
+    return results + [k.new_empty(k.shape[2:])] * has_common(q)
 
 
 # ---- backward
 
 
 def _backward(
-    settings: _Settings, do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], kv_heads: int
+    settings: _Settings, do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], kv_heads: int
 ) -> list[Tensor]:
-    """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks."""
+    """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks and common."""
     own, inner, stages = {"do": do}, list(saved), settings.stages
     if settings.saves == NOTHING:
         own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
@@ -234,25 +255,28 @@ def _backward(
     lses, inner = inner[:stages], inner[stages:]
     outs = inner[len(inner) - stages :] if settings.saves == OPERANDS_AND_OUT else []
     left = Saved(lses, inner[: len(inner) - len(outs)], outs)
-    walk = settings.runtime.backward(own, kv_heads, sinks, left, *settings.attended(do.shape[1]))
+    common = common if settings.takes_common_off(do.dtype) else None
+    walk = settings.runtime.backward(own, kv_heads, sinks, left, *settings.attended(do.shape[1]), common)
     return _run_without_autocast(walk, do.device)
 
 
 def _save(ctx: Context, own: Tensors, sinks: Tensor | None, results: Sequence[Tensor], saves: int, lse: bool) -> None:
-    """Saves sinks, each stage's lse, the inner tensors that forward left, and where backward needs them the caller's
-    own out and q, k and v. own: q, k and v. results: those of forward."""
+    """Saves sinks, the keys' common part, each stage's lse, the inner tensors that forward left, and where backward
+    needs them the caller's own out and q, k and v. own: q, k and v. results: those of forward."""
     ctx.set_materialize_grads(False)
-    out, *inner = results[: len(results) - lse]
-    ctx.save_for_backward(sinks, *inner, *(() if saves == OPERANDS_AND_OUT else (out,)), *(() if saves else own))
+    common = results[-1] if has_common(own[0]) else None
+    out, *inner = results[: len(results) - (common is not None) - lse]
+    left = (*inner, *(() if saves == OPERANDS_AND_OUT else (out,)), *(() if saves else own))
+    ctx.save_for_backward(sinks, common, *left)
 
 
 def _gradients(ctx: Context, do: Tensor | None, backward: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
-    """The gradients of q, k, v and sinks. backward: takes do, sinks and what `_save` saved beside sinks."""
+    """The gradients of q, k, v and sinks. backward: takes do and what `_save` saved."""
     if do is None:
         return [None] * 4
-    sinks, *saved = ctx.saved_tensors
+    sinks, common, *saved = ctx.saved_tensors
     with torch.no_grad():
-        grads = backward(do, sinks, saved)
+        grads = backward(do, sinks, common, saved)
     grads = _without_derivative(grads, saved)
     return grads if len(grads) == 4 else [*grads, None]
 
@@ -298,26 +322,27 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple:
-        def backward(do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
-            return _backward(ctx.settings, do, sinks, saved, ctx.k_shape[2])
+        def backward(do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
+            return _backward(ctx.settings, do, sinks, common, saved, ctx.k_shape[2])
 
         return *_gradients(ctx, grads[0], backward), None
 
 
 @torch.library.custom_op("ds_seqpar::attention_backward", mutates_args=())
 def attention_backward_op(
-    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
     handle: int, mask: int, shards: int, scale: float, softcap: float, stages: int, saves: int,
 ) -> list[Tensor]:  # fmt: skip
     """Attention's backward. Returns [dq, dk, dv], and with sinks their gradient. saved: as `_save` orders it."""
     settings = _Settings.from_numbers(handle, mask, shards, scale, softcap, stages, saves, lse=False)
-    return _backward(settings, do, sinks, saved, k_shape[2])
+    return _backward(settings, do, sinks, common, saved, k_shape[2])
 
 
 @attention_backward_op.register_fake
 def _(
-    do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int], *settings: object
-) -> list[Tensor]:
+    do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], k_shape: Sequence[int],
+    *settings: object,
+) -> list[Tensor]:  # fmt: skip
     grads = [do.new_empty(do.shape), do.new_empty(k_shape), do.new_empty(k_shape)]
     return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]
 

@@ -96,24 +96,24 @@ class Runtime:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Mask, shards: Shards, scores: Scores,
-        stages: int = 1, saves: int = OPERANDS_AND_OUT, lse: bool = False,
+        stages: int = 1, saves: int = OPERANDS_AND_OUT, lse: bool = False, common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
-        """A walk over a rank's own tensors, which returns what `ForwardCall` does. stages: of heads. saves, lse: as
-        `ForwardCall` takes them."""
+        """A walk over a rank's own tensors, which returns what `ForwardCall` does. stages: of heads. saves, lse,
+        common: as `ForwardCall` takes them."""
         bound, kernel = self.bound("forward", q, k.shape[2], mask, shards, scores.softcap, stages, SAVE_ALL, lse)
         own = _readable({"q": q, "k": k, "v": v})
-        return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, saves, lse), self.comm, self.recorder)
+        return Walk(bound, ForwardCall(bound, kernel, scores, own, sinks, common, saves, lse), self.comm, self.recorder)
 
     def backward(
         self, own: dict[str, Tensor], kv_heads: int, sinks: Tensor | None, saved: Saved, mask: Mask, shards: Shards,
-        scores: Scores,
+        scores: Scores, common: Tensor | None = None,
     ) -> Walk:  # fmt: skip
         """A walk over a rank's own tensors, which returns what `BackwardCall` does. own: do, and q, k, v and out where
-        forward did not save the inner ones. saved: what forward saved."""
+        forward did not save the inner ones. saved: what forward saved. common: as forward had it."""
         do, kept = own["do"], SaveChoice(bool(saved.operands), bool(saved.outs))
         around = len(saved.lses), kept if self.members.degree > 1 else SAVE_ALL
         bound, kernel = self.bound("backward", do, kv_heads, mask, shards, scores.softcap, *around)
-        call = BackwardCall(bound, kernel, scores, _readable(own), sinks, saved)
+        call = BackwardCall(bound, kernel, scores, _readable(own), sinks, common, saved)
         return Walk(bound, call, self.comm, self.recorder)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..compiler.masks import Mask
+from ..compiler.shards import Shards, UnevenShards
 from ..compiler.tiles import Tile
 from .buffers import Tensors, sum_dtype
 from .kernels import Kernel
@@ -158,3 +160,55 @@ def _out_with_rowsum(do: Tensor, delta: Tensor) -> Tensor:
     unit = do / top  # its greatest element is 1, or all are 0
     square = unit.square().sum(-1, keepdim=True).clamp_min_(1.0)
     return unit.mul_(delta[..., None].div(top).div_(square))
+
+
+# ---- the common part of keys
+#
+# A bias of the keys (Qwen2) adds the same q . c to every score of a row, and to its lse. A merge weighs a block's out
+# by exp(lse_b - lse), where the kernel has rounded lse_b by up to |lse| / 2^24. Backward computes p = exp(s - lse) from
+# the scores. So a block b of keys has the weight W_b there, the sum of its p, and W_b (1 + e_b) in out, with e_b up to
+# that rounding. Then delta = do . out is not the mean of dp by p, and a row of ds = p (dp - delta) sums to about
+# -sum_b W_b e_b (do . out_b) in place of 0; dq = ds K has c times that. (One call for whole rows has no such error: a
+# rounded lse scales its row of p, and with it a sum that is 0.)
+#
+# No merge can know e_b: kernels return nothing else of lse_b. But softmax does not change where one number is taken off
+# all scores of a row. So all ranks take the same c off their keys, in fp32: an lse of K - c is without q . c. Out, dk
+# and dv stay what they are, and so does dq = ds (K - c), since rows of ds sum to 0. Beside a sink they sum to its
+# weight times delta, so backward adds c times that. A softcap bounds scores: nothing is taken off.
+#
+# Only elements of head_dim count in which the keys' mean is greater than their spread. So keys without a bias stay as
+# they are, bit by bit. After RoPE these are the elements that turn slowly.
+
+
+def takes_common_off(dtype: torch.dtype, softcap: float, inner_ranks: int, mask: Mask, shards: Shards | None) -> bool:
+    """Whether a common part is taken off: in fp32, where results of a row may be merged. They are among several inner
+    ranks, and where a product has several tiles. The same on all ranks."""
+    whole = inner_ranks == 1 and mask.scale_free and not isinstance(shards, UnevenShards)
+    return dtype == torch.float32 and not softcap and not whole
+
+
+def moments(k: Tensor) -> Tensor:
+    """Of each head and element of a rank's keys (B, n, H, D): sums, sums of squares, and how many there are, in one
+    dimension."""
+    count = k.new_full((1,), k.shape[0] * k.shape[1])
+    squares = torch.linalg.vector_norm(k, dim=(0, 1)).square()
+    return torch.cat([k.sum((0, 1)).flatten(), squares.flatten(), count])
+
+
+def common_part(parts: Tensor, heads: int) -> Tensor:
+    """The common part (H, D) of the keys of all ranks. parts (ranks, elements): the `moments` of each, in one order on
+    all ranks, so that all get the same bits. It is 0 in elements whose mean is at most their standard deviation, and
+    where a key is not finite."""
+    *sums, count = parts.sum(0).split([parts.shape[1] // 2, parts.shape[1] // 2, 1])
+    total, squares = (x.view(heads, -1) for x in sums)
+    return torch.where(2 * total.square() > count * squares, total / count, 0.0)
+
+
+def of_query_heads(common: Tensor, heads: int) -> Tensor:
+    """The common part (H, D) of key heads for each of `heads` query heads, (heads, D)."""
+    return common.repeat_interleave(heads // common.shape[0], dim=0)
+
+
+def offsets(q: Tensor, common: Tensor, scale: float) -> Tensor:
+    """What the common part (Hkv, D) adds to the scores of each row of q (B, n, Hq, D), and to its lse: (B, n, Hq)."""
+    return torch.einsum("bnhd,hd->bnh", q, of_query_heads(common, q.shape[2]) * scale)

@@ -378,3 +378,17 @@ def test_shards_are_compiled(ranks, members):
         at = [held(sp, shards, side) for side in ("q", "kv", "kv")]
         out = function(*(x.index_select(1, p) for x, p in zip(whole[:3], at, strict=True)), shards)
         assert (out - oracle.attention(*whole[:3]).index_select(1, at[0])).abs().max() < 1e-10
+
+
+@on_each_of(2)
+def test_lengths_and_dims_may_be_numbers_of_arrays_and_tensors():
+    sp = make(ulysses=1)
+    for number in (numpy.int64, torch.tensor):
+        assert sp.place(number(16)) is None
+        placed = sp.place(number(17), number([9, 8]))
+        assert placed == sp.place(17, (9, 8))
+        assert torch.equal(sp.position_ids(number(16)), sp.position_ids(16))
+        x = torch.arange(34).view(2, 17)
+        assert torch.equal(sp.gather(sp.shard(x, number(1), placed), number(1), placed), x)
+    for wrong in (torch.tensor([16]) == 16, 16.0, numpy.array([16, 16])):
+        assert lacking(refusal(sp.place, wrong), "InputError", "a whole number of tokens") == []

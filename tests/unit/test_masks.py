@@ -3,13 +3,16 @@
 import itertools
 import pickle
 
+import numpy
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.layout import LAYOUTS, Run, join
 from ds_seqpar.compiler.masks import END, Mask, visibility
+from ds_seqpar.compiler.shards import UnevenShards
 from ds_seqpar.compiler.tiles import Tile, tiles
 from ds_seqpar.config import LAYOUTS as COMMON
 from ds_seqpar.errors import InputError
@@ -72,13 +75,21 @@ def test_bounds_are_the_first_and_last_key_that_a_query_sees():
         for p in range(20):
             lo, hi = mask.bounds(p)
             assert list(range(lo, min(hi, 20))) == wanted[p].nonzero().flatten().tolist(), (mask, p)
+            for right in (0, 2, 40):
+                near = Mask(causal=False, window=window, window_right=right, documents=documents)
+                seen = _dense((Run(p, 1, 1),), (Run(0, 1, 20),), near)[0]
+                lo, hi = near.bounds(p)
+                assert list(range(lo, min(hi, 20))) == seen.nonzero().flatten().tolist(), (near, p)
     assert FULL.bounds(7) == (0, END)
+    assert [Mask(prefix=5).bounds(p) for p in (0, 4, 5, 9)] == [(0, 5), (0, 5), (0, 6), (0, 10)]
 
 
 def test_a_mask_is_a_value():
     packed = Mask(documents=(0, 3, 9))
     assert packed == Mask(documents=(0, 3, 9))
-    assert len({packed, Mask(documents=(0, 3, 9)), CAUSAL, FULL, Mask(window=3)}) == 4
+    others = Mask(prefix=3), Mask(causal=False, window_right=3), Mask(causal=False, window_right=0)
+    assert len({packed, Mask(documents=(0, 3, 9)), CAUSAL, FULL, Mask(window=3), *others}) == 7
+    assert [pickle.loads(pickle.dumps(mask)) for mask in others] == [*others]
     assert Mask(documents=(0,)) == CAUSAL  # one document is no documents
     assert Mask(documents=Mask.documents_of([3, 6, 2])) == packed
     assert Mask.documents_of([]) == ()
@@ -98,7 +109,26 @@ def test_masks_say_what_they_are():
     assert str(CAUSAL) == "causal"
     assert str(FULL) == "full"
     assert str(Mask(causal=False, window=4)) == "window 4"
-    assert [mask.scale_free for mask in (CAUSAL, FULL, Mask(window=4), Mask(documents=(0, 4)))] == [1, 1, 0, 0]
+    assert str(Mask(prefix=9)) == "causal, prefix 9"
+    near = Mask(causal=False, window=4, window_right=3)
+    assert str(near) == "window 4, window_right 3"
+    assert not near.full
+    masks = CAUSAL, FULL, Mask(window=4), Mask(documents=(0, 4)), Mask(prefix=2), Mask(causal=False, window_right=0)
+    assert [mask.scale_free for mask in masks] == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [numpy.int64, numpy.int32, torch.tensor], ids=lambda kind: kind.__name__)
+def test_numbers_of_arrays_and_tensors_are_whole_numbers(number):
+    mask = Mask(window=number(4), documents=(0, number(3), number(8)))
+    assert mask == Mask(window=4, documents=(0, 3, 8))
+    assert hash(mask) == hash(Mask(window=4, documents=(0, 3, 8)))
+    assert [type(x) for x in (mask.window, *mask.documents)] == [int] * 4
+    assert Mask.documents_of([number(3), number(5)]) == Mask.documents_of(number([3, 5])) == (0, 3)
+    assert UnevenShards([[(number(0), number(1), number(4))], []]) == UnevenShards([[(0, 1, 4)], []])
+    assert balanced(number([30, 9]), number(2)) == balanced([30, 9], 2)
+    for wrong in (number([3, 5]), number(0) == 0):  # several numbers, and a truth
+        with pytest.raises(InputError, match="window must be a whole number"):
+            Mask(window=wrong)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +143,13 @@ def test_masks_say_what_they_are():
         ({"documents": (0, True)}, ("documents", "got (0, True)")),
         ({"documents": (1, 2)}, ("documents", "position 0", "got 1")),
         ({"documents": (0, 5, 5)}, ("documents", "5 after 5")),
+        ({"prefix": -1}, ("prefix", "got -1")),
+        ({"prefix": 2.0}, ("prefix", "got 2.0")),
+        ({"prefix": 4, "window": 2}, ("prefix 4", "causal, window 2")),
+        ({"prefix": 4, "documents": (0, 5)}, ("prefix 4", "2 documents")),
+        ({"prefix": 4, "causal": False}, ("prefix 4", "full")),
+        ({"window_right": 4}, ("window_right", "causal=False", "got 4")),
+        ({"window_right": -1, "causal": False}, ("window_right", "got -1")),
     ],
 )
 def test_a_wrong_mask_is_refused_in_one_sentence(fields, words):
@@ -127,6 +164,12 @@ def test_a_document_without_tokens_is_refused(length):
         Mask.documents_of([3, length])
 
 
+@pytest.mark.parametrize("lengths", [5, torch.tensor(5), None])
+def test_lengths_that_are_no_list_are_refused(lengths):
+    with pytest.raises(InputError, match=r"documents_of needs a list of lengths; got"):
+        Mask.documents_of(lengths)
+
+
 # ---- tiles are exact
 
 _steps = st.integers(1, 6)
@@ -134,7 +177,13 @@ _runs = st.builds(Run, st.integers(0, 40), _steps, st.integers(1, 12))
 _any_runs = st.lists(_runs, min_size=1, max_size=4).map(tuple)
 _documents = st.sets(st.integers(1, 70), max_size=24).map(lambda starts: (0, *sorted(starts)))
 _windows = st.none() | st.integers(1, 12) | st.integers(1, 80)
-_masks = st.sampled_from([CAUSAL, FULL]) | st.builds(Mask, causal=st.booleans(), window=_windows, documents=_documents)
+_near = {"window": _windows, "window_right": st.integers(0, 12), "documents": st.just(()) | _documents}
+_masks = st.one_of(
+    st.sampled_from([CAUSAL, FULL]),
+    st.builds(Mask, causal=st.booleans(), window=_windows, documents=_documents),
+    st.builds(Mask, causal=st.just(False), **_near),
+    st.builds(Mask, prefix=st.integers(0, 80)),
+)
 _both = st.tuples(_any_runs, _any_runs)
 
 

@@ -76,6 +76,29 @@ def test_a_row_that_sees_no_key_is_zero_beside_a_sink():
         assert torch.equal(x, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_sinks_without_weight_and_with_all_of_it(size, dtype):
+    """-inf changes nothing, inf takes all; rows 5 to 7 of 8 see none of the 4 keys."""
+    q, _, _, do = oracle.tensors(seq=8, heads=(4, 2), dtype=dtype)
+    _, k, v, _ = oracle.tensors(seq=4, heads=(4, 2), dtype=dtype, seed=1)
+    k = k + 30.0  # which fp32 takes off
+    cut = 8 // size
+    shards = UnevenShards([[(cut * r, 1, cut)] for r in range(size)], [[(0, 1, 4)], []][:size])
+    asked = {"mask": Mask(window=2), "shards": shards}
+    config = SequenceParallelConfig(size=size, ulysses=1)
+    sinks = torch.tensor([-math.inf, -1e30, math.inf, 1e30], dtype=dtype)
+    found, plain = attention(config, q, k, v, do, sinks=sinks, **asked), attention(config, q, k, v, do, **asked)
+    for ours, without in ((found.out, plain.out), (found.dq, plain.dq)):
+        assert torch.equal(ours[:, 5:], torch.zeros_like(ours[:, 5:]))
+        oracle.assert_exact((ours[:, :, :2],), (without[:, :, :2],), limit=1e-6)
+        assert torch.equal(ours[:, :, 2:], torch.zeros_like(ours[:, :, 2:]))
+    assert torch.equal(found.dsinks, torch.zeros(4, dtype=dtype))
+    oracle.assert_exact((found.dk[:, :, 0], found.dv[:, :, 0]), (plain.dk[:, :, 0], plain.dv[:, :, 0]), limit=1e-6)
+    assert not found.dk[:, :, 1].any()
+    assert not found.dv[:, :, 1].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_softcap_and_sinks_in_other_dtypes(dtype):
     """As near to fp64 as one kernel for the whole: fp32 to 1e-5, bf16 within twice its error."""

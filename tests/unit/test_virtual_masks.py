@@ -79,10 +79,14 @@ def _sees_a_later_block(case, visible):
 
 @st.composite
 def masks(draw, seq):
-    """Windows of 1 .. seq, drawn documents, both, or neither."""
+    """Windows of 1 .. seq, to one side or both, drawn documents, both, or neither; or a prefix."""
+    if draw(st.integers(0, 5)) == 0:
+        return Mask(prefix=draw(st.integers(1, seq)))
     window = draw(st.none() | st.integers(1, seq))
     starts = draw(st.sets(st.integers(1, seq - 1), max_size=draw(st.sampled_from([0, 2, 8])))) if seq > 1 else ()
-    return Mask(causal=draw(st.sampled_from([True, True, False])), window=window, documents=(0, *sorted(starts)))
+    causal = draw(st.sampled_from([True, True, False]))
+    right = None if causal else draw(st.none() | st.integers(0, seq))
+    return Mask(causal=causal, window=window, window_right=right, documents=(0, *sorted(starts)))
 
 
 @st.composite
@@ -138,7 +142,7 @@ def cases(draw, schedule, most):
     seq, keys, shards = draw(shared(config))
     mask = draw(masks(seq))
     if SCHEDULES[schedule].default_layout == "contiguous" and draw(st.booleans()):  # one that it can do
-        mask = dataclasses.replace(mask, causal=True)
+        mask = dataclasses.replace(mask, causal=True, window_right=None)
     return Case(config, mask, seq, keys, draw(st.sampled_from(HEADS)), shards)
 
 
@@ -189,6 +193,16 @@ def test_every_window_and_packing_of_a_short_sequence(schedule, size):
 def test_windows_and_packings_of_a_short_sequence(schedule):
     settings = ((None, "zigzag"), (1, "striped"), (5, "contiguous"))
     assert any([_grid(schedule, 4, (window,), (layout,), DOCUMENTS[1:3]) for window, layout in settings])
+
+
+def test_keys_that_end_with_the_queries_are_causal_from_the_lower_right():
+    """As flash-attn aligns them."""
+    mask = Mask(causal=False, window_right=9)
+    assert (seen(mask, range(12), range(21)) == seen(Mask(), range(9, 21), range(21))).all()
+    shards = UnevenShards([[(4 * r, 1, 4)] for r in range(3)], [[(7 * r, 1, 7)] for r in range(3)])
+    for ulysses in (1, 2):
+        config = SequenceParallelConfig(size=3 * ulysses, ulysses=ulysses)
+        assert _check(Case(config, mask, 12, 21, (4, 2), shards))
 
 
 # ---- what a schedule cannot do

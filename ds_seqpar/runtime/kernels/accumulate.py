@@ -323,18 +323,22 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merges (new_out, new_lse) into (out, lse), in place.
 
     out (B, S, H, D) and lse (B, S, H): fp32, or fp64 for fp64 attention; new_out in any dtype. There may be further
-    dimensions before the last one of out. A row that saw no key on either side (lse -inf) keeps out 0 and lse -inf; the
-    usual form with a sigmoid gives NaN there.
+    dimensions before the last one of out. The two weights sum to 1, however the merged lse is rounded. A row that saw
+    no key on either side keeps out 0 and lse -inf.
     """
     in_pieces(_merge_, out, new_out, lse, new_lse)
 
 
 def _merge_(out: Tensor, new_out: Tensor, lse: Tensor, new_lse: Tensor) -> None:
-    total = torch.logaddexp(lse, new_lse)
-    finite = torch.where(total.isneginf(), 0.0, total)  # exp(-inf - 0) = 0, where -inf - -inf would be NaN
-    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
-    out.addcmul_(new_out.to(out.dtype), torch.exp(new_lse - finite).unsqueeze(-1))
-    lse.copy_(total)
+    over = _difference(lse, new_lse)
+    out.mul_(torch.sigmoid(over).unsqueeze(-1))
+    out.addcmul_(new_out.to(out.dtype), torch.sigmoid(over.neg_()).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """a - b of two log-sum-exps, and 0 where both are of nothing: -inf - -inf is NaN."""
+    return (a - b).nan_to_num_()
 
 
 def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | None = None) -> None:
@@ -357,14 +361,16 @@ def in_pieces(function: Callable[..., object], *tensors: Tensor, limit: int | No
 
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Merges sinks (H,) into out (B, S, H, D), of any dtype, and lse (B, S, H), wide, in place. The out of a row that
-    saw no key stays 0."""
+    saw no key stays 0. sinks may also be (B, S, H), one for each row. A sink of -inf changes nothing, and one of inf
+    takes all weight."""
     sinks = sinks.to(lse.dtype)
-    out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+    out.mul_(torch.sigmoid(_difference(lse, sinks)).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, sinks))
 
 
-def sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The part (H,) of the sinks' gradient that is of these rows. lse: after `merge_sinks_`. delta (B, S, H): rowsum(do
-    * out). A row's part is the sink's weight, exp(sink - lse), times (0 - delta), as for any key of value 0."""
-    weights = torch.exp(sinks.to(lse.dtype) - lse)
-    return -(weights * delta).sum((0, 1)).to(sinks.dtype)
+def sinks_deltas(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Each row's sink weight, exp(sink - lse), times its delta, rowsum(do * out); all are (B, S, H), or sinks (H,).
+    lse: after `merge_sinks_`. A row's part of the sink's gradient is minus this, as for any key of value 0.
+
+    Where both are -inf, the row has neither key nor sink; where both are inf, its out and delta are 0."""
+    return torch.exp(sinks.to(lse.dtype) - lse).nan_to_num_() * delta

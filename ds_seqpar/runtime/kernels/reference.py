@@ -163,7 +163,8 @@ def attend(
     to `first` where causal."""
     scores = _scores(q, k, causal, scale, softcap, first)
     lse = torch.logsumexp(scores, dim=-1)
-    out = torch.einsum("bkgqs,bskd->bqkgd", torch.exp(scores - lse[..., None]), _wide(v))
+    # not exp(scores - lse): that sums to 1 up to the rounding of lse only, and so would delta in backward
+    out = torch.einsum("bkgqs,bskd->bqkgd", torch.softmax(scores, dim=-1), _wide(v))
     return rearrange(out, "b q k g d -> b q (k g) d"), rearrange(lse, "b k g q -> b q (k g)")
 
 
