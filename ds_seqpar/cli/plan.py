@@ -13,7 +13,7 @@ from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
 from ..config import PLAN_REQUESTS, SequenceParallelConfig
 from ..deepspeed_json import SECTION, section_of
-from ..errors import ConfigError
+from ..errors import ConfigError, ranks_in_words
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
 from ..planner.machine import DEFAULT, Machine, presets
@@ -27,7 +27,7 @@ from .numbers import numbers_of
 
 GIB = 2**30
 SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
-DRAWN = 32  # ranks in a picture
+DRAWN = 32  # kinds of ranks in a picture
 REASONS = 16  # lines of "why not others" in the table
 
 
@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> None:
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
         if file is not None:
             line = _timeline(result)
-            ranks = line.ranks[:DRAWN]
             if name == "png":
-                draw_timelines({str(result.best.candidate): line}, file, ranks)
+                _draw(result, line, file)
             else:
                 line.save(file)
             if not args.json:
@@ -114,6 +113,15 @@ def _timeline(result: PlanResult) -> Timeline:
         )
     found = timelines(result.request, result.best)
     return found["backward"].after(found["forward"])
+
+
+def _draw(result: PlanResult, timeline: Timeline, file: str) -> None:
+    """Draws a row for each kind of rank: most do the same at the same times, and differ in their blocks alone."""
+    groups = timeline.alike()
+    shown, most = groups[:DRAWN], f", {DRAWN} of {len(groups)} kinds of ranks" * (len(groups) > DRAWN)
+    title = f"{result.best.candidate}: attention of a layer, forward and then backward{most}"
+    rows = {ranks[0]: ranks_in_words(ranks) for ranks in shown}
+    draw_timelines({title: timeline}, file, rows, unit="ms; blocks are those of a row's first rank")
 
 
 def table(result: PlanResult) -> str:

@@ -92,9 +92,9 @@ def test_a_trace_needs_a_file_that_can_be_written(tmp_path):
 
 def test_two_time_lines_are_drawn_side_by_side(tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    widths = []
+    widths, rows = [], {rank: f"rank {rank}" for rank in range(4)}
     for timelines in ({"one": RECORDED}, {"one": RECORDED, "other": SIMULATED}):
-        draw_timelines(timelines, tmp_path / "both.png", range(4), second=1.0, unit="s")
+        draw_timelines(timelines, tmp_path / "both.png", rows, second=1.0, unit="s")
         widths.append(image.imread(tmp_path / "both.png").shape[1])
     assert 1.7 <= widths[1] / widths[0] <= 2.3
 
