@@ -45,8 +45,9 @@ def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNS
 def draw_timelines(
     timelines: Mapping[str, Timeline], file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
 ) -> None:
-    """Writes time lines, by title, side by side: the same rows, and the same axis of time, on which each begins at 0. rows:
-    a rank that is drawn -> the row's label. second: how many seconds are one `unit`. Raises as `draw` does."""
+    """Writes time lines, by title, side by side: the same rows, and the same axis of time, on which each begins at 0.
+
+    rows: a rank that is drawn -> the row's label. second: how many seconds are one `unit`. Raises as `draw` does."""
     height = 1.2 + 0.62 * len(rows)
     figure = new_figure(13 * len(timelines), height)
     from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed

@@ -64,22 +64,7 @@ class PlanResult:
     @property
     def section(self) -> dict[str, Any]:
         """The "sequence_parallel" section of the best configuration."""
-        return section_of(self.best)
-
-
-def section_of(one: Prediction) -> dict[str, Any]:
-    """The section of a DeepSpeed JSON for a configuration: size, ulysses, schedule, and what is not the default."""
-    settings, defaults = one.config.settings(), type(one.config)().settings()
-    section = {name: settings[name] for name in ("size", "ulysses", "schedule")}
-    for name, value in settings.items():
-        if name in section or value == defaults[name]:
-            continue
-        if name == "layout" and value == one.candidate.schedule.default_layout:
-            continue
-        if one.candidate.inner == 1 and name in one.candidate.own:
-            continue
-        section[name] = list(value) if isinstance(value, tuple) else value
-    return section
+        return self.best.config.section()
 
 
 def plan(request: Request) -> PlanResult:
@@ -270,7 +255,7 @@ class _Search:
         """The ranked predictions, of those with equal outcomes the one with the shortest section. The overlap pass may
         make one plan of two, and rings in different orders may take equally long."""
         kept: dict[tuple, Prediction] = {}
-        for one in sorted(ranked, key=lambda one: len(section_of(one))):
+        for one in sorted(ranked, key=lambda one: len(one.config.section())):
             if (first := kept.setdefault(_outcome(one), one)) is not one:
                 self.refused[str(one.candidate), f"{SAME} {first.candidate}"] += 1
         return [one for one in ranked if one in kept.values()]
@@ -329,7 +314,7 @@ def _plainest(ranked: list[Prediction]) -> list[Prediction]:
     """The ranked predictions, with the plainest of those that are about as fast as the first in front."""
     alike = [one for one in ranked if one.simulated == ranked[0].simulated]
     alike = [one for one in alike if one.seconds <= ranked[0].seconds * ALIKE]
-    first = sorted(alike, key=lambda one: (len(section_of(one)), one.config.size))[:1]
+    first = sorted(alike, key=lambda one: (len(one.config.section()), one.config.size))[:1]
     return first + [one for one in ranked if one not in first]
 
 

@@ -33,6 +33,18 @@ def test_seconds_are_counted_once():
     assert Timeline(()).seconds == 0
 
 
+def test_ranks_that_do_the_same_at_the_same_times_are_alike():
+    def product(rank, start, end, label="q(0)*kv(0)"):
+        return Event(rank, "product", start, end, label)
+
+    late, other = product(3, 0.5, 1.5), Event(4, "wait", 0, 1, "")
+    short = Event(2, "wait", 0.995, 1, "")
+    line = Timeline((product(0, 0, 1), product(2, 0.002, 1, "q(2)*kv(2)"), short, late, other, product(5, 0, 1)))
+    assert line.alike() == [(0, 2, 5), (3,), (4,)]
+    assert SIMULATED.alike() == [(0, 1, 2, 3)]
+    assert Timeline(()).alike() == []
+
+
 def test_one_time_line_after_another():
     both = SIMULATED.after(RECORDED)
     assert both.seconds == RECORDED.seconds + SIMULATED.seconds
