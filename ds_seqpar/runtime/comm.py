@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import CommunicationError, SeqParError
 from .devices import communicator_device
+from .exits import LOST
 from .groups import Groups, timeout
 
 Group = dist.ProcessGroup | None  # None: this rank alone
@@ -90,7 +91,6 @@ class Works:
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
-CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
 
 
 class explaining_failure:  # a class, since a generator would cost time at every transfer
@@ -115,7 +115,7 @@ def _reason(message: str, group: Group) -> str:
             f"timed out after {timeout(group).total_seconds():g} s: a rank did not take part in it; all ranks must, "
             "not only rank 0, and one that caught an error of its own cannot go on without the others"
         )
-    if CLOSED.search(message):
+    if LOST.search(message):
         return "failed because another rank ended or gave up: see what that one says"
     return f"failed: {message.splitlines()[0] if message else 'without a reason'}"
 

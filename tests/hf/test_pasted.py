@@ -27,6 +27,9 @@ TRAINERS = {
     "zero_optimization": {"stage": 2},
 }
 
+OWN = {"train_batch_size": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
+       "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}  # fmt: skip
+
 
 def printed(folder, command, *words):
     """(the JSON that a command prints for a small LLaMA on 2 ranks, the flags of a Trainer beside it)."""
@@ -44,9 +47,8 @@ def printed(folder, command, *words):
 def test_what_is_printed_trains(tmp_path):
     sequences = []
     for words in (
-        ("plan", "--sequences", "6"),
         ("plan", "--sequences", "3", "--no-checkpointing"),  # two groups could not share them
-        ("memory", "--set", "memory=auto", "--memory", "0.003"),
+        ("memory", "--set", "memory=auto", "--memory", "0.003", "--config", str(deepspeed_file(tmp_path, OWN))),
     ):
         content, _ = printed(tmp_path, *words)
         model = llama()
@@ -61,25 +63,25 @@ def test_what_is_printed_trains(tmp_path):
             engine.step()
         assert engine.global_steps == 1
         assert 4 < float(sp.mean_loss(losses)) < 4.5  # log 64 is 4.16
-    assert sequences == [6, 3, 1]
+    assert sequences == [3, 2]
     assert content["sequence_parallel"].keys() & {"loss_tiles", "mlp_tiles", "head_stages", "keep_attention"}
 
-    file = tmp_path / f"trainers{dist.get_rank()}.json"
-    file.write_text(json.dumps(TRAINERS), encoding="utf-8")
-    for more in ((), ("--config", str(file))):
-        content, flags = printed(tmp_path, "plan", "--set", "size=2", *more)
-        beside = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--max_steps", "1", "--report_to", "none"]
-        (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
-            [*beside, *flags], look_for_args_file=False
-        )
-        args = TrainingArguments(
-            **{
-                **{n: getattr(args, n) for n in args.__dataclass_fields__ if args.__dataclass_fields__[n].init},
-                "deepspeed": content,
-            }
-        )
-        trainer = SequenceParallelTrainer(
-            small(pad_token_id=0), args, train_dataset=documents(8), data_collator=collate
-        )
-        trainer.train()
-        assert trainer.state.global_step == 1
+
+@on_each_of(2, keep="trainer", timeout=200)
+def test_what_is_printed_trains_in_the_trainer(tmp_path):
+    """An "auto" of its JSON stays one."""
+    content, flags = printed(tmp_path, "plan", "--set", "size=2", "--config", str(deepspeed_file(tmp_path, TRAINERS)))
+    assert content["gradient_clipping"] == "auto"
+    given = ["--output_dir", str(tmp_path), "--deepspeed", str(deepspeed_file(tmp_path, content)), "--use_cpu", "True",
+             "--max_steps", "1", "--report_to", "none", *flags]  # fmt: skip
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(given)
+    trainer = SequenceParallelTrainer(small(pad_token_id=0), args, train_dataset=documents(8), data_collator=collate)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer.sp.size == 2
+
+
+def deepspeed_file(folder, content):
+    file = folder / f"ds{dist.get_rank()}.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return file
