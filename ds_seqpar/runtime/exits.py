@@ -18,6 +18,7 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import inspect
 import os
 import re
 import socket
@@ -26,7 +27,6 @@ import sysconfig
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,12 +42,8 @@ LOST = re.compile(
     r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError|another rank ended",
     re.IGNORECASE,
 )
-PACKAGE = Path(__file__).resolve().parents[1]
-# where files are that are not the user's: Python's, installed packages', and ours
-LIBRARIES = tuple({
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(PACKAGE.with_name(name)) + os.sep for name in (PACKAGE.name, "hf_integration")),
-})  # fmt: skip
+# where files are that are not the user's: Python's, installed packages', and, by `printed_once`, ours
+LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +65,10 @@ def printed_by(error: SeqParError, rank: int, key: str) -> SeqParError:
 
 
 def printed_once(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """A decorator for functions that users call on every rank. Only rank 0 prints the traceback of an error that all
-    ranks raise; every other rank prints a line with its sentence."""
+    """A decorator for functions that users call on every rank. One rank prints the error that all raise; while they
+    cannot talk yet that is rank 0, and every other prints a line with its sentence. Files in the function's folder are
+    no user's."""
+    LIBRARIES.add(os.path.dirname(inspect.getfile(function)) + os.sep)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
