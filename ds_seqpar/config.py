@@ -270,6 +270,20 @@ class SequenceParallelConfig:
         chosen = schedules.schedule(self.schedule)
         return tuple(chosen.shaped(self.size // self.ulysses, dict(self.own), heads, self.layout).items())
 
+    def section(self) -> dict[str, Any]:
+        """Of a resolved config, the section of a DeepSpeed JSON: size, ulysses, schedule, and what is not the default.
+        What asked for a plan is left out."""
+        settings, defaults = self.settings(), SequenceParallelConfig().settings()
+        section = {name: settings.pop(name) for name in ("size", "ulysses", "schedule")}
+        inner, own = self.size // self.ulysses, dict(self.own)
+        alone = own if inner == 1 else {}
+        layout = schedules.schedule(self.schedule).at(inner, own).default_layout
+        for name, value in settings.items():
+            is_default = value == defaults[name] or (name == "layout" and value == layout)
+            if not is_default and name not in (*PLAN_REQUESTS, *alone):
+                section[name] = list(value) if isinstance(value, tuple) else value
+        return section
+
     @property
     def inner_axes(self) -> Axes:
         """Of a resolved config: names and sizes of the axes of its inner ranks, the first one numbered fastest."""

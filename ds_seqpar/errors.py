@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SECTION = "sequence_parallel"  # of the DeepSpeed JSON: where every setting stands that a message names
+MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
 class SeqParError(ValueError):
@@ -49,6 +50,19 @@ def quoted_list(names: Iterable[str], last: str = "or") -> str:
     """`"a"`, `"a" or "b"`, `"a", "b" or "c"`."""
     *most, end = (f'"{name}"' for name in names)
     return f"{', '.join(most)} {last} {end}" if most else end
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`; many scattered ones are cut short."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_SHOWN])
+    omitted = sum(len(run) for run in runs[MOST_SHOWN:])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {omitted} more" if omitted else "")
 
 
 def check_choice(kind: str, word: str, known: Iterable[str]) -> None:

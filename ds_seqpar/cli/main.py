@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 
 from .. import cpu_op
@@ -38,9 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_numbers(args)
         runs[args.command](args)
+        sys.stdout.flush()
     except SeqParError as error:
         print(f"ds-seqpar: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has read enough; the interpreter flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

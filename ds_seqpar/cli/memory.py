@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import copy
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +11,10 @@ from typing import Any
 
 from .. import limits
 from ..compiler.draw import new_figure, save
-from ..config import SequenceParallelConfig, setting_names
-from ..deepspeed_checks import check_deepspeed
-from ..deepspeed_json import SECTION, Zero, dtype_of, read_deepspeed, section_of
-from ..errors import ConfigError, did_you_mean
-from ..files import parse_json, shown
+from ..config import SequenceParallelConfig
+from ..errors import SECTION, ConfigError
 from ..planner.attention_memory import on_fewer_ranks
+from ..planner.auto import line_of, resolve_with_plan
 from ..planner.footprint import (
     HOST_PARTS,
     PARTS,
@@ -29,172 +27,94 @@ from ..planner.footprint import (
     longest,
     rank_bytes,
 )
-from ..planner.machine import Machine, presets
+from ..planner.machine import presets
+from ..planner.plan import PlanResult
 from ..planner.request import Room, TrainingStep
-from .numbers import numbers_of
+from .assumed import Answer
+from .options import GIB, Told, add_options
 
-DEFAULTS: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-GIB, KIB = 2**30, 2**10
-MOST_GIB = 2**40  # of --memory
-DIGITS = 18  # of a number on the command line: products of three such numbers are finite
+KIB = 2**10
+FAR = 4  # times the peak: memory of a rank beyond that is not drawn
 # colours of `PARTS`, in their order
 SHADES = ("#2f4b6e", "#4878a8", "#86a9cb", "#bccfe2", "#c8c8c8", "#3f7d58", "#8cbf9f", "#e1a13c", "#c8562e", "#f0cf8e",
           "#8e5a97")  # fmt: skip
+LIMIT = "#b00020"  # colour of what the rank has
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "memory", help="predict the memory of a training step on each rank, part by part; nothing is run"
     )
-    parser.add_argument("--seq-len", required=True, metavar="N", help="tokens of the whole sequence")
-    parser.add_argument("--ranks", required=True, metavar="P", help="ranks of the job")
     machine = f"say also what a node needs and which length fits: {', '.join(presets())}"
     add_options(parser, machine, "sizes are in bytes")
     parser.add_argument("--png", metavar="FILE", help="also draw memory at each moment of a step, as stacked bars")
 
 
-def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
-    """Adds the options that `memory` and `plan` share. machine: the help of --machine. units: those of --json."""
-    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16 and ZeRO-3")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
-    )  # fmt: skip
-    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
-    parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
-    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
-    parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
-
-
 def run(args: argparse.Namespace) -> None:
-    step, filled = step_of(args)
-    room = machine_room(args, step.world)
+    told = Told.of(args)
+    room = machine_room(told)
+    config, planned = config_of(told)
+    step, answer = step_of(told, config), Answer(told, config)
     found, slope = footprint(step), bytes_a_token(step)
     most = longest(step, room) if room else None
     if args.json:
-        numbers = as_json(found, slope, filled)
+        numbers = {**as_json(found, slope), **answer.for_json()}
         if room and most:
             numbers["room"] = {**room._asdict(), "longest": most._asdict()}
         print(json.dumps(numbers))
     else:
+        head, *rest = table(found, slope, step)
+        chosen = [line_of(planned)] if planned else unplanned_lines(told)
         fitting = fit_lines(found, room, most) if room and most else []
-        print("\n".join([*table(found, slope, step), *fitting, *auto_lines(filled)]))
+        print("\n".join([head, *answer.lines(), *chosen, *rest, *fitting, "", *answer.json_lines()]))
     if args.png is not None:
-        draw(found, args.png)
+        draw(found, args.png, room, told)
         if not args.json:
             print(f"wrote {args.png}")
 
 
-def machine_room(args: argparse.Namespace, world: int) -> Room | None:
+def machine_room(told: Told) -> Room | None:
     """The memory of the machine; None where no machine is named."""
-    memory = None if args.memory is None else gibibytes("--memory", args.memory)
-    if args.machine is not None:
-        return Room.of(Machine.load(args.machine), world, memory)
-    if memory is not None:
+    if told.machine is not None:
+        return Room.of(told.machine, told.world, told.memory)
+    if told.memory is not None:
         raise ConfigError("--memory is of a machine's rank; got no machine, say --machine too")
     return None
 
 
-def step_of(args: argparse.Namespace) -> tuple[TrainingStep, dict[str, Any]]:
-    """(the step, key -> value that an "auto" of the configuration counts as). Raises ConfigError for options or
-    settings that do not fit."""
-    seq, ranks = count("--seq-len", args.seq_len, limits.MAX_TOKENS), count("--ranks", args.ranks, limits.MAX_RANKS)
-    content = content_of(args)
-    config = SequenceParallelConfig.from_dict(section_of(content))
+def config_of(told: Told) -> tuple[SequenceParallelConfig, PlanResult | None]:
+    """(the configuration without any "auto", the plan that chose it). Where ranks would plan, so does this, for the
+    named machine."""
+    config, machine, heads = told.config, told.machine, (told.model.heads, told.model.kv_heads)
+    if machine is not None and config.asks_for_plan:
+        if told.memory is not None:
+            machine = dataclasses.replace(machine, memory=float(told.memory), spare=0.0)
+        asked = dataclasses.replace(config, machine="auto", seq_len=told.seq)
+        return resolve_with_plan(asked, told.job, heads, told.world, lambda dtype: machine)
     if config.unsaid:
         raise ConfigError(
-            f'{SECTION}.memory "auto" leaves open what is to be counted; got it without {", ".join(config.unsaid)}, '
-            "ask plan --machine, which chooses them, or say them"
+            f'{SECTION}.memory "auto" chooses for a machine; got none, say --machine, or say {", ".join(config.unsaid)}'
         )
-    sharing = ranks if config.size == "auto" else config.size
+    sharing = told.world if config.size == "auto" else config.size
     limits.check("ranks that share a sequence", sharing, limits.MAX_SHARING_RANKS, "say --set size=8, or what is meant")
-    model = numbers_of(args.model)
-    filled = fill_in(content, model.hidden)
-    resolved = config.resolve(ranks, (model.heads, model.kv_heads))
+    resolved = config.resolve(told.world, heads)
     smaller = on_fewer_ranks(resolved)
     limits.check_followed(smaller.size // smaller.ulysses, smaller.overlap)
-    return TrainingStep(model=model, config=resolved, world=ranks, seq=seq, **training_arguments(args, content)), filled
+    return resolved, None
 
 
-def training_arguments(args: argparse.Namespace, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that TrainingStep and Request share, from the options and the DeepSpeed JSON."""
-    batch = content.get("train_micro_batch_size_per_gpu") or 1
-    limits.check("train_micro_batch_size_per_gpu", batch, limits.MAX_COUNT)
-    zero = Zero.of(content.get("zero_optimization", {}))
-    return {"batch": batch, "dtype": dtype_of(content), "zero": zero, "checkpointing": not args.no_checkpointing}
+def unplanned_lines(told: Told) -> list[str]:
+    """What ranks would plan, and this does not."""
+    words = f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and a ring'
+    return [f"{words}: say --machine to plan"] if told.config.asks_for_plan else []
 
 
-def count(name: str, text: str, most: int = limits.MAX_COUNT) -> int:
-    """The number in an option. Raises ConfigError unless it is a whole number from 1 to `most`."""
-    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
-        raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
-    limits.check(name, int(text), most)
-    return int(text)
-
-
-def gibibytes(name: str, text: str) -> int:
-    """The bytes in an option that gives GiB. Raises ConfigError unless it is a number above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= MOST_GIB:
-        raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
-    return int(found * GIB)
-
-
-def content_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed JSON with the values of --set. Raises ConfigError where DeepSpeed refuses it."""
-    content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
-    for text in args.set:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}")
-        *sections, key = name.split(".")
-        if not sections and key not in setting_names():
-            known = setting_names()
-            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{did_you_mean(key, known)}')
-        inside = content
-        for section in sections or [SECTION]:
-            inside = inside.setdefault(section, {})
-            if not isinstance(inside, dict):
-                raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
-        inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
-    if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
-        check_deepspeed(content, args.config)  # imports DeepSpeed, which takes seconds
-    if Zero.of(content.get("zero_optimization", {})).offload_optimizer.super_offload:
-        raise ConfigError(
-            "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
-        )
-    return content
-
-
-def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Replaces each "auto" of a configuration that memory depends on, and returns key -> the new value. Sizes of
-    buckets are those that the Trainer takes from the model; for what it takes from its arguments usual values stand."""
-    assumed = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,
-        "fp16.enabled": not content.get("bf16", {}).get("enabled"),
-        "zero_optimization.reduce_bucket_size": hidden * hidden,
-        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-    }
-    filled = {}
-    for name, value in assumed.items():
-        section, _, key = name.rpartition(".")
-        inside = content.get(section, {}) if section else content
-        if inside.get(key) == "auto":
-            inside[key] = filled[name] = value
-    if content.get("zero_optimization", {}).get("stage") == "auto":
-        raise ConfigError('memory depends on zero_optimization.stage, 0 to 3; got "auto", write the stage')
-    return filled
-
-
-def auto_lines(filled: dict[str, Any]) -> list[str]:
-    """Lines for the user: the value that each "auto" counts as."""
-    values = ", ".join(f"{key} {shown(value)}" for key, value in filled.items())
-    return ["", f'what the configuration leaves "auto" counts as {values}'] if filled else []
+def step_of(told: Told, config: SequenceParallelConfig) -> TrainingStep:
+    job = told.job
+    return TrainingStep(
+        model=told.model, config=config, world=told.world, seq=told.seq, batch=job.batch or 1, dtype=job.dtype,
+        zero=job.zero, checkpointing=job.checkpointing,
+    )  # fmt: skip
 
 
 def table(found: Footprint, slope: float, step: TrainingStep) -> list[str]:
@@ -229,32 +149,40 @@ def fit_lines(found: Footprint, room: Room, most: Longest) -> list[str]:
     return ["", *lines, f"{verdict}; the longest sequence that does has {most.tokens:,} tokens{beyond}"]
 
 
-def as_json(found: Footprint, slope: float, filled: dict[str, Any]) -> dict[str, Any]:
-    """The footprint for --json, in bytes. "auto": the values that each "auto" of the configuration counts as."""
+def as_json(found: Footprint, slope: float) -> dict[str, Any]:
+    """The footprint for --json, in bytes."""
 
     def numbers(moment: Any) -> dict[str, Any]:
         return {"moment": moment.name, "total": moment.total, "parts": dict(moment.parts)}
 
     moments = [numbers(moment) for moment in found.moments]
     return {"peak": numbers(found.peak), "resting": numbers(found.resting), "moments": moments,
-            "host": numbers(found.host), "drives": found.drives, "bytes_a_token": slope, "auto": filled}  # fmt: skip
+            "host": numbers(found.host), "drives": found.drives, "bytes_a_token": slope}  # fmt: skip
 
 
-def draw(found: Footprint, file: str | Path) -> None:
-    """Draws the moments of a step as stacked bars. Raises ConfigError without matplotlib, and for a file that cannot be
-    written."""
+def draw(found: Footprint, file: str | Path, room: Room | None, told: Told) -> None:
+    """Draws the moments of a step as stacked bars, with what the device has. Raises ConfigError without matplotlib, and
+    for a file that cannot be written."""
     moments = (found.resting, *found.moments)
     figure = new_figure(11, 1.4 + 0.38 * len(moments))
     axes = figure.add_subplot()
     starts = [0.0] * len(moments)
     for index, name in enumerate(PARTS):
-        sizes = [moment.parts.get(name, 0) / 2**30 for moment in moments]
+        sizes = [moment.parts.get(name, 0) / GIB for moment in moments]
         if any(sizes):
             axes.barh(range(len(moments)), sizes, left=starts, label=name, color=SHADES[index])
             starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    title, most = f"peak {found.peak.total / GIB:.2f} GiB: {found.peak.name}", max(starts)
+    if room is not None and told.machine is not None:
+        limit = room.limit / GIB
+        title += f"; {told.machine.name} has {limit:.1f} GiB for tensors"
+        if limit < FAR * most:  # else nothing could be seen of the bars
+            axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=2.5, label="what the rank has")
+            most = max(most, limit)
+    axes.set_xlim(0, 1.03 * most)
     axes.set_yticks(range(len(moments)), [moment.name for moment in moments])
     axes.invert_yaxis()
     axes.set_xlabel("GiB of tensors on a rank")
-    axes.set_title(f"peak {found.peak.total / 2**30:.2f} GiB: {found.peak.name}", fontsize=11)
+    axes.set_title(title, fontsize=11)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     save(figure, file)

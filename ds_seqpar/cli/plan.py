@@ -7,38 +7,31 @@ import dataclasses
 import json
 from typing import Any
 
-from .. import limits
 from ..compiler.draw import draw_timelines
 from ..compiler.plan import columns
 from ..compiler.timeline import Timeline
-from ..config import PLAN_REQUESTS, SequenceParallelConfig
-from ..deepspeed_json import SECTION, section_of
-from ..errors import ConfigError
+from ..errors import ConfigError, ranks_in_words
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS
-from ..planner.machine import DEFAULT, Machine, presets
+from ..planner.machine import DEFAULT, presets
 from ..planner.plan import ALIKE, SIMULATED, PlanResult, plan, received_over_least
-from ..planner.plan import section_of as section
 from ..planner.request import Request
 from ..planner.search import Prediction, settings_in_words, timelines
 from ..planner.steptime import STEP_PARTS
-from .memory import DIGITS, add_options, auto_lines, content_of, count, fill_in, gibibytes, training_arguments
-from .numbers import numbers_of
+from .assumed import HALVES, Answer
+from .options import DIGITS, GIB, UNITS_HELP, Told, add_options, count, tokens
 
-GIB = 2**30
 SUMMARY = "find the fastest configuration that fits a machine; nothing is run"
-DRAWN = 32  # ranks in a picture
+DRAWN = 32  # kinds of ranks in a picture
+COLUMNS = ["s a sequence", "tokens/s", "MFU", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]
 REASONS = 16  # lines of "why not others" in the table
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help=SUMMARY, description=f"{SUMMARY}; what --set says is not searched")
-    parser.add_argument("--seq-len", metavar="N", help="tokens of the whole sequence")
     parser.add_argument("--documents", metavar="FILE", help="lengths of the documents that a sequence is a pack of")
-    parser.add_argument("--nodes", default="1", metavar="N", help="nodes of the job")
-    parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
     parser.add_argument("--sequences", metavar="N", help="sequences of a step; default: as many as there are ranks for")
-    parser.add_argument("--window", metavar="N", help="tokens of the attention's window")
+    parser.add_argument("--window", metavar="N", help=f"tokens of the attention's window, {UNITS_HELP}")
     machine = f"the section's machine or {DEFAULT} by default; one of {', '.join(presets())}"
     add_options(parser, machine, "times are in seconds, sizes in bytes")
     parser.add_argument("--png", metavar="FILE", help="also draw the best one's attention of a layer over time")
@@ -46,51 +39,47 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    request, filled = request_of(args)
+    told, request = request_of(args)
     result = plan(request)
-    numbers = {**as_json(result), "auto": filled}
-    print(json.dumps(numbers) if args.json else "\n".join([table(result), *auto_lines(filled)]))
+    answer = Answer(told, result.best.config, None if args.sequences is None else request.sequences)
+    print(json.dumps({**as_json(result), **answer.for_json()}) if args.json else table(result, answer))
     for name, file in (("png", args.png), ("perfetto", args.perfetto)):
         if file is not None:
             line = _timeline(result)
-            ranks = line.ranks[:DRAWN]
             if name == "png":
-                draw_timelines({str(result.best.candidate): line}, file, ranks)
+                _draw(result, line, file)
             else:
                 line.save(file)
             if not args.json:
                 print(f"wrote {file}")
 
 
-def request_of(args: argparse.Namespace) -> tuple[Request, dict[str, Any]]:
-    """(the request, key -> value that an "auto" of the configuration counts as). Raises ConfigError for options or
-    settings that do not fit."""
-    content = content_of(args)
-    config = SequenceParallelConfig.from_dict(section_of(content))
-    in_section = DEFAULT if config.machine == "auto" else config.machine
-    machine = Machine.load(in_section if args.machine is None else args.machine)
-    if args.gpus_per_node is not None:
-        machine = dataclasses.replace(machine, per_node=count("--gpus-per-node", args.gpus_per_node, limits.MAX_RANKS))
+def request_of(args: argparse.Namespace) -> tuple[Told, Request]:
+    """(what the command was told, the planner's question). Raises ConfigError for options or settings that do not
+    fit."""
     documents = _documents(args.documents) if args.documents is not None else ()
-    seq = sum(documents) or (None if config.seq_len == "auto" else config.seq_len)
-    seq = seq if args.seq_len is None else count("--seq-len", args.seq_len, limits.MAX_TOKENS)
-    if seq is None:
-        raise ConfigError("plan needs --seq-len N, or --documents FILE with the lengths of those of a sequence")
-    model = numbers_of(args.model)
-    filled = fill_in(content, model.hidden)
+    told = Told.of(args, sum(documents) or None, DEFAULT)
+    job, machine = told.job, told.machine
+    assert machine is not None  # the default one
+    if args.sequences is not None:
+        job = dataclasses.replace(job, sequences=count("--sequences", args.sequences), steps=None)
     request = Request(
-        model=model,
+        model=told.model,
         machine=machine,
-        world=count("--nodes", args.nodes) * machine.per_node,
-        seq=seq,
+        world=told.world,
+        seq=told.seq,
         documents=documents,
-        window=None if args.window is None else count("--window", args.window, limits.MAX_TOKENS),
-        **training_arguments(args, content),
-        given={name: value for name, value in section_of(content).items() if name not in PLAN_REQUESTS},
-        sequences=None if args.sequences is None else count("--sequences", args.sequences),
-        memory=None if args.memory is None else gibibytes("--memory", args.memory),
+        window=None if args.window is None else tokens("--window", args.window),
+        batch=job.batch or 1,
+        dtype=job.dtype,
+        zero=job.zero,
+        checkpointing=job.checkpointing,
+        given=told.section(),
+        sequences=job.sequences,
+        sizes=job.sizes(told.world) if told.config.size == "auto" and job.sequences is not None else (),
+        memory=told.memory,
     )
-    return request, filled
+    return told, request
 
 
 def _documents(file: str) -> tuple[int, ...]:
@@ -116,16 +105,26 @@ def _timeline(result: PlanResult) -> Timeline:
     return found["backward"].after(found["forward"])
 
 
-def table(result: PlanResult) -> str:
+def _draw(result: PlanResult, timeline: Timeline, file: str) -> None:
+    """Draws a row for each kind of rank: most do the same at the same times, and differ in their blocks alone."""
+    groups = timeline.alike()
+    shown, most = groups[:DRAWN], f", {DRAWN} of {len(groups)} kinds of ranks" * (len(groups) > DRAWN)
+    title = f"{result.best.candidate}: attention of a layer, forward and then backward{most}"
+    rows = {ranks[0]: ranks_in_words(ranks) for ranks in shown}
+    draw_timelines({title: timeline}, file, rows, unit="ms; blocks are those of a row's first rank")
+
+
+def table(result: PlanResult, answer: Answer) -> str:
     request, best = result.request, result.best
     unlisted = len(result.rejected) - REASONS
     what = f"{request.seq} tokens" + (f" in {len(request.documents)} documents" if request.documents else "")
     head = f"{what} on {request.world} ranks of {request.machine.name} ({request.machine.about})"
-    rows = [["s a sequence", "forward ms", "backward ms", "GiB a rank", "bytes/least", "configuration"]]
+    rows = [COLUMNS]
     rows += [_row(result, one) for one in result.ranked]
     return "\n".join(
         [
             head,
+            *answer.lines(),
             f"compared {result.considered} configurations, predicted and not run ({result.legal} possible ones, of "
             "which many do the same)",
             "",
@@ -133,10 +132,11 @@ def table(result: PlanResult) -> str:
             "",
             f"The first row is the plainest of those within {ALIKE - 1:.1%} of the fastest. It takes",
             f"{_rank_hours(result)} (a rank is a GPU, or a process on CPUs).",
+            f"tokens/s: of all ranks. {_mfu_words(request)}",
             "forward, backward: attention of one layer. bytes/least: received in forward by the busiest rank, over the",
             "least that any schedule with as much Ulysses could receive under full attention.",
             "",
-            f'"{SECTION}": {json.dumps(section(best))}',
+            *answer.json_lines(),
             "",
             *_link_lines(best, request.model.layers),
             "",
@@ -155,13 +155,27 @@ def _rank_hours(result: PlanResult) -> str:
     return f"{hours:.3g} rank hours a sequence, {hours * 1e9 / result.request.seq:,.0f} for a billion tokens"
 
 
+def _mfu(request: Request, one: Prediction) -> float | None:
+    """Model flops over the most that all ranks could do in that time; None where the machine's peak is not known."""
+    peak = request.machine.peak if request.dtype in HALVES else None
+    return request.flops / (one.seconds * request.world * peak) if peak else None
+
+
+def _mfu_words(request: Request) -> str:
+    if request.machine.peak is None or request.dtype not in HALVES:
+        return f"No MFU: the peak of {request.machine.name} in {request.dtype} is not known."
+    return f"MFU: model flops, without what checkpoints repeat, over {request.machine.peak / 1e12:,.0f} TFLOP/s a rank."
+
+
 def _row(result: PlanResult, one: Prediction) -> list[str]:
     layers = result.request.model.layers
     over = received_over_least(result, one)
+    mfu = _mfu(result.request, one)
     words = f"{one.candidate}{_notes(one)}{'' if one.simulated else '; not simulated: it takes at least this'}"
     attention = (one.time.parts[name] / layers * 1e3 for name in ("attention forward", "attention backward"))
     return [
-        f"{one.seconds:.3f}", *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
+        f"{one.seconds:.3f}", f"{result.request.seq / one.seconds:,.0f}", "-" if mfu is None else f"{mfu:.1%}",
+        *(f"{ms:.2f}" for ms in attention), f"{one.memory.peak.total / GIB:.1f}",
         f"{over:.2f}" if over is not None else "-", words,
     ]  # fmt: skip
 
@@ -218,8 +232,10 @@ def as_json(result: PlanResult) -> dict[str, Any]:
 def _numbers(result: PlanResult, one: Prediction) -> dict[str, Any]:
     ways = {"forward": one.forward, "backward": one.backward}
     return {
-        "section": section(one),
+        "section": one.config.section(),
         "seconds_a_sequence": one.seconds,
+        "tokens_per_second": result.request.seq / one.seconds,
+        "mfu": _mfu(result.request, one),
         "step": {"seconds": one.time.seconds, "sequences": one.time.sequences, "parts": dict(one.time.parts)},
         "simulated": one.simulated,
         "memory": {"total": one.memory.peak.total, "parts": dict(one.memory.peak.parts), "host": one.memory.host.total},

@@ -28,6 +28,10 @@ LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes
 """
 
 
+GROUPS = """(each rank above stands for {0} of the {1} that share a sequence: rank r of it is number r // {0} here)
+"""
+
+
 def add_parser(commands: Any) -> None:
     """Adds `show` to a parser's commands."""
     show = commands.add_parser(
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         timeline = simulate(programs_of(plan, head_split), costs)
         slower = timeline.seconds / (stages * bound)
         print(f"critical path: {slower:.2f} times the products alone, on links that need as much time")
-        print(LEGEND if index == 0 else "")
+        print(LEGEND + GROUPS.format(members, config.size) * (members > 1) if index == 0 else "")
         if args.program is not None:
             place = Members(members, busiest_member(*first.counts, members))
             compiler = Compiler(recipe, args.program)
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
             draw(plan, costs, args.png, head_split)
             print(f"wrote {args.png}\n")
         if args.trace is not None and index == 0:
-            timeline.save(args.trace)
+            timeline.save(args.trace, "inner" * (members > 1))
             print(f"wrote {args.trace}\n")
 
 

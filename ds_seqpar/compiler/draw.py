@@ -1,4 +1,4 @@
-"""Time lines as pictures, a row for each rank with what it does and what arrives."""
+"""Time lines as pictures: rows of ranks, each with what a rank does and what arrives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ranks_in_words
 from .exchange import UNSPLIT, HeadSplit
 from .plan import Plan
 from .simulate import Costs, communication, computation, programs_of, simulate
-from .timeline import Event, Timeline, lanes
+from .timeline import TRACKS, Event, Timeline, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,14 +20,16 @@ COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "
           "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
 # kind of event -> its text in the legend; other kinds are not drawn
 NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
-         "post": "posting", "exchange": "Ulysses", "agree": "agreeing"}  # fmt: skip
+         "post": "posting", "exchange": "Ulysses' exchange arriving", "agree": "agreeing"}  # fmt: skip
+ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # in a row's lower lane
 
 
 def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNSPLIT) -> None:
     """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
     where it is not installed, or the file cannot be written.
 
-    A rank's upper lane: products and waits; lower lane: transfers that arrive. Time is in products of two blocks.
+    A row is an inner rank, whose Ulysses members do the same at the same time. Its upper lane: products and waits; its
+    lower lane: transfers and exchanges of heads that arrive. Time is in products of two blocks.
     """
     timeline = simulate(programs_of(plan, head_split), costs)
     bound = head_split.stages * max(communication(plan, costs), computation(plan, costs))
@@ -36,24 +38,26 @@ def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNS
     words = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
     title = f"{plan.name}{words}, {plan.direction}: {ratio}"
     unit = "products of one query block and one key/value block"
-    draw_timelines({title: timeline}, file, range(plan.size), costs.product or 1.0, unit)
+    rows = {inner: ranks_in_words(range(inner * members, (inner + 1) * members)) for inner in range(plan.size)}
+    draw_timelines({title: timeline}, file, rows, costs.product or 1.0, unit)
 
 
 def draw_timelines(
-    timelines: Mapping[str, Timeline], file: str | Path, ranks: Sequence[int], second: float = 1e-3, unit: str = "ms"
+    timelines: Mapping[str, Timeline], file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
 ) -> None:
-    """Writes time lines, by title, side by side: the same ranks, a row each, and the same axis of time, on which each
-    begins at 0. second: how many seconds are one `unit` of it. Raises as `draw` does."""
-    height = 1.2 + 0.62 * len(ranks)
+    """Writes time lines, by title, side by side: the same rows, and the same axis of time, on which each begins at 0.
+
+    rows: a rank that is drawn -> the row's label. second: how many seconds are one `unit`. Raises as `draw` does."""
+    height = 1.2 + 0.62 * len(rows)
     figure = new_figure(13 * len(timelines), height)
     from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
 
     width = max(timeline.seconds for timeline in timelines.values()) / second
     for number, (title, timeline) in enumerate(timelines.items(), 1):
         axes = figure.add_subplot(1, len(timelines), number)
-        _draw_events(axes, timeline, ranks, second, width)
-        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-        axes.set_ylim(len(ranks) - 0.45, -0.55)
+        _draw_events(axes, timeline, list(rows), second, width)
+        axes.set_yticks(range(len(rows)), list(rows.values()))
+        axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlabel(f"time, in {unit}")
         axes.set_title(title, fontsize=11)
         shown = {event.kind for event in timeline.events}
@@ -90,12 +94,12 @@ def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: f
 
     bars: list[tuple[Event, float, float]] = []  # each with the middle of its lane, and its height
     for row, rank in enumerate(ranks):
-        arriving = lanes(timeline.of(rank, "move"))
+        arriving = lanes(timeline.of(rank, *ARRIVING))
         count = 1 + max((lane for lane, _ in arriving), default=0)
         height = 0.3 / count  # what overlaps shares the lane
         bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in arriving]
         # what encloses others lies below them
-        doing = timeline.of(rank, *(kind for kind in NAMES if kind != "move"))
+        doing = timeline.of(rank, *(kind for kind in NAMES if kind not in ARRIVING))
         bars += [(event, row - 0.2, 0.5) for event in sorted(doing, key=lambda event: event.start - event.end)]
     corners, thin = [], []
     for event, lane, height in bars:

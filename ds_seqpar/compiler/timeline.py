@@ -97,15 +97,37 @@ class Timeline:
             until = max(until, event.end)
         return total
 
+    def alike(self, share: float = 0.01) -> list[tuple[int, ...]]:
+        """The ranks in groups, whose ranks do the same kinds of things at the same times, to `share` of the whole time.
+        Shorter events do not count."""
+        near, groups = share * self.seconds, list[tuple[list[Event], list[int]]]()
+        for rank in self.ranks:
+            long = [event for event in self._by_rank[rank] if event.end - event.start > near]
+            own = sorted(long, key=lambda event: (event.kind, event.start))
+            same = (ranks for events, ranks in groups if _is_near(events, own, near))
+            if (ranks := next(same, None)) is not None:
+                ranks.append(rank)
+            else:
+                groups.append((own, [rank]))
+        return [tuple(ranks) for _, ranks in groups]
+
     def after(self, other: Timeline) -> Timeline:
         """Both time lines, this one beginning where the other ends."""
         shift = other.start + other.seconds - self.start
         moved = (dataclasses.replace(e, start=e.start + shift, end=e.end + shift) for e in self.events)
         return Timeline((*other.events, *moved))
 
-    def save(self, file: str | Path) -> None:
+    def save(self, file: str | Path, title: str = "") -> None:
         """Writes the time line as a trace: see `save_trace`."""
-        save_trace({"": self}, file)
+        save_trace({title: self}, file)
+
+
+def _is_near(first: list[Event], other: list[Event], near: float) -> bool:
+    """Whether events are of the same kinds, in this order, and begin and end within `near` seconds of one another."""
+    return len(first) == len(other) and all(
+        a.kind == b.kind and abs(a.start - b.start) <= near and abs(a.end - b.end) <= near
+        for a, b in zip(first, other, strict=True)
+    )
 
 
 def lanes(events: Iterable[Event]) -> list[tuple[int, Event]]:

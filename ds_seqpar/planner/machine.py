@@ -57,9 +57,10 @@ class Machine:
     or receives delays the rank's work; where CPUs carry the bytes, this is most of what a byte costs.
 
     Rates: attention: dtype -> direction -> kind of tile ("full", "causal") -> flops/s by tokens, the geometric mean of
-    a tile's rows and columns. gemm: dtype -> flops/s. memory_rate: bytes/s of merging and copying; elementwise_rate: of
-    elementwise operations into new tensors; offload_rate: of copies to host memory. instruction: seconds of the host
-    for one instruction; ahead: whether the host goes on while the device works. kernels: name of a device -> case, as
+    a tile's rows and columns. gemm: dtype -> flops/s. peak: flops/s in bfloat16 and float16 by the data sheet, of which
+    MFU is a share; None: not known. memory_rate: bytes/s of merging and copying; elementwise_rate: of elementwise
+    operations into new tensors; offload_rate: of copies to host memory. instruction: seconds of the host for one
+    instruction; ahead: whether the host goes on while the device works. kernels: name of a device -> case, as
     "bfloat16 128 causal" -> the kernels that take it, the fastest first. zero: None: not measured, so collectives cost
     what links cost, and hooks nothing.
 
@@ -89,6 +90,7 @@ class Machine:
     spare: float
     sources: Mapping[str, str]
     nvme_rate: float | None = None
+    peak: float | None = None
     zero: ZeroCosts | None = None
     kernels: Mapping[str, Mapping[str, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
@@ -209,14 +211,15 @@ def presets() -> dict[str, Any]:
 # the largest figures of a file: above those of any machine, and small enough for products of several
 MOST_RATE, MOST_SECONDS, MOST_SPARE = 1e24, 1e6, 0.99
 NUMBERS = ("memory_rate", "elementwise_rate", "offload_rate", "host_memory", "host_rate", "memory")
-FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", *NUMBERS,
+FIELDS = ("about", "per_node", "inside", "between", "uplink", "duplex", "stolen", "attention", "gemm", "peak", *NUMBERS,
           "nvme_rate", "host", "spare", "zero", "kernels", "sources")  # fmt: skip
 
 
 def machine_of(name: str, content: object, place: str = "") -> Machine:
     """The machine of a file's content. place: what errors call it; default: "machine NAME". Raises ConfigError, which
     names the wrong field."""
-    content = {"kernels": None, **content} if isinstance(content, Mapping) else content  # presets have no kernels
+    optional = {"kernels": None, "peak": None}  # presets have no kernels, and nobody measures a peak
+    content = {**optional, **content} if isinstance(content, Mapping) else content
     given = Given(place or f"machine {name}", content).object(FIELDS)
     host = given["host"].object(("instruction", "ahead"))
     return Machine(
@@ -233,6 +236,7 @@ def machine_of(name: str, content: object, place: str = "") -> Machine:
         instruction=_seconds(host["instruction"]),
         ahead=host["ahead"].flag(),
         nvme_rate=None if given["nvme_rate"].value is None else _rate(given["nvme_rate"]),
+        peak=None if given["peak"].value is None else _rate(given["peak"]),
         spare=given["spare"].number(least=0, most=MOST_SPARE),
         zero=None if given["zero"].value is None else _zero(given["zero"]),
         kernels={} if given["kernels"].value is None else _kernels(given["kernels"]),

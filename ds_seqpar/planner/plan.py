@@ -8,28 +8,23 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from .. import limits
-from ..compiler import schedules
-from ..compiler.masks import Mask
-from ..config import even_ulysses
-from ..deepspeed_json import Offload
 from ..errors import ConfigError
 from .candidates import Candidate, candidates, check_given, degrees, refusal, shapes
-from .footprint import Footprint, fits, footprint, rank_bytes
+from .footprint import Footprint, rank_bytes
+from .nearest import nothing_fits
 from .request import Request
 from .search import (
     DIRECTIONS,
     Estimate,
     Estimator,
     Prediction,
-    config_of_candidate,
     least_memory,
     least_received_bytes,
     least_seconds_with_overlap,
-    memory_options,
     predict,
     simulated_instructions,
     with_head_stages,
@@ -69,22 +64,7 @@ class PlanResult:
     @property
     def section(self) -> dict[str, Any]:
         """The "sequence_parallel" section of the best configuration."""
-        return section_of(self.best)
-
-
-def section_of(one: Prediction) -> dict[str, Any]:
-    """The section of a DeepSpeed JSON for a configuration: size, ulysses, schedule, and what is not the default."""
-    settings, defaults = one.config.settings(), type(one.config)().settings()
-    section = {name: settings[name] for name in ("size", "ulysses", "schedule")}
-    for name, value in settings.items():
-        if name in section or value == defaults[name]:
-            continue
-        if name == "layout" and value == one.candidate.schedule.default_layout:
-            continue
-        if one.candidate.inner == 1 and name in one.candidate.own:
-            continue
-        section[name] = list(value) if isinstance(value, tuple) else value
-    return section
+        return self.best.config.section()
 
 
 def plan(request: Request) -> PlanResult:
@@ -275,7 +255,7 @@ class _Search:
         """The ranked predictions, of those with equal outcomes the one with the shortest section. The overlap pass may
         make one plan of two, and rings in different orders may take equally long."""
         kept: dict[tuple, Prediction] = {}
-        for one in sorted(ranked, key=lambda one: len(section_of(one))):
+        for one in sorted(ranked, key=lambda one: len(one.config.section())):
             if (first := kept.setdefault(_outcome(one), one)) is not one:
                 self.refused[str(one.candidate), f"{SAME} {first.candidate}"] += 1
         return [one for one in ranked if one in kept.values()]
@@ -334,7 +314,7 @@ def _plainest(ranked: list[Prediction]) -> list[Prediction]:
     """The ranked predictions, with the plainest of those that are about as fast as the first in front."""
     alike = [one for one in ranked if one.simulated == ranked[0].simulated]
     alike = [one for one in alike if one.seconds <= ranked[0].seconds * ALIKE]
-    first = sorted(alike, key=lambda one: (len(section_of(one)), one.config.size))[:1]
+    first = sorted(alike, key=lambda one: (len(one.config.section()), one.config.size))[:1]
     return first + [one for one in ranked if one not in first]
 
 
@@ -342,57 +322,3 @@ def received_over_least(result: PlanResult, one: Prediction) -> float | None:
     """Bytes that the busiest rank receives in forward, over the least that any schedule needs; None: it needs none."""
     least = least_received_bytes(result.request, one)
     return one.config.head_stages * one.forward.received / least if least else None
-
-
-def nothing_fits(request: Request, rejected: Sequence[tuple[str, str]]) -> str:
-    """The sentence for a request that nothing fits, with what would fit. rejected: as in PlanResult."""
-    too_large = [f"{who}: {why}" for who, why in rejected if "GiB" in why]
-    reason = too_large[-1] if too_large else ": ".join(rejected[0]) if rejected else "there is no candidate"
-    near = nearest_fits(request)
-    advice = f"take {' or '.join(near)}" if near else "take a smaller model"
-    tokens = f"{request.seq} tokens on {request.world} ranks"
-    return f"a configuration must fit the memory and the length; got none for {tokens} ({reason}), {advice}"
-
-
-def nearest_fits(request: Request) -> list[str]:
-    """What to change so that something fits: more ranks, an offloaded optimiser, or a shorter sequence."""
-    changes = []
-    for times in (2, 4, 8, 16, 32):
-        larger = dataclasses.replace(request, world=request.world * times, given={**request.given, "size": "auto"})
-        if _fits(larger, larger.world):
-            changes.append(f"{larger.world} ranks")
-            break
-    if (offloaded := with_optimiser_on_host(request)) is not None and _fits(offloaded, request.world):
-        changes.append("zero_optimization.offload_optimizer with device cpu")
-    if not request.documents:
-        shorter = request.seq
-        while shorter > 1024:
-            shorter //= 2
-            if _fits(dataclasses.replace(request, seq=shorter), request.world):
-                changes.append(f"{shorter} tokens")
-                break
-    return changes
-
-
-def with_optimiser_on_host(request: Request) -> Request | None:
-    """The request with the optimiser in host memory; None where it cannot go there, or is there already."""
-    if request.zero.optimiser_away or not (request.zero.stage and request.machine.apart):
-        return None
-    zero = dataclasses.replace(request.zero, offload_optimizer=Offload(device="cpu"))
-    return dataclasses.replace(request, zero=zero)
-
-
-def _fits(request: Request, size: int) -> bool:
-    """Whether a ring fits with the strongest memory settings, alone or in the largest even Ulysses degree."""
-    if rank_bytes(least_memory(request, size), request.room) > request.limit:
-        return False
-    for ulysses in {1, max(even_ulysses(size, *request.heads))}:
-        plain = {"size": size, "ulysses": ulysses, "schedule": schedules.DEFAULT, "layout": "auto", "placement": "auto"}
-        candidate = next(candidates(request.world, request.heads, plain))
-        if refusal(candidate, request.seq, bool(request.documents)):
-            continue
-        for spared in memory_options(request, ulysses)[-3:]:
-            config = config_of_candidate(request, candidate, **spared)
-            if fits(footprint(request.step(config, Mask())), request.room):
-                return True
-    return False

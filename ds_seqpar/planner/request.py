@@ -178,6 +178,14 @@ class Request:
         """The number of (query, key) pairs of a sequence that attention computes."""
         return visible_pairs(self.documents or (self.seq,), self.window)
 
+    @functools.cached_property
+    def flops(self) -> int:
+        """Model flops of training on a sequence, as MFU counts them: 6 a weight and token that meet, 12 a visible pair
+        and element of the heads. What checkpoints compute again is not among them."""
+        m = self.model
+        weights = m.layers * (m.projections + m.mlp) + m.embedding  # of the head; the embedding is read by index
+        return 6 * weights * self.seq + 12 * m.layers * m.heads * m.head_dim * self.pairs
+
     def step(self, config: SequenceParallelConfig, mask: Mask | None = None) -> TrainingStep:
         return TrainingStep(
             model=self.model, config=config, world=self.world, seq=self.seq, batch=self.batch, dtype=self.dtype,

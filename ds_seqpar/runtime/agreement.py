@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import DisagreementError, SeqParError
+from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from .comm import explaining_failure, greatest
 from .exits import printed_by
 
 Fields = dict[str, str]
 # the fields of each rank that differs -> a clause of a sentence, or ""; None: the difference may stay
 Advice = Callable[[Mapping[int, Fields]], str | None]
-MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
 def agree(
@@ -206,16 +205,3 @@ def _grouped(by_rank: Mapping[int, str]) -> str:
         groups.setdefault(value, []).append(rank)
     shown = [f"{ranks_in_words(ranks)}: {value}" for value, ranks in list(groups.items())[:MOST_SHOWN]]
     return "; ".join(shown + ([f"and {len(groups) - MOST_SHOWN} other values"] if len(groups) > MOST_SHOWN else []))
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`; many scattered ones are cut short."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_SHOWN])
-    omitted = sum(len(run) for run in runs[MOST_SHOWN:])
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {omitted} more" if omitted else "")

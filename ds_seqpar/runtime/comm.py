@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import CommunicationError, ConfigError, SeqParError
 from .devices import communicator_device
+from .exits import LOST
 from .groups import Groups, is_up, timeout
 from .waits import Wait
 
@@ -91,7 +92,6 @@ class Works:
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 TIMED_OUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
-CLOSED = re.compile(r"(closed|reset) by peer|connection refused|broken pipe|remote process|remoteError", re.IGNORECASE)
 
 
 DESTROYED = (
@@ -126,9 +126,9 @@ def _reason(message: str, wait: Wait) -> str:
             f"timed out after {timeout(wait.group).total_seconds():g} s: {wait.whom()} did not take part in it; all "
             "ranks must, not only rank 0, and one that caught an error of its own cannot go on without the others"
         )
-    if CLOSED.search(message) and wait.awaited is None:
+    if LOST.search(message) and wait.awaited is None:
         return "failed because another rank ended or gave up: see what that one says"
-    if CLOSED.search(message):
+    if LOST.search(message):
         return (
             f"failed because another rank ended or gave up: {wait.whom()} did not take part in it, which all ranks "
             "must, not only rank 0; see what that one says, and if it says nothing, why it does not come here"

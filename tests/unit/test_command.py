@@ -126,6 +126,17 @@ def test_overlap_brings_the_critical_path_near_the_bound(capsys):
     assert all(before > after for before, after in zip(plain, overlapped, strict=True))
 
 
+def test_all_ranks_of_a_sequence_are_accounted_for(capsys, tmp_path):
+    """Ulysses' members do the same, so a row stands for them; their exchange is drawn."""
+    pixels = pytest.importorskip("matplotlib.image")
+    file, trace = tmp_path / "plan.png", tmp_path / "trace.json"
+    out = _show(capsys, "--size", 8, "--ulysses", 2, "--png", file, "--trace", trace)[0]
+    assert "stands for 2 of the 8 that share a sequence" in out
+    assert _share(pixels.imread(file)[..., :3], COLORS["exchange"]) > 0.01
+    names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert names >= {f"inner rank {rank}" for rank in range(4)}
+
+
 def test_a_single_rank_has_a_table_too(capsys):
     out, _, code = _show(capsys, "--size", 1)
     assert code == 0

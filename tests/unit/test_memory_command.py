@@ -6,10 +6,11 @@ import re
 import pytest
 
 from ds_seqpar import models
-from ds_seqpar.cli.memory import SHADES
+from ds_seqpar.cli.memory import LIMIT, SHADES
 from ds_seqpar.cli.numbers import PLAIN, numbers_of, plain_model
 from ds_seqpar.planner.footprint import PARTS
 from tests.unit.commands import LLAMA, assert_refused, run, with_options
+from tests.words import missing
 
 ENDS, ATTENTION = 256 * 64, 64 * (8 + 2 + 2 + 8) * 8
 # config -> (all parameters, those of a layer, the intermediates of a token, tied), by hand
@@ -129,9 +130,43 @@ def test_a_picture_is_drawn(capsys, place, tmp_path):
     out, _, code = _memory(capsys, place, "--png", file)
     assert code == 0
     assert f"wrote {file}\n" in out
-    seen = pixels.imread(file)[..., :3]
-    buckets = [int(SHADES[list(PARTS).index("buckets")][i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    assert (abs(seen - buckets) < 0.01).all(axis=-1).mean() > 0.02
+
+    def share(color):
+        wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        return (abs(pixels.imread(file)[..., :3] - wanted) < 0.01).all(axis=-1).mean()
+
+    buckets = SHADES[list(PARTS).index("buckets")]
+    assert share(buckets) > 0.02
+    assert share(LIMIT) == 0
+    for memory, is_drawn in ((0.002, True), (80, False)):  # far more than is needed would leave nothing of the bars
+        assert _memory(capsys, place, "--png", file, "--machine", "h100-ib", "--memory", memory)[2] == 0
+        assert share(buckets) > 0.02
+        assert (share(LIMIT) > 0) == is_drawn
+
+
+def test_memory_auto_is_what_ranks_would_choose(capsys, place):
+    words = ["--machine", "h100-ib", "--set", "memory=auto", "--memory", 0.002]
+    out, err, code = _memory(capsys, place, *words, "--seq-len", 8192)
+    assert (err, code) == ("", 0)
+    assert missing(out, 'sequence_parallel: "auto" for 8192 tokens on 4 ranks', '"loss_tiles": "auto"', "assumed") == []
+    found = json.loads(_memory(capsys, place, *words, "--seq-len", 8192, "--json", None)[0])
+    section = found["deepspeed_json"]["sequence_parallel"]
+    spelled = [word for name, value in section.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    given = ["memory", "--model", place, "--seq-len", 8192, "--ranks", 4, "--json", *spelled]
+    assert json.loads(run(capsys, *given)[0])["peak"] == found["peak"]
+    assert (
+        found["room"]["limit"]
+        < json.loads(_memory(capsys, place, "--seq-len", 8192, "--json", None)[0])["peak"]["total"]
+    )
+
+
+def test_a_section_that_asks_for_a_plan_is_planned_where_a_machine_is_known(capsys, place):
+    """Ranks would plan; what is counted is theirs."""
+    words = ["--seq-len", 8192, "--set", "seq_len=8192"]
+    assert "say --machine to plan" in _memory(capsys, place, *words)[0]
+    out = _memory(capsys, place, *words, "--machine", "h100-ib")[0]
+    assert 'sequence_parallel: "auto" for 8192 tokens' in out
+    assert "say --machine" not in out
 
 
 REFUSED = [
@@ -148,7 +183,10 @@ REFUSED = [
     (["--set", "head_stages=4"], ("head_stages", "got 4", "at most")),
     (["--ranks", 16, "--set", "ulysses=16"], ("ulysses 16", "8 query")),
     (["--machine", "h1000"], ("h1000", "h100-ib")),
-    (["--set", "memory=auto"], ("memory", "plan --machine", "loss_tiles")),
+    (["--set", "memory=auto"], ("memory", "say --machine", "loss_tiles")),
+    (["--seq-len", "-"], ("--seq-len",)),
+    (["--ranks", "-"], ("--ranks", "--nodes", "--gpus-per-node")),
+    (["--ranks", "-", "--nodes", 2**18, "--gpus-per-node", 8], ("at most 1,048,576", "got 2097152")),
     (["--memory", 80], ("--memory", "--machine")),
     (["--set", "zero_optimization.offload_optimizer.device=gpu"], ("offload_optimizer.device", "gpu")),
     (["--set", "zero_optimization.offload_optimizer.super_offload=true"], ("super_offload", "leave it out")),

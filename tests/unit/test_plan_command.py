@@ -19,9 +19,13 @@ def test_what_is_printed_can_be_pasted(capsys, place):
     out, err, code = _plan(capsys, place, "--set", "size=4")
     assert (err, code) == ("", 0)
     assert missing(out.splitlines()[0], "16384 tokens", "4 ranks of h100-ib") == []
-    section = json.loads("{" + re.search(r'^("sequence_parallel": .*)$', out, re.MULTILINE)[1] + "}")
-    config = SequenceParallelConfig.from_dict(section["sequence_parallel"]).resolve(4, (8, 2))
+    content = json.loads(re.search(r"^ds_config\.json:\n\n(\{\n.*?^\})$", out, re.MULTILINE | re.DOTALL)[1])
+    config = SequenceParallelConfig.from_deepspeed(content).resolve(4, (8, 2))
     assert config.size == 4
+    assert content["zero_optimization"] == {"stage": 3}
+    assumed = "bfloat16; ZeRO-3; gradient checkpointing on; AdamW; micro-batch 1; 1 sequence (16,384 tokens) a step"
+    assert missing(out.splitlines()[1], assumed, "67.1 of 74.5 GiB for tensors") == []
+    assert missing(out, "--gradient_checkpointing True --bf16 True", "--learning_rate 1e-05") == []
     first = out.split("\n\n")[1].splitlines()[1]
     assert "4 ranks: " in first
     assert missing(out, "bytes/least", "why not others:", "memory: ", "attention forward", "rank hours") == []
@@ -65,9 +69,68 @@ def test_a_picture_and_a_trace_are_written(capsys, place, tmp_path):
     assert {event["pid"] for event in events} == set(range(4)) or len({event["pid"] for event in events}) == 4
 
 
+def test_what_is_assumed_changes_with_what_is_said(capsys, place, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "train_batch_size": 16,
+                                "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}))  # fmt: skip
+    words = ["--config", file, "--no-checkpointing", None, "--nodes", 2]
+    out, _, code = _plan(capsys, place, *words)
+    assert code == 0
+    said = (
+        "ZeRO-1; gradient checkpointing off; AdamW (not the JSON's SGD); micro-batch 2; 16 sequences (262,144 tokens)"
+    )
+    assert said in out.splitlines()[1]
+    assert missing(out, '"train_batch_size": 16', "--per_device_train_batch_size 2") == []
+    assert "gradient_checkpointing_enable" not in out
+    found = json.loads(_plan(capsys, place, *words, "--json", None)[0])
+    assert found["assumed"]["sequences_a_step"] == 16
+    assert not found["assumed"]["gradient_checkpointing"]
+    assert found["deepspeed_json"]["sequence_parallel"] == found["section"]
+
+
+def test_lengths_and_ranks_are_said_one_way_in_both_commands(capsys, place):
+    def first(command, *words):
+        given = {"--model": place, "--machine": "h100-ib", "--seq-len": "16K", "--set": "size=4"}
+        return run(capsys, command, *with_options(given, words))[0].splitlines()[0]
+
+    for command in ("plan", "memory"):
+        found = {first(command, *words) for words in (
+            ("--ranks", 8), ("--nodes", 1), ("--nodes", 2, "--gpus-per-node", 4), ("--ranks", 8, "--seq-len", 16384),
+        )}  # fmt: skip
+        assert len(found) == 1
+        assert missing(found.pop(), "16384 tokens on 8 ranks") == []
+    assert first("plan", "--seq-len", "1m", "--documents", "-").startswith("1048576 tokens")
+
+
+def test_rates_are_of_all_ranks_and_of_the_peak(capsys, place):
+    for machine, half in (("h100-ib", True), ("cpu", False)):
+        found = json.loads(_plan(capsys, place, "--machine", machine, "--json", None)[0])["ranked"][0]
+        assert found["tokens_per_second"] == pytest.approx(16384 / found["seconds_a_sequence"])
+        if half:
+            weights = 2 * (2 * 64 * (8 + 2) * 8 + 3 * 64 * 96) + 256 * 64
+            flops = 6 * weights * 16384 + 12 * 2 * 8 * 8 * 16384 * 16385 / 2
+            assert found["mfu"] == pytest.approx(flops / found["seconds_a_sequence"] / 4 / 989e12)
+        else:
+            assert found["mfu"] is None
+    assert "No MFU" in _plan(capsys, place, "--machine", "cpu")[0]
+
+
+def test_ranks_that_do_the_same_share_a_row(capsys, place, tmp_path):
+    pixels = pytest.importorskip("matplotlib.image")
+    heights = []
+    for size in (2, 16):
+        words = ["--ranks", 16, "--set", f"size={size}", "--png", tmp_path / "plan.png"]
+        assert _plan(capsys, place, *words, "--gpus-per-node", 16)[2] == 0
+        heights.append(pixels.imread(tmp_path / "plan.png").shape[0])
+    assert heights[1] < 2 * heights[0]  # 16 rows are 5 times as high as 2
+
+
 REFUSED = [
     (["--seq-len", "many"], ("--seq-len", "got 'many'")),
     (["--seq-len", "-"], ("--seq-len", "--documents")),
+    (["--seq-len", "1.5M"], ("--seq-len", "M (1,048,576)", "got '1.5M'")),
+    (["--seq-len", f"{2**21}M"], ("--seq-len", "at most")),
+    (["--ranks", 4, "--nodes", 1], ("--ranks", "--nodes", "both")),
     (["--nodes", 0], ("--nodes", "got '0'")),
     (["--memory", "none"], ("--memory", "got 'none'")),
     (["--memory", "0.001"], ("16384 tokens", "4 ranks", "GiB")),

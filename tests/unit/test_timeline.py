@@ -33,6 +33,18 @@ def test_seconds_are_counted_once():
     assert Timeline(()).seconds == 0
 
 
+def test_ranks_that_do_the_same_at_the_same_times_are_alike():
+    def product(rank, start, end, label="q(0)*kv(0)"):
+        return Event(rank, "product", start, end, label)
+
+    late, other = product(3, 0.5, 1.5), Event(4, "wait", 0, 1, "")
+    short = Event(2, "wait", 0.995, 1, "")
+    line = Timeline((product(0, 0, 1), product(2, 0.002, 1, "q(2)*kv(2)"), short, late, other, product(5, 0, 1)))
+    assert line.alike() == [(0, 2, 5), (3,), (4,)]
+    assert SIMULATED.alike() == [(0, 1, 2, 3)]
+    assert Timeline(()).alike() == []
+
+
 def test_one_time_line_after_another():
     both = SIMULATED.after(RECORDED)
     assert both.seconds == RECORDED.seconds + SIMULATED.seconds
@@ -92,9 +104,9 @@ def test_a_trace_needs_a_file_that_can_be_written(tmp_path):
 
 def test_two_time_lines_are_drawn_side_by_side(tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    widths = []
+    widths, rows = [], {rank: f"rank {rank}" for rank in range(4)}
     for timelines in ({"one": RECORDED}, {"one": RECORDED, "other": SIMULATED}):
-        draw_timelines(timelines, tmp_path / "both.png", range(4), second=1.0, unit="s")
+        draw_timelines(timelines, tmp_path / "both.png", rows, second=1.0, unit="s")
         widths.append(image.imread(tmp_path / "both.png").shape[1])
     assert 1.7 <= widths[1] / widths[0] <= 2.3
 

@@ -1,0 +1,196 @@
+"""What `memory` and `plan` are told alike: the model, the length, the ranks, the machine and the DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from typing import Any
+
+from .. import limits
+from ..config import PLAN_REQUESTS, SequenceParallelConfig, setting_names
+from ..deepspeed_checks import check_deepspeed
+from ..deepspeed_json import BATCH_SIZES, SECTION, Zero, read_deepspeed, section_of
+from ..errors import ConfigError, did_you_mean
+from ..files import parse_json, shown
+from ..planner.auto import Job
+from ..planner.machine import Machine
+from ..planner.request import Model
+from .numbers import numbers_of
+
+# what is counted without --config; the learning rate is for whoever pastes it
+DEFAULTS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},  # which compiles nothing
+    "zero_optimization": {"stage": 3},
+}
+GIB = 2**30
+MOST_GIB = 2**40  # of --memory
+DIGITS = 18  # of a number on the command line: products of three such numbers are finite
+UNITS = {"K": 2**10, "M": 2**20}
+UNITS_HELP = "or with K (1,024) or M (1,048,576) after it"
+
+
+def add_options(parser: argparse.ArgumentParser, machine: str, units: str) -> None:
+    """Adds the options that `memory` and `plan` share. machine: the help of --machine. units: those of --json."""
+    parser.add_argument("--model", required=True, metavar="PLACE", help="folder of a model, or its config.json")
+    parser.add_argument("--seq-len", metavar="N", help=f"tokens of the whole sequence, {UNITS_HELP}")
+    parser.add_argument("--ranks", metavar="P", help="ranks of the job; or say --nodes")
+    parser.add_argument("--nodes", metavar="N", help="nodes of the job, all of whose ranks take part")
+    parser.add_argument("--gpus-per-node", metavar="N", help="ranks of a node; default: the machine's")
+    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON; without one bf16, ZeRO-3 and AdamW")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f'a setting of "{SECTION}"; with a dot one of the DeepSpeed JSON, as zero_optimization.stage=2',
+    )  # fmt: skip
+    parser.add_argument("--no-checkpointing", action="store_true", help="without gradient checkpointing")
+    parser.add_argument("--machine", metavar="NAME", help=f"{machine}, or a file of calibrate")
+    parser.add_argument("--memory", metavar="GIB", help="of a rank, for tensors; default: the machine's")
+    parser.add_argument("--json", action="store_true", help=f"print JSON; {units}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a command was told. content: the DeepSpeed JSON, as it can be pasted. filled: key -> value that an "auto" of
+    it counts as. config: its section. seq: tokens of a sequence. job: these two, and what of the JSON memory and time
+    depend on. machine: None: none is named. memory: bytes of a rank; None: the machine's. world: ranks of the job."""
+
+    content: dict[str, Any]
+    filled: dict[str, Any]
+    config: SequenceParallelConfig
+    model: Model
+    seq: int
+    job: Job
+    machine: Machine | None
+    memory: int | None
+    world: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, seq: int | None = None, machine: str | None = None) -> Told:
+        """From the options. seq: the length where they do not say it; machine: the machine where neither they nor the
+        section name one. Raises ConfigError for options or settings that do not fit."""
+        content = content_of(args)
+        config = SequenceParallelConfig.from_dict(section_of(content))
+        named = args.machine if args.machine is not None else machine if config.machine == "auto" else config.machine
+        found = None if named is None else Machine.load(named)
+        each = None if args.gpus_per_node is None else count("--gpus-per-node", args.gpus_per_node, limits.MAX_RANKS)
+        if found is not None and each is not None:
+            found = dataclasses.replace(found, per_node=each)
+        seq = seq or (None if config.seq_len == "auto" else config.seq_len)
+        seq = seq if args.seq_len is None else tokens("--seq-len", args.seq_len)
+        if seq is None:
+            raise ConfigError(
+                "memory and plan need --seq-len N, and plan takes --documents FILE with the lengths of those of a "
+                "sequence too; got none of them"
+            )
+        model, counted = numbers_of(args.model), copy.deepcopy(content)
+        filled = fill_in(counted, model.hidden)
+        job = dataclasses.replace(Job.of(counted), model=model, seq=seq, checkpointing=not args.no_checkpointing)
+        for name in BATCH_SIZES:
+            limits.check(name, counted[name] if isinstance(counted.get(name), int) else 1, limits.MAX_COUNT)
+        return cls(
+            content=content, filled=filled, config=config, model=model, seq=seq, job=job, machine=found,
+            memory=None if args.memory is None else gibibytes("--memory", args.memory),
+            world=_world(args, found.per_node if found else each),
+        )  # fmt: skip
+
+    def section(self) -> dict[str, Any]:
+        """The settings of the section that are no question to the planner."""
+        return {name: value for name, value in section_of(self.content).items() if name not in PLAN_REQUESTS}
+
+
+def _world(args: argparse.Namespace, per_node: int | None) -> int:
+    """The ranks of the job. per_node: those of a node, where they are known."""
+    if args.ranks is not None and args.nodes is not None:
+        raise ConfigError(
+            f"--ranks or --nodes says the ranks of a job; got both, {args.ranks:.60} and {args.nodes:.60}"
+        )
+    if args.ranks is not None:
+        return count("--ranks", args.ranks, limits.MAX_RANKS)
+    if per_node is None:
+        raise ConfigError("memory needs --ranks P, or --nodes N and a node's ranks, by --gpus-per-node or --machine")
+    world = per_node * (1 if args.nodes is None else count("--nodes", args.nodes))
+    limits.check("the ranks of a job, nodes x ranks a node,", world, limits.MAX_RANKS)
+    return world
+
+
+def count(name: str, text: str, most: int = limits.MAX_COUNT) -> int:
+    """The number in an option. Raises ConfigError unless it is a whole number from 1 to `most`."""
+    if not text.isdecimal() or len(text) > DIGITS or int(text) < 1:
+        raise ConfigError(f"{name} must be a whole number from 1, of at most {DIGITS} digits; got {text!r:.60}")
+    limits.check(name, int(text), most)
+    return int(text)
+
+
+def tokens(name: str, text: str) -> int:
+    """The number of tokens in an option, as 131072 or 128K. Raises ConfigError as `count` does."""
+    unit = UNITS.get(text[-1:].upper(), 1)
+    number, most = text[:-1] if unit > 1 else text, limits.MAX_TOKENS
+    if not number.isdecimal() or len(number) > DIGITS or int(number) < 1:
+        raise ConfigError(f"{name} must be a whole number from 1, {UNITS_HELP}; got {text!r:.60}")
+    limits.check(name, int(number) * unit, most)
+    return int(number) * unit
+
+
+def gibibytes(name: str, text: str) -> int:
+    """The bytes in an option that gives GiB. Raises ConfigError unless it is a number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= MOST_GIB:
+        raise ConfigError(f"{name} must be a number above 0, at most {MOST_GIB}; got {text!r:.60}")
+    return int(found * GIB)
+
+
+def content_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed JSON with the values of --set. Raises ConfigError where DeepSpeed refuses it."""
+    content = read_deepspeed(args.config) if args.config is not None else copy.deepcopy(DEFAULTS)
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}")
+        *sections, key = name.split(".")
+        if not sections and key not in setting_names():
+            known = setting_names()
+            raise ConfigError(f'--set knows the settings of "{SECTION}"; got {key!r}{did_you_mean(key, known)}')
+        inside = content
+        for section in sections or [SECTION]:
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"--set {name} needs an object {section!r}; the configuration has {shown(inside)}")
+        inside[key] = parse_json(value, "a value", f"--set {name}", or_text=True)
+    if args.config is not None or any("." in text.partition("=")[0] for text in args.set):
+        check_deepspeed(content, args.config)  # imports DeepSpeed, which takes seconds
+    zero = Zero.of(content.get("zero_optimization", {}))
+    if zero.optimiser_away and content.get("optimizer") == DEFAULTS["optimizer"]:
+        del content["optimizer"]["params"]["torch_adam"]  # DeepSpeed's own AdamW is many times as fast on a host
+    if zero.offload_optimizer.super_offload:
+        raise ConfigError(
+            "memory and plan know offload_optimizer without super_offload; got super_offload true, leave it out"
+        )
+    return content
+
+
+def fill_in(content: dict[str, Any], hidden: int) -> dict[str, Any]:
+    """Replaces each "auto" of a configuration that memory depends on, and returns key -> the new value. Sizes of
+    buckets are those that the Trainer takes from the model; for what it takes from its arguments usual values stand."""
+    assumed = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16.enabled": content.get("fp16", {}).get("enabled") is not True,
+        "fp16.enabled": not content.get("bf16", {}).get("enabled"),
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+    }
+    filled = {}
+    for name, value in assumed.items():
+        section, _, key = name.rpartition(".")
+        inside = content.get(section, {}) if section else content
+        if inside.get(key) == "auto":
+            inside[key] = filled[name] = value
+    if content.get("zero_optimization", {}).get("stage") == "auto":
+        raise ConfigError('memory depends on zero_optimization.stage, 0 to 3; got "auto", write the stage')
+    return filled
