@@ -19,7 +19,7 @@ from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_seqpar_error
-from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
+from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime, threads
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.exits import printed_once
@@ -79,11 +79,13 @@ class SequenceParallel(Sharding):
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
         with explaining_failure("making process groups", world):
-            self.groups = groups.create(self.topology, rank, world)
+            made = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
-        self.comm = TorchComm(self.groups)
-        member = self.topology.index(rank, "ulysses")
-        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member, measured)
+        threads.bind()
+        self.comm, member = TorchComm(made), self.topology.index(rank, "ulysses")
+        around = self.comm, member, measured, made
+        self.runtime = runtime.Runtime(self.config, self.topology, made.inner_rank, *around)
+        self.calls = self.runtime.calls
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()
@@ -95,7 +97,13 @@ class SequenceParallel(Sharding):
         Without it they are freed once nobody refers to the SequenceParallel: no model that is patched with it, no
         backward pass that is still to come. NCCL's are freed by `close` alone, which all ranks must then call.
         """
-        self.groups.close()
+        self.comm.groups.close()
+
+    def bind_to_thread(self) -> None:
+        """Makes the current thread the one that may call what communicates, in place of the thread that made the last
+        SequenceParallel: ranks could pair calls of two threads wrongly. To be called on every rank, while no other
+        thread is in such a call. It holds for every SequenceParallel of the process."""
+        threads.bind()
 
     def __enter__(self) -> SequenceParallel:
         return self

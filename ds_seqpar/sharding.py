@@ -18,9 +18,10 @@ from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
 from .errors import InputError
 from .placement import Placement, positions_held
-from .runtime import inputs
+from .runtime import inputs, threads
 from .runtime.agreement import agree, sums
-from .runtime.comm import explaining_failure
+from .runtime.backward import Calls
+from .runtime.comm import TorchComm, explaining_failure
 from .runtime.groups import Groups
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
@@ -34,9 +35,16 @@ class Sharding:
     rank: int
     data_rank: int
     data_size: int
-    groups: Groups
+    comm: TorchComm
+    calls: Calls
     mask_users: weakref.WeakSet[Any]
     vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
+        threads.check()
+        return self.comm.groups
 
     @property
     def keeps_masks(self) -> bool:

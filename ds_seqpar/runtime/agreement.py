@@ -16,6 +16,8 @@ from .exits import printed_by
 
 Fields = dict[str, str]
 Advice = Callable[[Mapping[int, Fields]], str]  # the fields of each rank that differs -> a clause of a sentence, or ""
+BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward.py`
+LEFT_OUT = "add 0 * out.sum() to a loss that does not depend on attention, so that every rank runs its backward"
 MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
@@ -47,7 +49,7 @@ def agree(
     if alike is None or _size(alike.group) == _size(group):
         wrong, most = _compare(group, failed, digest, number, doing)
     else:
-        wrong, most = _compare(group, failed, _digest(what), number, doing)  # do all ranks make this call?
+        wrong, most = _compare(group, failed, digest_of(what), number, doing)  # do all ranks make this call?
         if not wrong:
             differs, _ = _compare(alike.group, 0, digest, 0, doing)
             wrong, _ = _compare(group, differs, 0, 0, doing)
@@ -56,7 +58,7 @@ def agree(
     return most
 
 
-def _digest(*content: object) -> int:
+def digest_of(*content: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "big")
 
 
@@ -64,8 +66,13 @@ class Compared:
     """A value in the form in which ranks compare it: its fields and their digest."""
 
     def __init__(self, what: str, value: object) -> None:
-        self.fields = fields_of(value)
-        self.digest = _digest(what, sorted(self.fields.items()))
+        self._fields = fields_of(value)
+        self.digest = digest_of(what, sorted(self._fields.items()))
+
+    @property
+    def fields(self) -> Fields:
+        """Read only where ranks differ."""
+        return self._fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +179,10 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
     Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
     if len({what for what, _ in by_rank.values()}) > 1:
-        by_call = {rank: what for rank, (what, _) in by_rank.items()}
-        return f"calls; got {_grouped(by_call)}"
+        by_call = {rank: f"{what} of {next(iter(fields))}" if what == BACKWARD and fields else what
+                   for rank, (what, fields) in by_rank.items()}
+        left_out = any(what == BACKWARD for what, _ in by_rank.values())
+        return f"calls; got {_grouped(by_call)}{', ' + LEFT_OUT if left_out else ''}"
     first = next(iter(by_rank.values()))
     names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
     if not names:

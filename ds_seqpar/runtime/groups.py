@@ -71,7 +71,7 @@ class Groups:
     the schedule; inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: the
     members that exchange heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
     collectives: the groups of schedules' collectives, by their inner ranks. made: the groups that were made for this
-    object, and are freed with it, their threads and sockets too.
+    object, and are freed with it, their threads and sockets too. number: of this set of groups, the same on all ranks.
     """
 
     world: Group
@@ -84,6 +84,7 @@ class Groups:
     ulysses: Group | None
     control: Group | None
     collectives: dict[tuple[int, ...], CollectiveGroup]
+    number: int
 
     def close(self) -> None:
         """Frees the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
@@ -144,6 +145,7 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
         ulysses=ulysses,
         control=control,
         collectives=collectives,
+        number=maker.number,
     )
 
 
@@ -157,7 +159,7 @@ class _Maker:
     def __init__(self, rank: int, world: Group) -> None:
         number = torch.tensor([next(_numbers)], device="cpu")
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
-        self.rank, self.world, self.prefix = rank, world, f"ds_seqpar/{int(number)}"
+        self.rank, self.world, self.number = rank, world, int(number)
         self.device = bind_device(all_ranks())
         self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.made: list[Group] = []
@@ -186,7 +188,7 @@ class _Maker:
             list(ranks),
             dist.Backend(backend),
             distributed_c10d._get_default_store(),
-            group_name=f"{self.prefix}/{purpose}/{ranks[0]}",
+            group_name=f"ds_seqpar/{self.number}/{purpose}/{ranks[0]}",
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",

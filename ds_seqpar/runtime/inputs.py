@@ -20,7 +20,7 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
-from . import checkpoints
+from . import checkpoints, threads
 from .agreement import Compared, Fields, agree
 from .comm import TorchComm
 from .runtime import Runtime
@@ -75,6 +75,8 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
         return
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
+    if group is not None:
+        threads.check()
     if key is None or runtime.checked is None or runtime.checked[0] != key:
         error = attention_error(runtime, q, k, v, options)
         # after an error the inputs may be nothing that can be described

@@ -27,6 +27,7 @@ from .runtime import Runtime, run
 from .walk import Walk
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
+ATTENTION = "attention"  # how errors name a call of it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
@@ -175,6 +176,7 @@ def _sizes(runtime: Runtime, tensors: Tensors, shards: UnevenShards | None) -> l
 
 def _forward(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     attended, runtime = settings.attended(q.shape[1]), settings.runtime
+    runtime.calls.follow(ATTENTION, q.shape)
     walk = runtime.forward(q, k, v, sinks, *attended, settings.stages, settings.saves, settings.lse)
     return _run_without_autocast(walk, q.device)
 
@@ -226,6 +228,7 @@ def _backward(
     settings: _Settings, do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], kv_heads: int
 ) -> list[Tensor]:
     """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks."""
+    settings.runtime.calls.enter()
     own, inner, stages = {"do": do}, list(saved), settings.stages
     if settings.saves == NOTHING:
         own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
@@ -243,13 +246,14 @@ def _save(ctx: Context, own: Tensors, sinks: Tensor | None, results: Sequence[Te
     own out and q, k and v. own: q, k and v. results: those of forward."""
     ctx.set_materialize_grads(False)
     out, *inner = results[: len(results) - lse]
+    ctx.out = own[0].shape, own[0].dtype, own[0].device
     ctx.save_for_backward(sinks, *inner, *(() if saves == OPERANDS_AND_OUT else (out,)), *(() if saves else own))
 
 
 def _gradients(ctx: Context, do: Tensor | None, backward: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
     """The gradients of q, k, v and sinks. backward: takes do, sinks and what `_save` saved beside sinks."""
-    if do is None:
-        return [None] * 4
+    if do is None:  # a function after attention has no gradient on this rank; on another it may have one
+        do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
     sinks, *saved = ctx.saved_tensors
     with torch.no_grad():
         grads = backward(do, sinks, saved)
@@ -283,6 +287,8 @@ class Attention(torch.autograd.Function):
         if results is None:
             results = tuple(Attention.results(settings, q, k, v, sinks))
             checkpoints.save(results)
+        else:
+            settings.runtime.calls.follow(ATTENTION, q.shape)
         ctx.settings, ctx.k_shape = settings, k.shape
         _save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse)
         ctx.mark_non_differentiable(*results[2:])  # the lse stays: by it `_without_derivative` finds the inputs
