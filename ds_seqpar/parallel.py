@@ -19,7 +19,7 @@ from .compiler.masks import Mask
 from .compiler.shards import UnevenShards
 from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
 from .errors import ConfigError, SeqParError, as_seqpar_error
-from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime, threads
+from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, explaining_failure
 from .runtime.exits import printed_once
@@ -81,10 +81,10 @@ class SequenceParallel(Sharding):
         with explaining_failure("making process groups", world):
             made = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
-        threads.bind()
-        self.comm, member = TorchComm(made), self.topology.index(rank, "ulysses")
-        around = self.comm, member, measured, made
-        self.runtime = runtime.Runtime(self.config, self.topology, made.inner_rank, *around)
+        groups.bind_thread()
+        self.comm = TorchComm(made)
+        member = self.topology.index(rank, "ulysses")
+        self.runtime = runtime.Runtime(self.config, self.topology, made.inner_rank, self.comm, member, measured)
         self.calls = self.runtime.calls
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
@@ -103,7 +103,7 @@ class SequenceParallel(Sharding):
         """Makes the current thread the one that may call what communicates, in place of the thread that made the last
         SequenceParallel: ranks could pair calls of two threads wrongly. To be called on every rank, while no other
         thread is in such a call. It holds for every SequenceParallel of the process."""
-        threads.bind()
+        groups.bind_thread()
 
     def __enter__(self) -> SequenceParallel:
         return self

@@ -18,11 +18,11 @@ from .compiler.shards import EvenShards
 from .config import SequenceParallelConfig
 from .errors import InputError
 from .placement import Placement, positions_held
-from .runtime import inputs, threads
+from .runtime import inputs
 from .runtime.agreement import agree, sums
 from .runtime.backward import Calls
 from .runtime.comm import TorchComm, explaining_failure
-from .runtime.groups import Groups
+from .runtime.groups import Groups, check_thread
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
@@ -43,7 +43,7 @@ class Sharding:
     @property
     def groups(self) -> Groups:
         """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
-        threads.check()
+        check_thread()
         return self.comm.groups
 
     @property

@@ -179,8 +179,10 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
     Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
     if len({what for what, _ in by_rank.values()}) > 1:
-        by_call = {rank: f"{what} of {next(iter(fields))}" if what == BACKWARD and fields else what
-                   for rank, (what, fields) in by_rank.items()}
+        by_call = {
+            rank: f"{what} through {next(iter(fields))}" if what == BACKWARD and fields else what
+            for rank, (what, fields) in by_rank.items()
+        }
         left_out = any(what == BACKWARD for what, _ in by_rank.values())
         return f"calls; got {_grouped(by_call)}{', ' + LEFT_OUT if left_out else ''}"
     first = next(iter(by_rank.values()))

@@ -15,7 +15,7 @@ import dataclasses
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from . import threads
 from .agreement import BACKWARD, Compared, Fields, agree, digest_of
-from .groups import Groups
+from .groups import Groups, check_thread
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,8 +40,9 @@ class _Call:
     inside: bool
     task: int = -1
 
-    def __str__(self) -> str:
-        return f"{self.what} of {tuple(self.shape)}" if self.shape else self.what
+    def named(self, last: int) -> str:
+        """Its name in errors, among `last` calls."""
+        return f"{self.what} (call {self.number} of {last}{f', of {tuple(self.shape)}' if self.shape else ''})"
 
 
 @dataclasses.dataclass
@@ -62,21 +62,20 @@ class Calls:
     one process, which need not agree."""
 
     def __init__(self, groups: Groups | None) -> None:
-        self.groups, self.count = groups, 0
-        alone = groups is None or groups.control is None
-        ranks = () if alone else tuple(dist.get_process_group_ranks(groups.control))
-        self.of = 0 if groups is None else groups.number, ranks
+        self.groups, self.count, self.of = groups, 0, (0, tuple[int, ...]())
+        if groups is not None and groups.control is not None:
+            self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
     def follow(self, what: str, shape: tuple[int, ...] = ()) -> None:
         """Counts a call, before it sends anything, and remembers it for the nodes in whose forward this is. In a
         backward, as that of a checkpoint, this first makes sure that all ranks are in the same one."""
         if not self.of[1]:
             return
-        self.count += 1
         inside = False
         if torch._C._current_graph_task_id() >= 0:
             self.enter()
             inside = _current() is not None
+        self.count += 1
         call = _Call(self.of, self.count, what, shape, inside)
         for node in _nodes_around(sys._getframe(1)):
             _calls.setdefault(node, call)
@@ -86,9 +85,9 @@ class Calls:
         sends only where the graph task was not agreed on, or where nodes come in another order than was agreed on.
 
         To be called in each backward before it sends anything. again: agree even where that was done."""
-        if not self.of[1]:
+        if self.groups is None or not self.of[1]:
             return
-        threads.check()
+        check_thread()
         task, call = torch._C._current_graph_task_id(), _current()
         if call is not None and (call.inside or call.task == task):
             call.inside, call.task = False, task
@@ -106,8 +105,9 @@ class Calls:
     def _to_run(self, task: int) -> list[_Call]:
         """The calls that the current graph task will run, in order. Those of other ranks are left out."""
         mine = [(node, call) for node, call in _calls.items() if call.of[1] == self.of[1] and not call.inside]
-        runs = [(node, call) for node, call in mine if call.task != task and torch._C._will_engine_execute_node(node)]
-        return [call for _, call in sorted(runs, key=lambda one: one[0]._sequence_nr(), reverse=True)]
+        will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+        runs = [(node._sequence_nr(), call) for node, call in mine if call.task != task and will_run(node)]
+        return [call for _, call in sorted(runs, key=lambda one: one[0], reverse=True)]
 
 
 # where a rank does not come
@@ -124,8 +124,8 @@ class _Order(Compared):
     @property
     def fields(self) -> Fields:
         """The place of each call."""
-        named = {f"call {call.number} of {self.last} ({call})": call for call in self.calls}
-        return {name: f"as number {place}" if place > 1 else "first" for place, name in enumerate(named, 1)}
+        names = [call.named(self.last) for call in self.calls]
+        return {name: f"as number {place}" if place > 1 else "first" for place, name in enumerate(names, 1)}
 
 
 def _advice(given: Mapping[int, Fields]) -> str:

@@ -54,6 +54,28 @@ def timeout(group: Group | None = None) -> timedelta:
         return dist.default_pg_timeout
 
 
+_bound: threading.Thread | None = None  # the thread that may communicate
+
+
+def bind_thread() -> None:
+    """Makes the current thread the only one that may communicate. In two at once ranks could pair a call in one with a
+    call in the other, since which thread comes first differs between ranks."""
+    global _bound
+    _bound = threading.current_thread()
+
+
+def check_thread() -> None:
+    """Raises ConfigError in any other thread, but not in autograd's own, which run backward on a device."""
+    current = threading.current_thread()
+    of_autograd = isinstance(current, threading._DummyThread) and torch._C._current_graph_task_id() >= 0
+    if current is not _bound and not of_autograd:
+        raise ConfigError(
+            "sequence parallelism needs all its calls in one thread, backward too, which is the one that made the last "
+            f"SequenceParallel; got a call in {current.name!r} after {_bound and _bound.name!r}, to go on there call "
+            "sp.bind_to_thread() in it first, on every rank, and nothing more in the other"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class CollectiveGroup:
     """A group for a schedule's collectives. order: its inner ranks, by their rank in the group (torch sorts them by

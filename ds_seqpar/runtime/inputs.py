@@ -20,9 +20,10 @@ from ..compiler.masks import CAUSAL, FULL, Mask
 from ..compiler.shards import Shards, UnevenShards, check_parts, members_tokens
 from ..config import check_heads, check_length
 from ..errors import InputError, SeqParError, as_seqpar_error
-from . import checkpoints, threads
+from . import checkpoints
 from .agreement import Compared, Fields, agree
 from .comm import TorchComm
+from .groups import check_thread
 from .runtime import Runtime
 
 
@@ -76,7 +77,7 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
     if group is not None:
-        threads.check()
+        check_thread()
     if key is None or runtime.checked is None or runtime.checked[0] != key:
         error = attention_error(runtime, q, k, v, options)
         # after an error the inputs may be nothing that can be described
