@@ -17,7 +17,7 @@ from .exits import printed_by
 Fields = dict[str, str]
 Advice = Callable[[Mapping[int, Fields]], str]  # the fields of each rank that differs -> a clause of a sentence, or ""
 BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward.py`
-LEFT_OUT = "add 0 * out.sum() to a loss that does not depend on attention, so that every rank runs its backward"
+LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
 MOST_SHOWN = 4  # fields, groups of ranks and runs of rank numbers that a sentence names at most
 
 
@@ -179,12 +179,12 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
     Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
     if len({what for what, _ in by_rank.values()}) > 1:
+        in_backward = [what == BACKWARD for what, _ in by_rank.values()]
         by_call = {
             rank: f"{what} through {next(iter(fields))}" if what == BACKWARD and fields else what
             for rank, (what, fields) in by_rank.items()
         }
-        left_out = any(what == BACKWARD for what, _ in by_rank.values())
-        return f"calls; got {_grouped(by_call)}{', ' + LEFT_OUT if left_out else ''}"
+        return f"calls{f', but some are in backward: {LEFT_OUT}' if any(in_backward) else ''}; got {_grouped(by_call)}"
     first = next(iter(by_rank.values()))
     names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
     if not names:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
 
-from .agreement import BACKWARD, Compared, Fields, agree, digest_of
+from .agreement import BACKWARD, LEFT_OUT, Compared, Fields, agree, digest_of
 from .groups import Groups, check_thread
 
 
@@ -110,8 +110,7 @@ class Calls:
         return [call for _, call in sorted(runs, key=lambda one: one[0], reverse=True)]
 
 
-# where a rank does not come
-BACKWARD_CALL = "backward of attention (where a rank's loss leaves attention out, add 0 * out.sum() to it)"
+BACKWARD_CALL = f"backward of attention ({LEFT_OUT})"  # where a rank does not come
 
 
 class _Order(Compared):

@@ -72,5 +72,5 @@ def of_backward(by_rank: Mapping[int, Fields]) -> str:
     """The cause where ranks run other calls' backward, or run them in another order."""
     fewest, *others = sorted((set(fields) for fields in by_rank.values()), key=len)
     if any(fewest < calls for calls in others):
-        return f"a rank's loss leaves calls out: {LEFT_OUT}"
+        return f"some run fewer calls: {LEFT_OUT}"
     return "losses come in another order, as those of a set of names do: go through a list, the same on every rank"

@@ -228,7 +228,8 @@ def _backward(
     settings: _Settings, do: Tensor, sinks: Tensor | None, saved: Sequence[Tensor], kv_heads: int
 ) -> list[Tensor]:
     """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks."""
-    settings.runtime.calls.enter()
+    with settings.runtime.recorded("agree", "backward"):
+        settings.runtime.calls.enter()
     own, inner, stages = {"do": do}, list(saved), settings.stages
     if settings.saves == NOTHING:
         own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
