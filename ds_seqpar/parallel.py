@@ -261,7 +261,7 @@ class SequenceParallel(Sharding):
         DeepSpeed and DDP average gradients over ranks.
         Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
         """
-        mean, own = mean_of(self.control_world, losses)
+        mean, own = mean_of(self.groups, losses)
         return own + (mean - own.detach()) if differentiable else mean
 
 

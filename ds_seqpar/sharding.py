@@ -217,14 +217,15 @@ def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
 # ---- losses
 
 
-def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
+def mean_of(groups: Groups, given: object) -> tuple[float, Tensor]:
     """(the mean of all ranks' losses, in double precision; the mean of this rank's losses in their own dtype, with
     their graph). Collective. Raises InputError or DisagreementError on all ranks."""
     losses, error = _losses(given)
     own = torch.zeros((), device="cpu") if error else torch.stack([loss.reshape(()) for loss in losses]).mean()
     exact = 0.0 if error else float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
-    agree(world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
-    return sums(world, [exact], "mean_loss")[0] / dist.get_world_size(), own
+    number = {"number of losses": len(losses)}
+    agree(groups.world, "losses", number, error=error, after=groups.control, call="mean_loss")
+    return sums(groups.world, [exact], "mean_loss")[0] / dist.get_world_size(), own
 
 
 def _losses(given: object) -> tuple[list[Tensor], InputError | None]:

@@ -29,6 +29,7 @@ def agree(
     error: SeqParError | None = None,
     number: int = 0,
     alike: Part | None = None,
+    after: dist.ProcessGroup | None = None,
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
@@ -40,12 +41,17 @@ def agree(
     dataclasses, and lists and tuples of them are compared field by field, and an error names the fields that differ. A
     value that is compared often may be given as `Compared`.
     error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
+    after: a part of the group whose ranks first make sure that all of them make this call, and none is in a backward,
+    for which it would wait there. alike does it too.
     call: the function that users call to come here, named where a rank does not come.
     advice: says why ranks differ, and what to do, where that is known.
     """
     value = value if isinstance(value, Compared) else Compared(what, value)
     failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
     # all ranks know the result, so either all of them take the slow path or none
+    after = alike.group if alike else after
+    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(what), 0, doing)[0]:
+        _raise_difference(after, what, value.fields, error, 0, None)
     if alike is None or _size(alike.group) == _size(group):
         wrong, most = _compare(group, failed, digest, number, doing)
     else:

@@ -67,18 +67,22 @@ class Calls:
             self.of = groups.number, tuple(dist.get_process_group_ranks(groups.control))
 
     def follow(self, what: str, shape: tuple[int, ...] = ()) -> None:
-        """Counts a call, before it sends anything, and remembers it for the nodes in whose forward this is. In a
-        backward, as that of a checkpoint, this first makes sure that all ranks are in the same one."""
+        """Counts a call, before it sends anything, and remembers it for the nodes in whose forward this is."""
         if not self.of[1]:
             return
-        inside = False
-        if torch._C._current_graph_task_id() >= 0:
-            self.enter()
-            inside = _current() is not None
+        inside = self.run_again()
         self.count += 1
         call = _Call(self.of, self.count, what, shape, inside)
         for node in _nodes_around(sys._getframe(1)):
             _calls.setdefault(node, call)
+
+    def run_again(self) -> bool:
+        """In a backward that makes a call again, as a checkpoint's does, `enter`. Returns whether ranks agreed on the
+        node that makes it. To be called before that call sends anything."""
+        if torch._C._current_graph_task_id() < 0:
+            return False
+        self.enter()
+        return _current() is not None
 
     def enter(self, again: bool = False) -> None:
         """Raises DisagreementError on all ranks unless all are about to run the same calls' backward, in one order. It

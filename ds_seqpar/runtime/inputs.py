@@ -78,6 +78,7 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
     if group is not None:
         check_thread()
+        runtime.calls.run_again()
     if key is None or runtime.checked is None or runtime.checked[0] != key:
         error = attention_error(runtime, q, k, v, options)
         # after an error the inputs may be nothing that can be described
