@@ -41,8 +41,10 @@ class _Call:
     task: int = -1
 
     def named(self, last: int) -> str:
-        """Its name in errors, among `last` calls."""
-        return f"{self.what} (call {self.number} of {last}{f', of {tuple(self.shape)}' if self.shape else ''})"
+        """Its name in errors, among `last` calls; another one for each call."""
+        shape = f", of {tuple(self.shape)}" if self.shape else ""
+        of = f", of SequenceParallel {self.of[0]}" if self.of[0] > 1 else ""  # most programs have one
+        return f"{self.what} (call {self.number} of {last}{shape}{of})"
 
 
 @dataclasses.dataclass

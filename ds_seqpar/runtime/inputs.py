@@ -119,7 +119,7 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": checkpoints.which_run()}
-    fields |= {"backward": options.backward, "return_lse": options.lse}
+    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
     if not options.mask.scale_free:
         fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"
     if options.sinks is not None:
