@@ -102,7 +102,8 @@ class Calls:
         if again or not known:
             calls = [one for one in self._to_run(task) if one is not call]
             order = _Order(calls if call is None else [call, *calls], self.count)
-            agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
+            with torch._C._DisableTorchDispatch():  # a selective checkpoint would look for this among what it saved
+                agree(self.groups.control, BACKWARD, order, call=BACKWARD_CALL, advice=_advice)
             _agreed.number, _agreed.left = task, deque(order.calls)
         if call is not None:
             call.task = task
