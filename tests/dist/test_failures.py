@@ -44,12 +44,12 @@ def run(*args):
 
 
 def assert_told_where(outcome, rank, direction):
-    """The message names inner rank and step, whom that step is with, and what the rank does around it. In forward the
-    rank before the one that ends already has all blocks of it, and may be told at its own backward."""
+    """The message names inner rank and step, whom that step is with, and what the rank does around it. A rank
+    that has all blocks of a forward already is told at its own backward."""
     kind, message, _ = outcome
     assert kind == "CommunicationError"
     first, *place = message.splitlines()
-    if direction == "forward" and rank == (GONE - 1) % WORLD and first.startswith("backward of attention"):
+    if direction == "forward" and rank != (GONE + 1) % WORLD and first.startswith("backward of attention"):
         assert missing(first, ENDED) == []
         return
     assert missing(first, f"inner rank {rank}, ", "a transfer", ENDED) == []
