@@ -119,7 +119,8 @@ class Loader:
             batch, compared, error = self._next_batch(own) if self._reads else (None, {}, None)
             if self._sends_to_group:
                 batch, compared = self._broadcast_batch(batch, compared)
-            agree(self.sp.control_world, "loader", compared, error=error, call=CALL, advice=_cause)
+            groups = self.sp.groups
+            agree(groups.world, "loader", compared, error=error, after=groups.control, call=CALL, advice=_cause)
             if compared[BATCHES] != "another":
                 break
             self.batches += 1

@@ -83,11 +83,13 @@ class SequenceParallel(Sharding):
         self.data_rank = self.topology.index(rank, "data")
         self.rank = self.topology.index(rank, "ulysses", *self.topology.inner_axes)
         with explaining_failure("making process groups", world):
-            self.groups = groups.create(self.topology, rank, world)
+            made = groups.create(self.topology, rank, world)
             dist.barrier(world)  # nobody frees, or ends with, a group that others are still connecting to
-        self.comm = TorchComm(self.groups)
+        groups.bind_thread()
+        self.comm = TorchComm(made)
         member = self.topology.index(rank, "ulysses")
-        self.runtime = runtime.Runtime(self.config, self.topology, self.groups.inner_rank, self.comm, member, measured)
+        self.runtime = runtime.Runtime(self.config, self.topology, made.inner_rank, self.comm, member, measured)
+        self.calls = self.runtime.calls
         self.accumulation_steps: int | None = None
         self.mask_users = weakref.WeakSet()
         self.vocabularies = weakref.WeakKeyDictionary()
@@ -99,7 +101,13 @@ class SequenceParallel(Sharding):
         Without it they are freed once nobody refers to the SequenceParallel: no model that is patched with it, no
         backward pass that is still to come. NCCL's are freed by `close` alone, which all ranks must then call.
         """
-        self.groups.close()
+        self.comm.groups.close()
+
+    def bind_to_thread(self) -> None:
+        """Makes the current thread the one that may call what communicates, in place of the thread that made the last
+        SequenceParallel: ranks could pair calls of two threads wrongly. To be called on every rank, while no other
+        thread is in such a call. It holds for every SequenceParallel of the process."""
+        groups.bind_thread()
 
     def __enter__(self) -> SequenceParallel:
         return self
@@ -257,7 +265,7 @@ class SequenceParallel(Sharding):
         DeepSpeed and DDP average gradients over ranks.
         Collective over the world: all ranks must call it. Raises InputError or DisagreementError on all of them.
         """
-        mean, own = mean_of(self.control_world, losses)
+        mean, own = mean_of(self.groups, losses)
         return WithValue.apply(own, torch.full_like(own, mean), 1) if differentiable else mean
 
 

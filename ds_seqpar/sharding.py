@@ -21,8 +21,9 @@ from .errors import InputError, as_seqpar_error, whole_number
 from .placement import Placement, positions_held
 from .runtime import inputs
 from .runtime.agreement import agree, sums
-from .runtime.comm import explaining_failure
-from .runtime.groups import Groups
+from .runtime.backward import Calls
+from .runtime.comm import TorchComm, explaining_failure
+from .runtime.groups import Groups, check_thread
 
 Vocabulary = tuple[int, int]  # (how many token ids a model embeds, how many classes its head has logits for)
 
@@ -35,9 +36,16 @@ class Sharding:
     rank: int
     data_rank: int
     data_size: int
-    groups: Groups
+    comm: TorchComm
+    calls: Calls
     mask_users: weakref.WeakSet[Any]
     vocabularies: weakref.WeakKeyDictionary[Any, Callable[[Any], Vocabulary]]
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's process groups. Raises ConfigError in a thread that may not communicate."""
+        check_thread()
+        return self.comm.groups
 
     @property
     def keeps_masks(self) -> bool:
@@ -284,7 +292,7 @@ def _check_tokens(x: Tensor, dim: int, placement: Placement) -> None:
 # ---- losses
 
 
-def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
+def mean_of(groups: Groups, given: object) -> tuple[float, Tensor]:
     """(the mean of all ranks' losses, in double precision; the mean of this rank's losses in their own dtype, with
     their graph). Collective. Raises InputError or DisagreementError on all ranks."""
     losses, own, exact, error = [], torch.zeros((), device="cpu"), 0.0, None
@@ -294,8 +302,9 @@ def mean_of(world: dist.ProcessGroup, given: object) -> tuple[float, Tensor]:
         exact = float(torch.stack([x.detach().double().cpu().reshape(()) for x in losses]).mean())
     except Exception as reason:  # of a generator of losses, of tensors on several devices
         error = as_seqpar_error("averaging losses failed", reason)
-    agree(world, "losses", {"number of losses": len(losses)}, error=error, call="mean_loss")
-    return sums(world, [exact], "mean_loss")[0] / dist.get_world_size(), own
+    number = {"number of losses": len(losses)}
+    agree(groups.world, "losses", number, error=error, after=groups.control, call="mean_loss")
+    return sums(groups.world, [exact], "mean_loss")[0] / dist.get_world_size(), own
 
 
 def _losses(given: object) -> list[Tensor]:

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import InputError
 from .placement import Placement
-from .runtime.agreement import agree
 from .runtime.comm import explaining_failure
 from .sharding import Sharding
 from .spread import Spread
@@ -155,24 +154,19 @@ def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
     return spread.part(x.unflatten(0, (spread.rows, -1)) if flat else x)
 
 
-def _agree_on_backward(sp: Sharding, name: str) -> None:
-    """Raises on all ranks unless all of them are in this backward. Else a rank that gathers something now would
-    hang."""
-    agree(sp.groups.control, f"backward through whole {name}", None)
-
-
 class _FromPart(Function):
     """part -> WholeTensor."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, spread: Spread) -> WholeTensor:
         ctx.spread = spread
+        spread.sp.calls.follow(f"whole {spread.name}", (spread.rows, spread.tokens, *part.shape[2:]))
         return WholeTensor(part.detach(), spread)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _agree_on_backward(ctx.spread.sp, ctx.spread.name)
+        ctx.spread.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
         return part_of(grad, ctx.spread) * ctx.spread.sp.size, None
 
 
@@ -182,6 +176,7 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
         ctx.sp, total = sp, own.detach().clone()
+        sp.calls.follow("whole loss")
         if (group := sp.group_for(own)) is not None:  # torch takes None for all ranks
             with explaining_failure("the sum of the loss over ranks", group):
                 dist.all_reduce(total, group=group)
@@ -190,7 +185,7 @@ class _Sum(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _agree_on_backward(ctx.sp, "loss")
+        ctx.sp.calls.enter(again=True)
         return grad * ctx.sp.size, None
 
 

@@ -163,7 +163,7 @@ class SequenceParallelMixin(Behind):
                     batch["labels"] = counted_labels(self.sp, batch)
         except Exception as reason:
             error = as_seqpar_error("loading data failed", reason)
-        agree(self.sp.control_world, what, {"batches": len(found)}, error=error)
+        agree(self.sp.control_world, what, {"batches": len(found)}, error=error, after=self.sp.groups.control)
         peers = Part(self.sp.data_rank, self.sp.groups.control)
         agree(self.sp.control_world, "whole batches", given, alike=peers, advice=causes.of_batches)
         return found

@@ -17,6 +17,8 @@ from .exits import printed_by
 Fields = dict[str, str]
 # the fields of each rank that differs -> a clause of a sentence, or ""; None: the difference may stay
 Advice = Callable[[Mapping[int, Fields]], str | None]
+BACKWARD = "backward"  # what ranks compare before a backward that communicates; see `backward.py`
+LEFT_OUT = "add 0 * out.sum() where a rank's loss leaves attention out"
 
 
 def agree(
@@ -27,6 +29,7 @@ def agree(
     error: SeqParError | None = None,
     number: int = 0,
     alike: Part | None = None,
+    after: dist.ProcessGroup | None = None,
     call: str = "",
     advice: Advice | None = None,
 ) -> int:
@@ -38,16 +41,21 @@ def agree(
     dataclasses, and lists and tuples of them are compared field by field, and an error names the fields that differ. A
     value that is compared often may be given as `Compared`.
     error: why this rank cannot go on. This rank raises it; the others raise a DisagreementError that quotes it.
+    after: a part of the group whose ranks first make sure that all of them make this call, and none is in a backward,
+    for which it would wait there. alike does it too.
     call: the function that users call to come here, named where a rank does not come.
     advice: says why ranks differ, and what to do, where that is known.
     """
     value = value if isinstance(value, Compared) else Compared(what, value)
     failed, digest, doing = int(error is not None), value.digest, call or f"the comparison of {what}"
     # all ranks know the result, so either all of them take the slow path or none
+    after = alike.group if alike else after
+    if 1 < _size(after) < _size(group) and _compare(after, 0, digest_of(what), 0, doing)[0]:
+        _raise_difference(after, what, value.fields, error, 0, None)
     if alike is None or alike.group is group:
         wrong, most = _compare(group, failed, digest, number, doing)
     else:
-        wrong, most = _compare(group, failed, _digest(what), number, doing)  # do all ranks make this call?
+        wrong, most = _compare(group, failed, digest_of(what), number, doing)  # do all ranks make this call?
         if not wrong:
             differs, _ = _compare(alike.group, 0, digest, 0, doing)
             wrong, _ = _compare(group, differs, 0, 0, doing)
@@ -56,7 +64,7 @@ def agree(
     return most
 
 
-def _digest(*content: object) -> int:
+def digest_of(*content: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "big")
 
 
@@ -64,8 +72,13 @@ class Compared:
     """A value in the form in which ranks compare it: its fields and their digest."""
 
     def __init__(self, what: str, value: object) -> None:
-        self.fields = fields_of(value)
-        self.digest = _digest(what, sorted(self.fields.items()))
+        self._fields = fields_of(value)
+        self.digest = digest_of(what, sorted(self._fields.items()))
+
+    @property
+    def fields(self) -> Fields:
+        """Read only where ranks differ."""
+        return self._fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +187,12 @@ def differences(by_rank: Mapping[int, tuple[str, Fields]], why: str = "") -> str
     Ranks with the same fields stand together: "ranks 0-2: size 4; rank 3: size 2".
     """
     if len({what for what, _ in by_rank.values()}) > 1:
-        by_call = {rank: what for rank, (what, _) in by_rank.items()}
-        return f"calls; got {_grouped(by_call)}"
+        in_backward = [what == BACKWARD for what, _ in by_rank.values()]
+        by_call = {
+            rank: f"{what} through {next(iter(fields))}" if what == BACKWARD and fields else what
+            for rank, (what, fields) in by_rank.items()
+        }
+        return f"calls{f', but some are in backward: {LEFT_OUT}' if any(in_backward) else ''}; got {_grouped(by_call)}"
     first = next(iter(by_rank.values()))
     names = differing({rank: fields for rank, (_, fields) in by_rank.items()})
     if not names:

@@ -59,6 +59,28 @@ def timeout(group: Group | None = None) -> timedelta:
         return dist.default_pg_timeout
 
 
+_bound: threading.Thread | None = None  # the thread that may communicate
+
+
+def bind_thread() -> None:
+    """Makes the current thread the only one that may communicate. In two at once ranks could pair a call in one with a
+    call in the other, since which thread comes first differs between ranks."""
+    global _bound
+    _bound = threading.current_thread()
+
+
+def check_thread() -> None:
+    """Raises ConfigError in any other thread, but not in autograd's own, which run backward on a device."""
+    current = threading.current_thread()
+    of_autograd = isinstance(current, threading._DummyThread) and torch._C._current_graph_task_id() >= 0
+    if current is not _bound and not of_autograd:
+        raise ConfigError(
+            "sequence parallelism needs all its calls in one thread, backward too, which is the one that made the last "
+            f"SequenceParallel; got a call in {current.name!r} after {_bound and _bound.name!r}, to go on there call "
+            "sp.bind_to_thread() in it first, on every rank, and nothing more in the other"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class CollectiveGroup:
     """A group for a schedule's collectives. order: its inner ranks, by their rank in the group (torch sorts them by
@@ -76,7 +98,7 @@ class Groups:
     the schedule; inner_rank: this one's number among them; inner_order[p]: the group rank of inner rank p. ulysses: the
     members that exchange heads. control: the ranks of `sp`, for CPU tensors. world: all ranks, for CPU tensors.
     collectives: the groups of schedules' collectives, by their inner ranks. made: the groups that were made for this
-    object, and are freed with it, their threads and sockets too.
+    object, and are freed with it, their threads and sockets too. number: of this set of groups, the same on all ranks.
     """
 
     world: Group
@@ -89,6 +111,7 @@ class Groups:
     ulysses: Group | None
     control: Group | None
     collectives: dict[tuple[int, ...], CollectiveGroup]
+    number: int
 
     def close(self) -> None:
         """Frees the groups; a second call does nothing. All members must free NCCL's groups, in the same order."""
@@ -149,6 +172,7 @@ def create(topology: Topology, rank: int, world: Group) -> Groups:
         ulysses=ulysses,
         control=control,
         collectives=collectives,
+        number=maker.number,
     )
 
 
@@ -162,7 +186,7 @@ class _Maker:
     def __init__(self, rank: int, world: Group) -> None:
         number = torch.tensor([next(_numbers)], device="cpu")
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=world)  # a rank may have failed to make some
-        self.rank, self.world, self.prefix = rank, world, f"ds_seqpar/{int(number)}"
+        self.rank, self.world, self.number = rank, world, int(number)
         self.device = bind_device(all_ranks())
         self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.made: list[Group] = []
@@ -191,7 +215,7 @@ class _Maker:
             list(ranks),
             dist.Backend(backend),
             distributed_c10d._get_default_store(),
-            group_name=f"{self.prefix}/{purpose}/{ranks[0]}",
+            group_name=f"ds_seqpar/{self.number}/{purpose}/{ranks[0]}",
             timeout=timeout(),
             device_id=device,
             group_desc=f"ds_seqpar {purpose}",

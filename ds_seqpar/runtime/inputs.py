@@ -23,6 +23,7 @@ from ..errors import InputError, SeqParError, as_seqpar_error
 from . import checkpoints
 from .agreement import Compared, Fields, agree
 from .comm import TorchComm
+from .groups import check_thread
 from .runtime import Runtime
 
 
@@ -75,6 +76,9 @@ def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: 
         return
     assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
     group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
+    if group is not None:
+        check_thread()
+        runtime.calls.run_again()
     if key is None or runtime.checked is None or runtime.checked[0] != key:
         error = attention_error(runtime, q, k, v, options)
         # after an error the inputs may be nothing that can be described
@@ -115,7 +119,7 @@ def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options:
         fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
         fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
     fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": checkpoints.which_run()}
-    fields |= {"backward": options.backward, "return_lse": options.lse}
+    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
     if not options.mask.scale_free:
         fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"
     if options.sinks is not None:

@@ -29,6 +29,7 @@ from .walk import Walk
 from .work import common_part, moments, offsets, takes_common_off
 
 Context: TypeAlias = Any  # autograd's ctx, whose type in torch has none of the attributes that are set on it
+ATTENTION = "attention"  # how errors name a call of it
 CONFIGURED = -1  # in place of a handle: shards of the configured layout
 
 
@@ -189,6 +190,7 @@ def has_common(q: Tensor) -> bool:
 
 def _forward(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
     attended, runtime, common = settings.attended(q.shape[1]), settings.runtime, None
+    runtime.calls.follow(ATTENTION, q.shape)
     if settings.takes_common_off(q.dtype):
         assert isinstance(runtime.comm, TorchComm)
         with runtime.recorded("agree", "common part of keys"):
@@ -247,6 +249,8 @@ def _backward(
     settings: _Settings, do: Tensor, sinks: Tensor | None, common: Tensor | None, saved: Sequence[Tensor], kv_heads: int
 ) -> list[Tensor]:
     """[dq, dk, dv, with sinks theirs]. saved: as `_save` orders it, without sinks and common."""
+    with settings.runtime.recorded("agree", "backward"):
+        settings.runtime.calls.enter()
     own, inner, stages = {"do": do}, list(saved), settings.stages
     if settings.saves == NOTHING:
         own |= zip(("v", "k", "q"), (inner.pop(), inner.pop(), inner.pop()), strict=True)
@@ -267,13 +271,14 @@ def _save(ctx: Context, own: Tensors, sinks: Tensor | None, results: Sequence[Te
     common = results[-1] if has_common(own[0]) else None
     out, *inner = results[: len(results) - (common is not None) - lse]
     left = (*inner, *(() if saves == OPERANDS_AND_OUT else (out,)), *(() if saves else own))
+    ctx.out = own[0].shape, own[0].dtype, own[0].device
     ctx.save_for_backward(sinks, common, *left)
 
 
 def _gradients(ctx: Context, do: Tensor | None, backward: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor | None]:
     """The gradients of q, k, v and sinks. backward: takes do and what `_save` saved."""
-    if do is None:
-        return [None] * 4
+    if do is None:  # a function after attention has no gradient on this rank; on another it may have one
+        do = torch.zeros(ctx.out[0], dtype=ctx.out[1], device=ctx.out[2])
     sinks, common, *saved = ctx.saved_tensors
     with torch.no_grad():
         grads = backward(do, sinks, common, saved)
@@ -307,6 +312,8 @@ class Attention(torch.autograd.Function):
         if results is None:
             results = tuple(Attention.results(settings, q, k, v, sinks))
             checkpoints.save(results)
+        else:
+            settings.runtime.calls.follow(ATTENTION, q.shape)
         ctx.settings, ctx.k_shape = settings, k.shape
         _save(ctx, (q, k, v), sinks, results, settings.saves, settings.lse)
         ctx.mark_non_differentiable(*results[2:])  # the lse stays: by it `_without_derivative` finds the inputs

@@ -18,8 +18,9 @@ from ..compiler.shards import EvenShards, Shards
 from ..config import SequenceParallelConfig
 from ..errors import CommunicationError
 from ..handles import handle_of
+from .backward import Calls
 from .call import OPERANDS_AND_OUT, BackwardCall, ForwardCall, Saved
-from .comm import Comm
+from .comm import Comm, TorchComm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Recorder, Walk
 
@@ -29,16 +30,17 @@ NOT_RECORDED = contextlib.nullcontext()
 class Runtime:
     """Settings, this rank's place and its transport.
 
-    rank: the inner rank. members: Ulysses' degree and this rank's member number. checked: the key of the inputs that
-    `inputs` checked last, and the form in which ranks compare them. last_bound, last_stages: the arguments and the
-    result of the last `bound` of each direction, and of the last `fewest_stages`. recorder: records when this rank does
-    what, while somebody asks for it. measured: the order of kernels of each `BlockSpec.case` that was measured. handle:
-    of this object, for ops."""
+    rank: the inner rank. members: Ulysses' degree and this rank's member number. calls: those whose backward ranks
+    agree on. checked: the key of the inputs that `inputs` checked last, and the form in which ranks compare them.
+    last_bound, last_stages: the arguments and the result of the last `bound` of each direction, and of the last
+    `fewest_stages`. recorder: records when this rank does what, while somebody asks for it. measured: the order of
+    kernels of each `BlockSpec.case` that was measured. handle: of this object, for ops."""
 
     def __init__(
         self, config: SequenceParallelConfig, topology: Topology, rank: int, comm: Comm, member: int = 0,
         measured: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
+        self.calls = Calls(comm.groups if isinstance(comm, TorchComm) else None)
         self.members = Members(config.ulysses, member)
         self.checked: tuple | None = None
         self.recorder: Recorder | None = None

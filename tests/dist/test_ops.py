@@ -11,6 +11,7 @@ from ds_seqpar.runtime.ops import CONFIGURED
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, refusal
 from tests.launch import on_each_of
+from tests.words import missing
 
 # heads that two members do not divide, k/v's own and shared
 DECLARED = [((4, 2), torch.float64), ((4, 1), torch.bfloat16), ((6, 3), torch.float64), ((5, 1), torch.float64)]
@@ -86,6 +87,12 @@ def test_compiled_attention_still_asks_its_peers():
         kind, message = refusal(function, *given)
         assert kind in ("DisagreementError", "InputError"), word
         assert word in message
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    losses = [function(*leaves).square().sum() for _ in range(2)]
+    for at, loss in enumerate(reversed(losses) if wrong else losses):
+        kind, message = refusal(loss.backward)
+        assert kind == "DisagreementError"
+        assert missing(message, "the same backward", "another order", f"rank 0: attention (call {at + 1} of 2") == []
     found, *whole = gather_all(sp, function(q, k, v), q, k, v)
     oracle.assert_exact([found], [oracle.attention(*whole)])
 

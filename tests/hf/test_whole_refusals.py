@@ -12,6 +12,7 @@ from ds_seqpar.errors import CommunicationError
 from ds_seqpar.runtime import waits
 from hf_integration import share_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
+from tests.grids import each_then_rest
 from tests.hf.llama import MODES, small
 from tests.hf.test_trainer_refusals import local_mean
 from tests.launch import on_engine_ranks, on_ranks
@@ -168,6 +169,30 @@ def looked_at_alone():
         else:
             found.append(refusal(elsewhere, sp, model, output))
     return found, model(input_ids=ids()).logits[0, 0, 0].isfinite().item()
+
+
+def losses_in_another_order(checkpoints):
+    """What ranks say whose losses are of logits, or come from a model with checkpoints and stages of heads."""
+    sp = make(**MODES["r2"], head_stages=2)
+    model = small().patch_attention(sp)
+    if checkpoints is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
+    found = []
+    for name in ("loss", "logits"):
+        outputs = [model(input_ids=ids(), labels=ids())[name].mean() for _ in range(2)]
+        found.append(refusal(outputs[sp.rank].backward))
+    shards = [sp.shard_batch({"input_ids": ids(), "labels": ids()}) for _ in range(2)]
+    losses = [model(**shard).loss for shard in shards]
+    return [*found, refusal(losses[sp.rank].backward)]
+
+
+@pytest.mark.parametrize("checkpoints", each_then_rest([True], [None, False]))
+def test_losses_in_another_order_on_a_rank(checkpoints):
+    for found in on_engine_ranks(2, losses_in_another_order, checkpoints):
+        for (kind, message), name in zip(found, ("whole loss", "whole logits", "attention"), strict=True):
+            assert kind == "DisagreementError"
+            assert missing(message, "the same backward", "come in another order", f"rank 0: {name} (call") == []
+            assert is_one_sentence(message)
 
 
 def test_a_rank_that_looks_alone_is_told():
