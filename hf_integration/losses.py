@@ -164,10 +164,11 @@ def shard_loss_error(
 
     What a rank's loss has beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
     losses are averaged over ranks, where it then counts once."""
-    rests = [rest for _, rest in gathered(group, ("loss of the model", tried and tried.rest))]
+    all_tried = [one for _, one in gathered(group, ("loss of the model", tried))]
     if tried is None or not tried.rest:
         return None
-    alike = sp.size > 1 and None not in rests and max(rests) - min(rests) <= 2 * tried.rounding
+    rests = [one.rest if one else math.nan for one in all_tried]
+    alike = sp.size > 1 and max(rests) - min(rests) <= max(one.rounding for one in all_tried if one)
     return None if alike else tried.error(option_of)
 
 

@@ -261,7 +261,9 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
     return InputError(f"a patched model needs the {own} tokens that the placement gives this rank; got {got}, {HOW}")
 
 
-WRONG_MASK = f"a sharded forward takes no mask but ones; got one with other values, {HOW} (it checks and drops it)"
+WRONG_MASK = (
+    f"a sharded forward takes no padding mask; got one with zeros or other numbers, {HOW} (it checks and drops it)"
+)
 
 
 def _wrong_positions(share: int | Placement | None, got: str = "those of other tokens") -> str:

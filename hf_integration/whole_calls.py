@@ -236,9 +236,8 @@ def _check_loss(call: WholeCall, labels: Tensor, items: float, output: Any) -> N
 
 
 class _OnPart:
-    """Hooks of a module around the base model that computes each token by itself. Of a whole tensor in parts it
-    computes this rank's part, by the part's gradient; so its parameters get a part of their gradient, times `size`, as
-    those of the base model do."""
+    """Hooks of a module around the base model that computes each token by itself, so that of a whole tensor in parts it
+    computes this rank's. Its parameters get a part of their gradient, times `size`, as the base model's do."""
 
     spread: Spread | None = None  # of the tensor that is computed
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -34,8 +35,10 @@ ROOT = Path(__file__).parents[2]
 ROWS, TOKENS = 2, 37
 
 
-def z_term(output):
-    return output.logits.float().logsumexp(-1).pow(2).mean()
+def with_z_term(output, weight):
+    if output.loss is not None:
+        output.loss = output.loss + weight * output.logits.float().logsumexp(-1).pow(2).mean()
+    return output
 
 
 class ZLossForCausalLM(LlamaForCausalLM):
@@ -44,9 +47,7 @@ class ZLossForCausalLM(LlamaForCausalLM):
     weight = 1e-3
 
     def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.loss = output.loss + self.weight * z_term(output)
-        return output
+        return with_z_term(super().forward(*args, **kwargs), self.weight)
 
 
 class PenaltyOf(LlamaForCausalLM):
@@ -89,13 +90,14 @@ class Value(LlamaPreTrainedModel):
 
 
 class BalancedForCausalLM(Qwen3MoeForCausalLM):
-    forward = ZLossForCausalLM.forward
-    weight = 1e-3
+    def forward(self, *args, **kwargs):
+        return with_z_term(super().forward(*args, **kwargs), 1e-3)
 
 
 def of(kind, **changes):
     torch.manual_seed(0)
-    return kind(llama(num_hidden_layers=1, pad_token_id=0, num_labels=3, **changes).config)
+    given = {"num_hidden_layers": 1, "pad_token_id": 0, "num_labels": 3, "classifier_dropout": 0.0, **changes}
+    return kind(llama(**given).config).double()
 
 
 def experts():
@@ -114,11 +116,11 @@ def with_adalora(weight=0.05):
     for name, p in model.named_parameters():
         if "lora_" in name and p.requires_grad:
             nn.init.normal_(p, std=0.3)
-    return model
+    return model.double()
 
 
-def drawn(*shape, high=64, low=3):
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(5))
+def drawn(*shape):
+    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(5))
 
 
 def labelled():
@@ -151,7 +153,7 @@ OWN = {
     "a class of rows": (lambda: of(LlamaForSequenceClassification), padded),
     "a class of tokens": (
         lambda: of(LlamaForTokenClassification),
-        lambda: labelled() | {"labels": drawn(2, 37, high=3)},
+        lambda: labelled() | {"labels": drawn(ROWS, TOKENS) % 3},
     ),
     "a span": (
         lambda: of(LlamaForQuestionAnswering),
@@ -163,7 +165,7 @@ OWN = {
     ),
     "values": (
         lambda: of(Value),
-        lambda: {"input_ids": drawn(ROWS, TOKENS), "returns": drawn(ROWS, TOKENS).float() / 64},
+        lambda: {"input_ids": drawn(ROWS, TOKENS), "returns": drawn(ROWS, TOKENS) / 64},
     ),
 }
 
@@ -186,7 +188,7 @@ def test_whole_batches_give_the_plain_models_numbers(ranks):
     sp = make(**MODES["r2" if ranks == 2 else "u2r2"])
     for name, (model, batch) in OWN.items():
         errors = beside_plain(model(), batch(), sp)
-        assert max(errors) < 2e-6, (name, errors)
+        assert max(errors) < 1e-6, (name, errors)
 
 
 @on_each_of(2)
@@ -213,16 +215,12 @@ def test_noise_behind_the_base_model_is_that_of_one_rank():
     for size in (1, 2):
         patch_attention(model.unpatch_attention(), make(size=size))
         torch.manual_seed(4)
-        losses.append(model(**labelled() | {"labels": drawn(2, 37, high=3)}).loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+        losses.append(model(**labelled() | {"labels": drawn(ROWS, TOKENS) % 3}).loss.item())
+    if dist.get_rank() == 0:  # alone, the other rank is another group, which draws other noise
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 # --- a rank's own tokens
-
-SHARDED = {
-    "a z-loss": lambda: of(ZLossForCausalLM),
-    "a small one": lambda: weighted(1e-6),
-}
 
 
 def weighted(weight):
@@ -235,15 +233,13 @@ def weighted(weight):
 def test_a_loss_that_is_more_is_refused_on_sharded_batches_each_time():
     """4.175507 for 4.158130 passed, and what was refused trained on in the next call."""
     sp, tiled = make(**MODES["r2"]), make(size=2, loss_tiles=3)
-    for name, made in SHARDED.items():
-        model, (part,) = patch_attention(made(), sp), sp.shard_batches([labelled()])
-        in_tiles = patch_attention(made(), tiled)
-        for _ in range(2):
-            for call, batch in ((model, part), (in_tiles, labelled())):
-                kind, message = refusal(call, **batch)
-                assert kind == "ConfigError", name
-                assert is_one_sentence(message)
-                assert missing(message, "nothing more", "z-loss", "where that is", "whole batches") == []
+    model, (part,) = patch_attention(weighted(1e-3), sp), sp.shard_batches([labelled()])
+    in_tiles = patch_attention(weighted(1e-6), tiled)
+    for call, batch in ((model, part), (in_tiles, labelled())) * 2:
+        kind, message = refusal(call, **batch)
+        assert kind == "ConfigError"
+        assert is_one_sentence(message)
+        assert missing(message, "nothing more", "z-loss", "where that is", "whole batches") == []
     right = patch_attention(small(), sp)
     assert right(**part).loss.isfinite()
 
@@ -265,22 +261,25 @@ def test_a_penalty_that_all_ranks_share_counts_once_on_sharded_batches():
         assert gap(averaged(model), expected) < 2e-6
 
 
+ENGINES = {"a z-loss": "3", "AdaLoRA": "2"}  # model -> the ZeRO stage; peft's penalty itself fails under ZeRO-3
+
+
 def by_engine():
-    """By model: what initialize says of it; (loss, gradients) of a step on its whole batch under ZeRO-3."""
+    """By model: what initialize says of it; (loss, gradients) of a step on its whole batch."""
     found, told = {}, {}
-    for name in ("a z-loss", "AdaLoRA"):
+    for name, stage in ENGINES.items():
         model, batch = OWN[name][0](), OWN[name][1]()
-        config = settings(MODES["r2"], "3", 1, ROWS)
-        told[name] = refusal(ds_seqpar.initialize, model=OWN[name][0](), config=config)
-        engine, *_ = ds_seqpar.initialize(model=model, config=config, check_loss=False)
+        config = settings(MODES["r2"], stage, 1, ROWS)
+        told[name] = refusal(ds_seqpar.initialize, model=OWN[name][0]().float(), config=config)
+        engine, *_ = ds_seqpar.initialize(model=model.float(), config=config, check_loss=False)
         found[name] = step(engine, [batch])
     return told, found
 
 
 def test_an_engine_gives_the_plain_models_numbers():
     expected = {}
-    for name in ("a z-loss", "AdaLoRA"):
-        model = OWN[name][0]()
+    for name in ENGINES:
+        model = OWN[name][0]().float()
         loss = model(**OWN[name][1]()).loss
         loss.backward()
         expected[name] = loss.item(), gradients(model)

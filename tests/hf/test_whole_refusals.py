@@ -100,7 +100,7 @@ WRONG = {
             sp.shard_batch({"input_ids": ids(), "labels": ids()})
             | {"attention_mask": torch.full((2, 8), 2), "placement": None}
         ),
-        ["takes no mask but ones"],
+        ["got one with zeros or other numbers"],
     ),
     "a cache": (lambda sp: {"input_ids": ids(), "labels": ids(), "use_cache": True}, ["no kv cache", "use_cache"]),
     "full attention": (lambda sp: {"input_ids": ids(), "is_causal": False}, ["is_causal=False"]),
