@@ -127,7 +127,7 @@ def check_model(model: PreTrainedModel) -> None:
     if foreign := [what for has, what in FOREIGN if has(config)]:
         raise ConfigError(
             f"patch_attention needs softmax attention over one sequence; got a model of family {family!r} with "
-            f"{foreign[0]}, which is not supported"
+            f"{foreign[0]}, which is not supported, see docs/supported.md"
         )
     if not is_known(model):
         raise ConfigError(

@@ -316,7 +316,7 @@ def _before_head(
     if whole_calls.is_whole(patch.sp, given):
         if module not in patch.above:
             return (), whole_calls.shard_inputs(module, patch.agreement, given)
-        whole_calls.compare_inputs(patch.sp, inner, given)
+        whole_calls.compare_inputs(patch.sp, inner, given, torch.compiler.is_compiling())
     elif not is_causal_lm(inner):
         kwargs["wrong_shard"] = sharded.WHOLE_ONLY.format(type(inner).__name__)
     elif given.get("labels") is not None and given.get("shift_labels") is None:
@@ -332,7 +332,8 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
     if patch is None or _is_local(patch, module, kwargs):
         return output
     call = whole_calls.call_of(module, kwargs)
-    if call is None and module in patch.untried and kwargs.get("shift_labels") is not None:
+    sharded_loss = call is None and module in patch.untried and kwargs.get("shift_labels") is not None
+    if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
         _try_shard_loss(patch, module, kwargs, output)
     if patch.experts is not None and module is not inner.base_model:
         output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)

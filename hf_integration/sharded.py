@@ -111,7 +111,7 @@ def agree_on_shard(
     if wrong := wrong_inputs(given):
         tokens = positions = mask = None  # they may be of any type
     else:
-        tokens, wrong = tokens_of(given), _origin_error(agreement.sp, given) or wrong_shard or _misuse(given)
+        tokens, wrong = tokens_of(given), _origin_error(agreement, given) or wrong_shard or _misuse(given)
     if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward), 0
     if torch.compiler.is_compiling():
@@ -179,16 +179,18 @@ UNSHIFTED = f"a batch with this rank's position_ids looks sharded: it needs shif
 WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; got a sharded one, give it the whole"
 
 
-def _origin_error(sp: SequenceParallel, given: Mapping[str, Any]) -> str:
+def _origin_error(agreement: Agreement, given: Mapping[str, Any]) -> str:
     """The sentence for position_ids that are neither a whole batch's nor this rank's, where nothing else says whose
-    they should be; "" where they are, or something does."""
+    they should be; "" where they are, something does, or the host would have to wait for them."""
     positions = given.get("position_ids")
     if positions is None or given.get("shift_labels") is not None or given.get("placement") is not None:
         return ""
     if torch.compiler.is_compiling() or is_trusted_of_any(positions):
         return ""
+    if positions.device.type != "cpu" and agreement.compared:
+        return ""
     tokens = tokens_of(given)
-    error = shard_error(sp, tokens, positions) and whole_error(given, *tokens.shape[:2])
+    error = shard_error(agreement.sp, tokens, positions) and whole_error(given, *tokens.shape[:2])
     return f"{error} (or give the part of a batch, with all that sp.shard_batches returns for it)" if error else ""
 
 

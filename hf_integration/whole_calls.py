@@ -36,6 +36,10 @@ FUSED = (
     "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
     "fused_linear_cross_entropy=False, cross_entropy=False"
 )
+COMPILED = (
+    "a model that is given whole outputs of its base model needs to run uncompiled; got one inside torch.compile, "
+    "compile its layers instead (layer.compile())"
+)
 PASSED = ("num_items_in_batch", "logits_to_keep")  # arguments that are not sharded even where they are tensors
 
 
@@ -179,11 +183,11 @@ def _compared(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @between_graphs
-def compare_inputs(sp: SequenceParallel, model: Any, given: Mapping[str, Any]) -> None:
+def compare_inputs(sp: SequenceParallel, model: Any, given: Mapping[str, Any], compiled: bool) -> None:
     """Raises on all ranks of the sequence unless all call a module that is given whole outputs with the same arguments,
-    and the model inside makes them."""
+    and the model inside makes them. compiled: whether the module is compiled; its gradients would end at the base."""
     fused = is_of_liger(model.forward) and given.get("labels") is not None
-    error = ConfigError(FUSED) if fused else None
+    error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
     agree(sp.groups.control, "whole batch", _compared(given), error=error, call="a forward", advice=_cause)
 
 

@@ -204,6 +204,9 @@ def test_outputs_stay_in_parts_and_inputs_are_compared():
     kind, message = refusal(model, **other)
     assert kind == "DisagreementError"
     assert missing(message, "same whole batch", "rank 1: weights") == []
+    kind, message = refusal(torch.compile(model, backend="eager"), **batch)
+    assert kind == "ConfigError"
+    assert missing(message, "needs to run uncompiled", "layer.compile()") == []
     kind, message = refusal(patch_attention(of(LlamaForSequenceClassification), sp), **sp.shard_batch(labelled()))
     assert kind == "InputError"
     assert missing(message, "LlamaForSequenceClassification needs whole batches", "give it the whole") == []

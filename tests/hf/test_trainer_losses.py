@@ -73,8 +73,8 @@ def deaf():
 class AddingForCausalLM(LlamaForCausalLM):
     """Adds a z-loss of the tokens that count, and a penalty on parameters."""
 
-    def forward(self, *args, labels=None, **kwargs):
-        output = super().forward(*args, labels=labels, **kwargs)
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        output = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
         if labels is not None:
             z = output.logits[:, :-1].logsumexp(-1)[labels[:, 1:] != IGNORE].pow(2).mean()
             output.loss = output.loss + 1e-2 * z + 1e-3 * self.lm_head.weight.pow(2).sum()
