@@ -180,7 +180,7 @@ WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; go
 
 
 def _origin_error(agreement: Agreement, given: Mapping[str, Any]) -> str:
-    """The sentence for position_ids that are neither a whole batch's nor this rank's; "" where they are, where
+    """The sentence for position_ids that are neither a whole batch's nor this rank's. "" where they are, where
     something else says whose they should be, or where the host would have to wait for them."""
     positions = given.get("position_ids")
     if positions is None or given.get("shift_labels") is not None or given.get("placement") is not None:
