@@ -27,6 +27,8 @@ from .runtime.agreement import Part, agree, rank_values, sums
 from .sharding import Sharding
 from .tokens import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
 
+TOKENS = ("input_ids", "inputs_embeds")
+
 
 def shard_window(
     sp: Sharding,
@@ -43,8 +45,8 @@ def shard_window(
     window: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as
     input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them. Documents
     are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, `seq_idx`.
-    Values that are not tensors, and tensors of no dimension, pass through. causal: whether attention is. steps: G,
-    where it is known. device: where this rank's tensors go; None leaves each where it is.
+    Values that are not tensors, tensors (B,) and tensors of no dimension pass through. causal: whether attention is.
+    steps: G, where it is known. device: where this rank's tensors go; None leaves each where it is.
 
     Returns for each batch a dict:
     - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
@@ -148,11 +150,13 @@ def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> Checked
     rows, seq = labels.shape
     tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
     for name, value in tensors.items():
-        shared = isinstance(value, Tensor) and (value.dim() > 0 or name in ("input_ids", "inputs_embeds"))
+        by_row = isinstance(value, Tensor) and value.shape == (rows,) and name not in TOKENS
+        shared = isinstance(value, Tensor) and not by_row and (value.dim() > 0 or name in TOKENS)
         if shared and value.shape[:2] != labels.shape:
             raise InputError(
-                f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}; got {name} "
-                f"{tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or pass it to the model yourself"
+                f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}, or be ({rows},), one "
+                f"number a row; got {name} {tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or "
+                "pass it to the model yourself"
             )
     check_range(batch, sp.vocabulary)
     mask = _checked_mask(batch.get("attention_mask"), labels)
@@ -191,14 +195,15 @@ def lengths_of(batch: Mapping[str, Any]) -> Lengths:
     return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
 
 
-def is_whole(batch: Mapping[str, Any], rows: int, seq: int) -> bool:
-    """Whether a batch's position_ids count up through whole rows of `seq` tokens, or through documents in them."""
+def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | None:
+    """The error of a batch whose position_ids do not count up through whole rows of `seq` tokens, or through documents
+    in them; None where they do."""
     try:
         mask = _checked_mask(batch.get("attention_mask"), torch.empty(rows, seq))
         _documents_of(batch, mask, rows, seq)
-    except InputError:
-        return False
-    return True
+    except InputError as error:
+        return error
+    return None
 
 
 def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
@@ -215,7 +220,14 @@ def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         raise InputError(f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {describe(mask)}")
-    mask = mask.detach().cpu().bool()
+    mask = mask.detach().cpu()
+    if bool((other := (mask != 0) & (mask != 1)).any()):
+        row, token = other.nonzero()[0].tolist()
+        raise InputError(
+            f"attention_mask must be 0 for padding and 1 for every token; got {mask[row, token].item():g} at token "
+            f"{token} of row {row}, give numbers of documents as seq_idx, or positions that begin again"
+        )
+    mask = mask.bool()
     if bool(mask.all()):
         return None
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
@@ -250,7 +262,7 @@ def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
 def _shard(sp: Sharding, batch: CheckedBatch) -> dict[str, Any]:
     placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
     whole = {**batch.tensors, "shift_labels": _shifted(batch)}
-    parts = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim()}
+    parts = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim() > 1}  # others are of whole rows
     sharded = {name: sp.shard(x, 1, placement) if name in parts else x for name, x in whole.items()}
     positions = sp.position_ids(seq, placement)[None]
     if placement is None or placement.rows is None:

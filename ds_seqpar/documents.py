@@ -72,8 +72,9 @@ def _restarts(name: str, positions: object, rows: int, seq: int) -> Lengths:
     if len(wrong := (begins & (flat != 0)).nonzero()):
         row, token = wrong[0].tolist()
         raise InputError(
-            "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it; got "
-            f"{int(flat[row, token])} at token {token} of row {row}, give such, or none where each row is one document"
+            "position_ids must count 0, 1, 2, ... through every sequence, or through every document of it, without "
+            f"skips (PoSE); got {int(flat[row, token])} at token {token} of row {row}, give such, or none where each "
+            "row is one document"
         )
     return _lengths_of(begins.flatten().nonzero().flatten().tolist(), rows * seq)
 
@@ -90,7 +91,7 @@ def _numbered(name: str, numbers: object, rows: int, seq: int) -> Lengths:
 
 
 def _cumulative(name: str, lengths: object, rows: int, seq: int) -> Lengths:
-    given = _integers(name, lengths).flatten().tolist()
+    given = [end for end, _ in itertools.groupby(_integers(name, lengths).flatten().tolist())]  # some pad by repeating
     ascending = all(a < b for a, b in itertools.pairwise(given))
     if len(given) < 2 or given[0] != 0 or not ascending or given[-1] > rows * seq:
         raise InputError(

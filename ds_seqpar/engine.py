@@ -84,7 +84,9 @@ def initialize(
 
     section = content.get(SECTION, {})  # a misspelt section is an error in `wrong`
     sp = prepare_model(model, section, sequence_parallel, wrong, job=lambda: _job_of(content))
-    patcher = patcher_of_class(model) if check_loss else None
+    if (patcher := patcher_of_class(model)) is not None:
+        patcher.trust_loss(model)  # it is tried here, or another is meant
+    patcher = patcher if check_loss else None
     if patcher:
         patcher.check_function(model, sp)
     passed = {name: kwargs[name] for name in PASSED_ON if name in kwargs}

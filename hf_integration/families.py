@@ -9,6 +9,8 @@ neither do models that are saved, copied or made with it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -125,17 +127,17 @@ def check_model(model: PreTrainedModel) -> None:
     if foreign := [what for has, what in FOREIGN if has(config)]:
         raise ConfigError(
             f"patch_attention needs softmax attention over one sequence; got a model of family {family!r} with "
-            f"{foreign[0]}, which is not supported"
+            f"{foreign[0]}, which is not supported, see docs/supported.md"
         )
     if not is_known(model):
         raise ConfigError(
             f"patch_attention knows the attention of {', '.join(sorted(FAMILIES))}; got a model of family {family!r}, "
             "call sp.attention from an attention function of the model (docs/other_models.md)"
         )
-    if not type(model).__name__.endswith(("ForCausalLM", "Model")):
+    if model.base_model is model and not type(model).__name__.endswith("Model"):
         raise ConfigError(
-            f"patch_attention needs a causal language model (or its base model); got {type(model).__name__}, "
-            "whose head would see this rank's tokens only"
+            f"patch_attention needs a model with a base model of its family inside; got {type(model).__name__}, whose "
+            f"base_model_prefix {model.base_model_prefix!r} names none"
         )
     if against := _against(config):
         raise ConfigError(f"sequence parallel attention needs {' and '.join(against)}; change the model's config")
@@ -184,6 +186,49 @@ def local_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Ten
         return function(module, *args, **kwargs)
     finally:
         module.config = view
+
+
+def heads_around(model: nn.Module) -> list[nn.Module]:
+    """The modules around the base model that users call. peft's is one of them, since peft may call the forward of the
+    model inside without that model's hooks."""
+    inner = unwrapped(model)
+    heads = [module for module in model.modules() if _is_of_peft(module)]
+    return heads if inner.base_model is inner else [*heads, inner]
+
+
+def token_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules around the base model that compute each token by itself: heads, with their norms and dropout."""
+    base: nn.Module = model.base_model
+    inside, kinds = {*base.modules()}, (nn.Linear, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
+    return [module for module in model.modules() if isinstance(module, kinds) and module not in inside]
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(kind.__name__ == "PeftModel" for kind in type(module).__mro__)
+
+
+LIBRARIES = ("transformers", "liger_kernel", "trl", "peft", "accelerate", "torch", "deepspeed", "hf_integration")
+
+
+def is_plain_head(module: Any) -> bool:
+    """Whether a module around the base model computes token losses of a causal language model and nothing more, as
+    those of libraries do. Others - heads of other kinds, forwards of a user's own, adapters with a penalty - may
+    compute any loss of what the base model gives."""
+    if _is_of_peft(module):  # a tuner's forward may add to the loss
+        tuner = next(kind for kind in type(module.base_model).__mro__ if "forward" in vars(kind))
+        return _is_of_library(module.forward) and tuner.__name__ == "BaseTuner"
+    return is_causal_lm(module) and _is_of_library(module.forward) and _is_of_library(type(module).forward)
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether a model is a causal language model of transformers, or of a class that extends one."""
+    return any(kind.__name__.endswith("ForCausalLM") for kind in type(model).__mro__)
+
+
+def _is_of_library(forward: Any) -> bool:
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return (getattr(inspect.unwrap(forward), "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
 def is_of_liger(forward: Callable[..., Any]) -> bool:

@@ -1,7 +1,9 @@
 """Checks of a model's loss where sequences are shared, and the part of a loss that balances experts.
 
-A loss must be the sum of token losses on shift_labels over num_items_in_batch. A loss that drops both in its **kwargs
-would silently train wrong. So it is tried: a `loss_function` on two tokens, and then the loss of a forward.
+A rank's loss of its own tokens must be the sum of token losses on shift_labels over num_items_in_batch. One that drops
+both in its **kwargs, or adds a term, would silently train wrong. So it is tried: a `loss_function` on two tokens, and
+then the loss of a forward, up to rounding. On whole batches a forward of a user's own sees whole outputs instead, so
+there its loss may be any (`families.is_plain_head`).
 
 The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). A mean of ranks' losses
 would be another number than the unsplit model's, with other gradients. So it is computed of whole sequences.
@@ -11,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -22,11 +25,12 @@ from transformers import PreTrainedModel
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import IGNORE
 from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
-from ds_seqpar.runtime.agreement import agree
+from ds_seqpar.runtime.agreement import agree, gathered
+from ds_seqpar.whole import WholeTensor
 
-from .families import FAMILIES, as_in_training, unwrapped
+from .families import FAMILIES, as_in_training, is_causal_lm, unwrapped
 from .tiled_loss import token_losses
-from .tiling import evaluated
+from .tiling import add_up_losses, evaluated
 
 ITEMS = 3.0  # the divisor that a loss is tried with
 
@@ -44,23 +48,24 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
     if not _has_loss(engine.module):
         return
     given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
-    error: SeqParError | None
+    error, tried = None, None
     before = sum(sp.comm.received.values())
     try:
         with evaluating(engine):
             output = engine(**given, num_items_in_batch=ITEMS)
-            losses = [float(output.loss)]
+            losses, dtype = [output.loss], output.loss.dtype
             if way := as_in_training(unwrapped(engine.module)):
-                losses.append(float(engine(**given, **way, num_items_in_batch=ITEMS).loss))
-        error = _error("no logits to compare its loss with", "initialize")
-        if isinstance(logits := output.logits, Tensor) and logits.shape[:2] == given["shift_labels"].shape:
-            expected = token_losses(logits, given["shift_labels"]) / ITEMS
-            errors = [loss_error(found, expected, "initialize") for found in losses]
-            error = next((one for one in errors if one), None)
+                losses.append(engine(**given, **way, num_items_in_batch=ITEMS).loss)
+                dtype = output.logits.dtype  # in which the fused loss computes logits of its own
+        if not isinstance(logits := output.logits, Tensor) or logits.shape[:2] != given["shift_labels"].shape:
+            raise _error("no logits to compare its loss with", "initialize")
+        expected = token_losses(logits, given["shift_labels"]) / ITEMS
+        tried = max((TriedLoss.of(loss, expected, dtype) for loss in losses), key=lambda one: abs(one.rest))
     except SeqParError:
         raise  # on all ranks
     except Exception as reason:
         error = as_seqpar_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
+    error = shard_loss_error(sp.control_world, sp, tried, "initialize") or error
     received = sum(sp.comm.received.values()) - before
     if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
         raise ConfigError(
@@ -71,7 +76,7 @@ def check_engine(engine: Any, sp: SequenceParallel) -> None:
 
 def _has_loss(model: nn.Module) -> bool:
     model = unwrapped(model)
-    return isinstance(model, PreTrainedModel) and type(model).__name__.endswith("ForCausalLM")
+    return isinstance(model, PreTrainedModel) and is_causal_lm(model)
 
 
 def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
@@ -122,24 +127,73 @@ def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError |
         loss = float(model.loss_function(logits=logits, **given))
     except Exception as reason:
         return _error(f"a loss_function that cannot take them ({type(reason).__name__}: {reason})", option_of)
-    if math.isclose(loss, expected, rel_tol=1e-4):
-        return None
-    return _error(f"a loss_function that gives {loss:.4f} for {expected:.4f}", option_of)
+    tried = TriedLoss.of(torch.tensor(loss), expected)
+    return tried.error(option_of, "a loss_function that gives {} for {}") if tried.rest else None
 
 
-def loss_error(found: float, expected: float, option_of: str, abs_tol: float = 0.0) -> ConfigError | None:
-    """The error for a forward's loss `found` that should be `expected`; None where it is right."""
-    if math.isclose(found, expected, rel_tol=1e-2, abs_tol=abs_tol) or (math.isnan(found) and math.isnan(expected)):
+class TriedLoss(NamedTuple):
+    """The loss that a forward gave, the sum of its token losses over num_items_in_batch, and how far apart rounding may
+    bring them."""
+
+    found: float
+    expected: float
+    rounding: float
+
+    @classmethod
+    def of(cls, loss: Tensor, expected: float, dtype: torch.dtype | None = None, tokens: int = 1) -> TriedLoss:
+        """dtype: the least exact one of the arithmetic; None: the loss's. Token losses are summed in fp32."""
+        found = float(loss.detach())
+        eps = max(torch.finfo(x).eps for x in (torch.float32, loss.dtype, dtype or loss.dtype))
+        return cls(found, expected, min(1e-2, eps * max(8, tokens**0.5)) * max(abs(found), abs(expected)))
+
+    @property
+    def rest(self) -> float:
+        """What the loss has beside its token losses; 0 where that is rounding."""
+        rest = self.found - self.expected
+        alike = self.found == self.expected or (math.isnan(self.found) and math.isnan(self.expected))
+        return 0.0 if alike or abs(rest) <= self.rounding else rest
+
+    def error(self, option_of: str, got: str = "{} where that is {}") -> ConfigError:
+        return _error(got.format(*(f"{x:.7g}" for x in self[:2])), option_of)
+
+
+def shard_loss_error(
+    group: dist.ProcessGroup | None, sp: SequenceParallel, tried: TriedLoss | None, option_of: str
+) -> ConfigError | None:
+    """The error for the loss of sharded forwards; None where it is right. Collective over the group.
+
+    What a rank's loss has beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
+    losses are averaged over ranks, where it then counts once."""
+    all_tried = [one for _, one in gathered(group, ("loss of the model", tried))]
+    if tried is None or not tried.rest:
         return None
-    return _error(f"{found:.4f} where that is {expected:.4f}", option_of)
+    rests = [one.rest if one else math.nan for one in all_tried]
+    alike = sp.size > 1 and max(rests) - min(rests) <= max(one.rounding for one in all_tried if one)
+    return None if alike else tried.error(option_of)
+
+
+def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: float) -> TriedLoss | None:
+    """What a forward's loss shows; None where it cannot be tried, as without logits and without a tiled loss. labels:
+    the forward's shift_labels, over `items`. share: of the balance of experts that the loss includes."""
+    named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
+    loss, logits, experts = (named.get(name) for name in ("loss", "logits", "aux_loss"))
+    losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
+    if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
+        losses = token_losses(logits, labels)
+    if loss is None or losses is None or not items:
+        return None
+    balance = 0.0 if experts is None else share * model.router_aux_loss_coef * float(experts.detach())
+    tried = TriedLoss.of(loss, losses / items + balance, tokens=labels.numel())
+    return tried._replace(rounding=tried.rounding + 8 * torch.finfo(loss.dtype).eps * abs(balance))
 
 
 def _error(got: str, option_of: str) -> ConfigError:
     got = " ".join(got.split())
     otherwise = f"give {option_of} check_loss=False" if option_of else "compute it from the whole logits"
     return ConfigError(
-        "sequence parallel training needs a loss that divides the sum of token losses on shift_labels by "
-        f"num_items_in_batch; got {got}, pass both on to transformers' loss, or {otherwise} where another loss is meant"
+        "a rank's loss must be the sum of token losses on shift_labels divided by num_items_in_batch, and nothing more "
+        f"(such as a z-loss, or a penalty); got {got}, pass both on to transformers' loss and leave loss_tiles out, or "
+        f"{otherwise} where another loss is meant: on whole batches a forward of your own may add terms (docs/whole.md)"
     )
 
 
@@ -159,8 +213,9 @@ class ExpertBalance:
     def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
         """The output of a sharded forward, in whose loss the balance over whole sequences replaces the balance over
         this rank's tokens. share: the part of it in a rank's loss. It is 1 for batches of `shard_batches`, whose
-        losses are averaged over ranks, and 1 / size in a whole call, where they are summed."""
-        if getattr(output, "aux_loss", None) is None:
+        losses are averaged over ranks, and 1 / size in a whole call, where they are summed. Whole router logits, which
+        a head of the user's own was given, make a balance that is right already."""
+        if getattr(output, "aux_loss", None) is None or isinstance(output.router_logits[0], WholeTensor):
             return output
         settings = model.num_experts, model.num_experts_per_tok
         whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))

@@ -39,12 +39,17 @@ from .families import (
     check_adapters,
     check_model,
     heads,
+    heads_around,
+    is_causal_lm,
+    is_plain_head,
     local_attention,
+    token_modules,
     unwrapped,
     vocabulary,
     windows,
 )
-from .losses import ExpertBalance, check_output, has_experts
+from .graphs import between_graphs
+from .losses import ExpertBalance, check_output, has_experts, shard_loss_error, tried_loss
 from .sharded import tokens_of
 from .slices import PARTS
 
@@ -56,8 +61,10 @@ NO_MASK = torch.empty(1, 1, 0, 0)
 @dataclasses.dataclass(kw_only=True)
 class _Patch:
     """The state of a patched base model. layers: those that can be checkpointed. ropes: embeddings that are told the
-    longest position. experts: None where the loss has no part that balances experts. whole: whether `whole_sequences`
-    is active, which makes forwards local. local: whether the last forward was local."""
+    longest position. experts: None where the loss has no part that balances experts. above: modules around the base
+    model that are given its outputs whole, since their loss may be any. untried: those whose loss of a sharded batch is
+    still to be tried. whole: whether `whole_sequences` is active, which makes forwards local. local: whether the last
+    forward was local."""
 
     sp: SequenceParallel
     hooks: tuple[RemovableHandle, ...]
@@ -65,6 +72,8 @@ class _Patch:
     layers: tuple[Any, ...]
     ropes: tuple[nn.Module, ...] = ()
     experts: ExpertBalance | None = None
+    above: tuple[nn.Module, ...] = ()
+    untried: tuple[nn.Module, ...] = ()
     whole: bool = False
     local: bool = False
 
@@ -96,13 +105,17 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         setattr(module, SP, sp)
         setattr(module, MASK, Mask(window=window))
         stages.use_stages(module)
-    hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in _heads(model))]
-    hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *_heads(model))]
+    above = heads_around(model)
+    hooks = [_hook(inner.base_model, _before_base), *(_hook(head, _before_head) for head in above)]
+    hooks += [m.register_forward_hook(_after, with_kwargs=True) for m in (inner.base_model, *above)]
     ropes = rope.embeddings(inner.base_model)
     hooks += [handle for module in ropes for handle in rope.hook(module)]
+    hooks += [handle for module in token_modules(inner) for handle in whole_calls.compute_on_parts(module)]
     sp.vocabularies[inner] = vocabulary
     experts = ExpertBalance(sp) if has_experts(inner) else None
     agreement = sharded.Agreement(sp, inner)
+    tiling.tile(inner, sp.config)
+    tiled = tiling.has_tiled_loss(inner)  # a forward of its own then runs once for each tile
     inner.base_model._sequence_parallel_patch = _Patch(
         sp=sp,
         hooks=tuple(hooks),
@@ -110,8 +123,9 @@ def patch_attention(model: PreTrainedModel, sp: SequenceParallel) -> PreTrainedM
         layers=checkpointing.layers_of(inner.base_model),
         ropes=ropes,
         experts=experts,
+        above=tuple(head for head in above if not tiled and not is_plain_head(head)),
+        untried=tuple(above) if is_causal_lm(inner) else (),
     )
-    tiling.tile(inner, sp.config)
     accelerators.watch(inner.base_model)
     return model
 
@@ -202,16 +216,14 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         patch.whole = False
 
 
+def sees_whole_outputs(model: nn.Module) -> bool:
+    """Whether a patched model's own forward is given whole outputs of the base model, of which its loss may be any."""
+    patch = _patch_of(unwrapped(model))
+    return patch is not None and bool(patch.above)
+
+
 def _patch_of(model: nn.Module) -> _Patch | None:
     return getattr(getattr(model, "base_model", None), "_sequence_parallel_patch", None)
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    """The modules around the base model that users call. peft's is one of them, since peft calls the forward of the
-    model inside without that model's hooks."""
-    inner = unwrapped(model)
-    heads = [module for module in model.modules() if any(c.__name__ == "PeftModel" for c in type(module).__mro__)]
-    return heads if inner.base_model is inner else [*heads, inner]
 
 
 def _hook(module: nn.Module, function: Callable[..., tuple]) -> RemovableHandle:
@@ -302,8 +314,9 @@ def _begin(patch: _Patch, seed: int, given: dict[str, Any]) -> None:
 def _before_head(
     names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Shards a whole batch. For a sharded batch that has labels but no shift_labels it sets "unshifted_labels": the
-    model would shift the labels inside each shard. The base model's hook then raises, on all ranks."""
+    """Shards a whole batch, unless the module is given whole outputs: then the base model shards it. For a sharded
+    batch that the module cannot take it sets "wrong_shard", a sentence. The base model's hook then raises it, on all
+    ranks."""
     given, inner = _named(names, args, kwargs), unwrapped(module)
     patch = _patch_of(inner)
     if patch is None or _is_local(patch, module, given):
@@ -311,9 +324,15 @@ def _before_head(
     if patch.experts is not None:
         check_output(inner, given)
     if whole_calls.is_whole(patch.sp, given):
-        return (), whole_calls.shard_inputs(module, patch.agreement, given)
-    if given.get("labels") is not None and given.get("shift_labels") is None:
-        kwargs["unshifted_labels"] = True
+        if module not in patch.above:
+            return (), whole_calls.shard_inputs(module, patch.agreement, given)
+        whole_calls.compare_inputs(patch.sp, inner, given, torch.compiler.is_compiling())
+    elif not is_causal_lm(inner):
+        kwargs["wrong_shard"] = sharded.WHOLE_ONLY.format(type(inner).__name__)
+    elif given.get("labels") is not None and given.get("shift_labels") is None:
+        kwargs["wrong_shard"] = sharded.UNSHIFTED
+    elif given.get("labels") is not None and module in patch.untried:
+        tiling.add_up_losses(inner, True)
     return args, kwargs
 
 
@@ -323,29 +342,53 @@ def _after(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any
     if patch is None or _is_local(patch, module, kwargs):
         return output
     call = whole_calls.call_of(module, kwargs)
+    sharded_loss = call is None and module in patch.untried and kwargs.get("shift_labels") is not None
+    if sharded_loss and (module in patch.above or not torch.compiler.is_compiling()):  # a library's stays one graph
+        _try_shard_loss(patch, module, kwargs, output)
     if patch.experts is not None and module is not inner.base_model:
         output = patch.experts.correct(inner, kwargs, output, 1.0 if call is None else 1 / patch.sp.size)
     return output if call is None else whole_calls.gather_outputs(patch.sp, call, output)
+
+
+@between_graphs
+def _try_shard_loss(patch: _Patch, module: nn.Module, kwargs: dict[str, Any], output: Any) -> None:
+    """Raises ConfigError on all ranks of a sequence where the loss of a sharded batch is more than token losses."""
+    sp, items = patch.sp, kwargs.get("num_items_in_batch")
+    if items is None or kwargs.get("labels") is None:
+        return
+    tried = tried_loss(unwrapped(module), kwargs["shift_labels"], float(items), output, 1.0)
+    error = shard_loss_error(sp.groups.control, sp, tried, "initialize")
+    agree(sp.groups.control, "loss of the model", None, error=error)
+    patch.untried = tuple(head for head in patch.untried if head is not module)
+
+
+def trust_loss(model: nn.Module) -> None:
+    """Leaves out the trial of a patched model's loss in its first sharded forward, as `initialize` does: it has tried
+    the loss, or was told not to."""
+    if (patch := _patch_of(unwrapped(model))) is not None:
+        patch.untried = ()
 
 
 def _before_base(
     names: tuple[str, ...], module: Any, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     patch, given = module._sequence_parallel_patch, _named(names, args, kwargs)
-    unshifted = given.pop("unshifted_labels", False)
+    wrong = given.pop("wrong_shard", "")
     patch.local = _is_local(patch, module, given)
     checkpointing.keep_attention(patch.layers, module, patch.sp)
     sources = _sources(patch, module)
     if patch.local:
         rope.tell(patch.ropes, None)
-        if wrong := sharded.wrong_inputs(given):
-            raise InputError(wrong)
+        if not patch.whole and given.get("use_cache") and given.get("past_key_values") is None:
+            sharded.warn_of_cache(patch.sp.rank)
+        if mistake := sharded.wrong_inputs(given):
+            raise InputError(mistake)
         _begin(patch, noise.prepare_and_seed(sources, shared=False), given)
         return (), {**given, "sequence_parallel": False}
-    if not unshifted and whole_calls.is_whole(patch.sp, given):
+    if not wrong and whole_calls.is_whole(patch.sp, given):
         given = whole_calls.shard_inputs(module, patch.agreement, given)
     backward = torch.is_grad_enabled() and module.training
-    positions, seed = sharded.agree_on_shard(patch.agreement, given, unshifted, backward, sources)
+    positions, seed = sharded.agree_on_shard(patch.agreement, given, wrong, backward, sources)
     _begin(patch, seed, given)
     given |= {"attention_mask": NO_MASK, "position_ids": positions, "use_cache": False}
     placement = given.pop("placement", None)

@@ -8,6 +8,8 @@ compared on the device, and the next forward raises what was wrong."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.batches import is_whole
+from ds_seqpar.batches import whole_error
 from ds_seqpar.compiler import shards
 from ds_seqpar.errors import ConfigError, InputError, SeqParError
 from ds_seqpar.handles import handle_of, object_of
@@ -25,7 +27,7 @@ from ds_seqpar.placement import Placement
 from ds_seqpar.runtime import causes
 from ds_seqpar.runtime.agreement import agree
 from ds_seqpar.runtime.inputs import describe, shape_of
-from ds_seqpar.runtime.trusted import is_trusted
+from ds_seqpar.runtime.trusted import is_trusted, is_trusted_of_any
 
 from . import noise
 from .checkpointing import is_checkpointed, layers_of
@@ -126,15 +128,15 @@ class Agreement:
 
 
 def agree_on_shard(
-    agreement: Agreement, given: Mapping[str, Any], unshifted: bool, backward: bool, sources: list[Any]
+    agreement: Agreement, given: Mapping[str, Any], wrong_shard: str, backward: bool, sources: list[Any]
 ) -> tuple[Tensor | None, int]:
     """(the position_ids, the seed of noise) for the forward to go on with. given: a base model's arguments, by name.
-    unshifted: whether it has labels without shift_labels."""
+    wrong_shard: why a module around it cannot take them, as a sentence; "" where it can."""
     positions, mask, placement = given.get("position_ids"), given.get("attention_mask"), given.get("placement")
     if wrong := wrong_inputs(given):
         tokens = positions = mask = None  # they may be of any type
     else:
-        tokens, wrong = tokens_of(given), _misuse(given, unshifted)
+        tokens, wrong = tokens_of(given), _origin_error(agreement, given) or wrong_shard or _misuse(given)
     if torch.compiler.is_compiling() and placement is None and tokens is not None and positions is not None:
         return _agree_on_shard(tokens, positions, mask, agreement.handle, wrong, backward), 0
     if torch.compiler.is_compiling():
@@ -194,13 +196,38 @@ def common_misuse(given: Mapping[str, Any]) -> str:
     return ""
 
 
-def _misuse(given: Mapping[str, Any], unshifted: bool) -> str:
-    """The sentence for a sharded batch that is wrong whatever its tensors hold; "" where it is right."""
-    if unshifted:
-        return (
-            "a batch with this rank's position_ids, or with some that do not count through its tokens from 0, looks "
-            f"sharded: it needs shift_labels; got no shift_labels, {HOW}"
+@functools.cache
+def warn_of_cache(rank: int) -> None:
+    """Warns once in a process, on the first rank of a sequence."""
+    if rank == 0:
+        warnings.warn(
+            "a forward with use_cache=True and without labels is taken for the beginning of generation: every rank "
+            "computes whole sequences by itself; leave use_cache out, and ranks share them",
+            stacklevel=2,
         )
+
+
+UNSHIFTED = f"a batch with this rank's position_ids looks sharded: it needs shift_labels; got no shift_labels, {HOW}"
+WHOLE_ONLY = "a {} needs whole batches, of which its head sees whole outputs; got a sharded one, give it the whole"
+
+
+def _origin_error(agreement: Agreement, given: Mapping[str, Any]) -> str:
+    """The sentence for position_ids that are neither a whole batch's nor this rank's. "" where they are, where
+    something else says whose they should be, or where the host would have to wait for them."""
+    positions = given.get("position_ids")
+    if positions is None or given.get("shift_labels") is not None or given.get("placement") is not None:
+        return ""
+    if torch.compiler.is_compiling() or is_trusted_of_any(positions):
+        return ""
+    if positions.device.type != "cpu" and agreement.compared:
+        return ""
+    tokens = tokens_of(given)
+    error = shard_error(agreement.sp, tokens, positions) and whole_error(given, *tokens.shape[:2])
+    return f"{error} (or give the part of a batch, with all that sp.shard_batches returns for it)" if error else ""
+
+
+def _misuse(given: Mapping[str, Any]) -> str:
+    """The sentence for a sharded batch that is wrong whatever its tensors hold; "" where it is right."""
     if wrong := common_misuse(given):
         return wrong
     labels, tokens = given.get("shift_labels"), tokens_of(given)
@@ -228,7 +255,7 @@ def shard_error(
     if device_checks is not None and positions.device.type != "cpu":
         device_checks.start(sp, share, positions, mask)
         return None
-    if mask is not None and not is_trusted(mask, sp) and not bool((mask != 0).all()):
+    if mask is not None and not is_trusted(mask, sp) and not bool((mask == 1).all()):
         return InputError(WRONG_MASK)
     wrong = bool((positions.cpu() != _expected(sp, share)).any())
     return InputError(_wrong_positions(share)) if wrong else None
@@ -268,7 +295,9 @@ def _placement_error(sp: SequenceParallel, tokens: Tensor, placement: object) ->
     return InputError(f"a patched model needs the {own} tokens that the placement gives this rank; got {got}, {HOW}")
 
 
-WRONG_MASK = f"a sharded forward takes no padding mask; got one with zeros, {HOW} (it checks and drops it)"
+WRONG_MASK = (
+    f"a sharded forward takes no padding mask; got one with zeros or other numbers, {HOW} (it checks and drops it)"
+)
 
 
 def _wrong_positions(share: int | Placement | None, got: str = "those of other tokens") -> str:
@@ -277,8 +306,8 @@ def _wrong_positions(share: int | Placement | None, got: str = "those of other t
             f"a patched model needs the position_ids of the tokens that its placement gives this rank; got {got}, {HOW}"
         )
     return (
-        "a batch with shift_labels, or with position_ids that do not count through its tokens from 0, looks sharded: a "
-        f"patched model needs this rank's tokens with their global position_ids; got {got}, {HOW}"
+        "a batch with shift_labels, or with this rank's position_ids, looks sharded: a patched model needs this rank's "
+        f"tokens with their global position_ids; got {got}, {HOW}"
     )
 
 
@@ -287,7 +316,7 @@ def whose_positions(sp: SequenceParallel, given: Mapping[str, Any]) -> tuple[boo
     whether they fit whole sequences)."""
     tokens, positions = tokens_of(given), given["position_ids"]
     part = shard_error(sp, tokens, positions) is None
-    return part, is_whole(given, *tokens.shape[:2])
+    return part, whole_error(given, *tokens.shape[:2]) is None
 
 
 def _are_for(positions: Tensor, tokens: Tensor) -> bool:
@@ -311,7 +340,7 @@ class DeviceChecks:
             wrong = (positions != self._of_device(sp, share, positions.device)).any()
             self._start(_wrong_positions(share), wrong)
         if mask is not None and not is_trusted(mask, sp):
-            self._start(WRONG_MASK, (mask == 0).any())
+            self._start(WRONG_MASK, (mask != 1).any())
 
     def error(self) -> InputError | None:
         """The error of the checks that were started since the last call; None where all were right."""

@@ -136,6 +136,11 @@ def add_up_losses(model: Any, add_up: bool) -> float | None:
     return sum(found) if found else None
 
 
+def has_tiled_loss(model: Any) -> bool:
+    """Whether a model computes its loss in tiles."""
+    return hasattr(vars(model).get("forward"), TILING)
+
+
 def _tiling(model: Any) -> Tiling | None:
     """The Tiling that `tile` has set on a model; None: it has no tiles."""
     return getattr(getattr(model, "base_model", None), TILING, None)

@@ -28,6 +28,8 @@ from ds_seqpar.deepspeed_json import read_deepspeed
 from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
 from ds_seqpar.loaders import Loader
 
+from .patch import sees_whole_outputs
+
 # field of TrainingArguments -> (the wrong value, what is needed and why)
 ARGUMENTS = {
     "average_tokens_across_devices": (
@@ -85,8 +87,9 @@ def check_kind(kind: type) -> None:
         if name in named or (library == "trl" and name.endswith("Trainer") and name not in SUPPORTED):
             raise ConfigError(
                 "sequence parallel training is of next tokens or of preferences (Trainer, trl's SFTTrainer and "
-                f"DPOTrainer), {named.get(name, 'other training')} is not supported yet; got a {name}, train it "
-                "without sequence parallelism"
+                f"DPOTrainer), {named.get(name, 'other training')} is not supported yet; got a {name}, compute its "
+                "loss in a loop of your own with share_sequences (docs/whole.md, examples/grpo_loop.py, "
+                "examples/reward_loop.py)"
             )
 
 
@@ -158,8 +161,10 @@ def _world_size() -> int:
 
 
 def has_own_loss(trainer: Any) -> bool:
-    """Whether the loss is computed outside of the model, from whole outputs: by label smoothing, a compute_loss_func, a
-    user's compute_loss, or trl's DPOTrainer."""
+    """Whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's compute_loss,
+    trl's DPOTrainer, or a model whose own forward may add to it."""
+    if sees_whole_outputs(trainer.model):
+        return True
     if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
         return True
     libraries = "transformers", "trl", __package__

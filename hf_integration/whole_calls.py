@@ -13,24 +13,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.batches import fingerprint, shard_call
-from ds_seqpar.errors import InputError, as_seqpar_error
+from ds_seqpar.errors import ConfigError, InputError, as_seqpar_error
 from ds_seqpar.runtime import causes, trusted
 from ds_seqpar.runtime.agreement import Fields, agree
 from ds_seqpar.runtime.inputs import describe
 from ds_seqpar.spread import Spread
-from ds_seqpar.whole import whole_loss, whole_of
+from ds_seqpar.whole import WholeTensor, whole_loss, whole_of
 
+from .families import is_of_liger
 from .graphs import between_graphs
-from .losses import loss_error, loss_function_error
+from .losses import loss_function_error, tried_loss
 from .sharded import FORWARD, Agreement, common_misuse, tokens_of, whose_positions, wrong_inputs
-from .tiled_loss import token_losses
 from .tiling import add_up_losses
 
 CALL = "whole_call"  # an attribute of the position_ids that a call goes on with: its Call
 MOVED = "whole_batch"  # an attribute of a tensor of a whole batch: what it was on the CPU; its version
+FUSED = (
+    "a model that adds to its loss needs whole logits; got Liger's fused loss inside, leave that out: "
+    "fused_linear_cross_entropy=False, cross_entropy=False"
+)
+COMPILED = (
+    "a model that is given whole outputs of its base model needs to run uncompiled; got one inside torch.compile, "
+    "compile its layers instead (layer.compile())"
+)
 PASSED = ("num_items_in_batch", "logits_to_keep")  # arguments that are not sharded even where they are tensors
 
 
@@ -160,12 +169,27 @@ def _prepare(
         labelled=labelled,
         shifted=bool(given.get("fused_lm_head")),
     )
-    compared: dict[str, Any] = fingerprint({name: x for name, x in batch.items() if not x.is_floating_point()})
-    compared |= {name: describe(x) for name, x in batch.items() if x.is_floating_point()}
+    return {**shard, **others}, call, _compared({**given, **batch})
+
+
+def _compared(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What ranks compare of a call's arguments."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dim()}
+    small = {name: x for name, x in tensors.items() if not x.is_floating_point() or x.dim() == 1}
+    compared: dict[str, Any] = {name: describe(x) for name, x in tensors.items()} | fingerprint(small)
     compared |= {name: x for name, x in given.items() if isinstance(x, bool | int | float | str)}
     if isinstance(items := given.get("num_items_in_batch"), Tensor):
         compared["num_items_in_batch"] = float(items)
-    return {**shard, **others}, call, compared
+    return compared
+
+
+@between_graphs
+def compare_inputs(sp: SequenceParallel, model: Any, given: Mapping[str, Any], compiled: bool) -> None:
+    """Raises on all ranks of the sequence unless all call a module that is given whole outputs with the same arguments,
+    and the model inside makes them. compiled: whether the module is compiled; its gradients would end at the base."""
+    fused = is_of_liger(model.forward) and given.get("labels") is not None
+    error = ConfigError(FUSED) if fused else ConfigError(COMPILED) if compiled else None
+    agree(sp.groups.control, "whole batch", _compared(given), error=error, call=FORWARD, advice=_cause)
 
 
 def _misuse(given: Mapping[str, Any]) -> str:
@@ -208,22 +232,35 @@ def gather_outputs(sp: SequenceParallel, call: WholeCall, output: Any) -> Any:
 
 def _check_loss(call: WholeCall, labels: Tensor, items: float, output: Any) -> None:
     """Raises ConfigError on all ranks of the sequence where a rank's part of the loss is not the sum of its token
-    losses over `items`. Nothing is checked where these are not known, as without logits and without a tiled loss."""
-    named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
-    loss, logits, experts = (named.get(name) for name in ("loss", "logits", "aux_loss"))
-    model: Any = call.agreement.model()
-    option_of, call.agreement.loss_option_of = call.agreement.loss_option_of or "", None
-    losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
-    if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
-        losses = token_losses(logits, labels)
-    if loss is None or losses is None or not items:
-        return
-    balance = 0.0
-    if experts is not None:  # the loss includes 1 / size of it on each rank
-        balance = model.router_aux_loss_coef * float(experts.detach()) / call.agreement.sp.size
-    rounding = 8 * torch.finfo(loss.dtype).eps * abs(balance)  # of the sum of both
-    error = loss_error(float(loss.detach()) - balance, losses / items, option_of, rounding)
-    agree(call.agreement.sp.groups.control, "loss of the model", None, error=error)
+    losses over `items`."""
+    agreement, model = call.agreement, call.agreement.model()
+    tried = tried_loss(model, labels, items, output, 1 / agreement.sp.size)  # of the balance, each rank has a part
+    error = tried.error(agreement.loss_option_of or "") if tried is not None and tried.rest else None
+    agree(agreement.sp.groups.control, "loss of the model", None, error=error)
+    agreement.loss_option_of = None  # not before: a loss that was refused is refused again
+
+
+class _OnPart:
+    """Hooks of a module around the base model that computes each token by itself, so that of a whole tensor in parts it
+    computes this rank's. Its parameters get a part of their gradient, times `size`, as the base model's do."""
+
+    spread: Spread | None = None  # of the tensor that is computed
+
+    def before(self, module: nn.Module, args: tuple) -> tuple | None:
+        self.spread = None
+        if not args or not isinstance(args[0], WholeTensor) or args[0].flat:
+            return None
+        self.spread = args[0].spread.named("logits")
+        return args[0].local, *args[1:]
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        return output if self.spread is None else whole_of(output, self.spread)
+
+
+def compute_on_parts(module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Hooks a module that computes each token by itself: it then takes and gives whole tensors in parts."""
+    hooks = _OnPart()
+    return module.register_forward_pre_hook(hooks.before), module.register_forward_hook(hooks.after)
 
 
 def call_of(module: nn.Module, kwargs: Mapping[str, Any]) -> WholeCall | None:

@@ -38,9 +38,9 @@ def test_shards_put_together_are_the_batch(degree):
     for layout in LAYOUTS:
         sp = make(ulysses=degree, layout=layout)
         given = {**whole, "extra": EXTRA, "position_ids": torch.arange(SEQ)[None], "names": ["a", "b"]}
-        given["epoch"] = torch.tensor(3)
+        given |= {"epoch": torch.tensor(3), "weights": torch.tensor([0.5, 2.0])}  # of the batch; of each row
         shard = sp.shard_batch(given)
-        assert set(given) == {"input_ids", "labels", "extra", "position_ids", "names", "epoch"}
+        assert set(given) == {"input_ids", "labels", "extra", "position_ids", "names", "epoch", "weights"}
         assert all(torch.equal(whole[name], x) for name, x in a_batch(0).items())
         places = shard["position_ids"]
         assert torch.equal(places, places[:1].expand(2, SEQ // WORLD))
@@ -49,8 +49,8 @@ def test_shards_put_together_are_the_batch(degree):
         for name, x in expected.items():
             assert torch.equal(torch.cat(gathered(shard[name]), dim=1), x[:, order]), (layout, name)
         assert shard["names"] == ["a", "b"]
-        assert shard["epoch"] is given["epoch"]
-        assert set(shard) == {*expected, "names", "epoch", "position_ids", "num_items_in_batch"}
+        assert all(shard[name] is given[name] for name in ("epoch", "weights"))
+        assert set(shard) == {*expected, "names", "epoch", "weights", "position_ids", "num_items_in_batch"}
 
 
 def gathered(x):

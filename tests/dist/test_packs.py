@@ -255,6 +255,8 @@ def forms():
         "with the longest": {name: x for name, x in every.items() if name not in ("position_ids", "seq_idx")},
         "cu_seqlens": {**bare, "cu_seqlens": edges},
         "without the last": {**bare, "cu_seqlens": edges[:-1]},  # what is left is one more
+        "filled up": {**bare, "cu_seqlens": torch.cat([edges, edges[-1:].expand(3)])},  # to a fixed shape
+        "an empty one": {**bare, "cu_seqlens": torch.cat([edges[:2], edges[1:]])},
         "seq_idx": {**bare, "seq_idx": every["seq_idx"]},
         "document_ids": {**bare, "document_ids": 7 - every["seq_idx"].long() % 2},  # neighbours differ
         "every": every,

@@ -31,13 +31,13 @@ def on_fake_cuda():
         for positions, attention_mask in ((ours, None), (ours, None), (ours, mask), (foreign, mask)):
             agreement.device_checks.started.clear()  # they could not be read
             given = {"input_ids": tokens, "position_ids": positions, "attention_mask": attention_mask}
-            assert agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])[0] is positions
+            assert agree_on_shard(agreement, given, wrong_shard="", backward=True, sources=[])[0] is positions
             looks.append(len(agreement.device_checks.started))
         agreement.device_checks.started.clear()
         trusted.trust_copy(packed["position_ids"], ours := torch.empty(1, SEQ, dtype=torch.int64, device="cuda"))
         for placement in (packed["placement"], None):
             given = {"input_ids": tokens, "position_ids": ours, "placement": placement}
-            agree_on_shard(agreement, given, unshifted=False, backward=True, sources=[])
+            agree_on_shard(agreement, given, wrong_shard="", backward=True, sources=[])
             looks.append(len(agreement.device_checks.started))
     return looks
 

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel, LlamaPreTrainedModel
 
 from hf_integration import patch_attention
 from tests.dist.ranks import assert_all_refused, differ, everywhere, make, only_one
@@ -12,6 +12,14 @@ from tests.launch import on_ranks
 WORLD = 2
 SECTION = MODES["u2"]
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+class Backbone(LlamaPreTrainedModel):
+    """Its base model has another name than the family's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.backbone = LlamaModel(config)
 
 
 def patch(model):
@@ -48,7 +56,8 @@ def on_a_ring(call, **changes):
 def eleven_tokens(sp, rank):
     """Where zigzag over a ring needs them in twos."""
     model = patch_attention(small(), sp)
-    model(input_ids=torch.zeros(1, 11, dtype=torch.int64), position_ids=torch.arange(5, 16)[None])
+    ids = torch.zeros(1, 11, dtype=torch.int64)
+    model(input_ids=ids, position_ids=torch.arange(5, 16)[None], shift_labels=ids)
 
 
 def from_zero(sp, rank):
@@ -96,9 +105,9 @@ MODELS = {
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=4)),
         ("qwen3, qwen3_moe, smollm3", "family 'gpt2'", "sp.attention"),
     ),
-    "classifier": (
-        lambda: LlamaForSequenceClassification(LlamaConfig(**TINY, num_attention_heads=4)),
-        ("got LlamaForSequenceClassification", "head"),
+    "no base model": (
+        lambda: Backbone(LlamaConfig(**TINY, num_attention_heads=4)),
+        ("base model of its family inside", "got Backbone", "'model' names none"),
     ),
     "module": (lambda: nn.Linear(2, 2), ("transformers model", "got Linear", "sp.attention")),
 }

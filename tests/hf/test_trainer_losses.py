@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 from hf_integration import SequenceParallelMixin
 from tests.hf.llama import IGNORE, small
@@ -70,6 +70,22 @@ def deaf():
     return model
 
 
+class AddingForCausalLM(LlamaForCausalLM):
+    """Adds a z-loss of the tokens that count, and a penalty on parameters."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        output = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+        if labels is not None:
+            z = output.logits[:, :-1].logsumexp(-1)[labels[:, 1:] != IGNORE].pow(2).mean()
+            output.loss = output.loss + 1e-2 * z + 1e-3 * self.lm_head.weight.pow(2).sum()
+        return output
+
+
+def adding():
+    torch.manual_seed(0)
+    return AddingForCausalLM(small(pad_token_id=0).config)
+
+
 # what a run has of its own -> what `make` is given
 LOSSES = {
     "smoothing": lambda: {"label_smoothing_factor": 0.1},
@@ -77,6 +93,7 @@ LOSSES = {
     "a function of a mean": lambda: {"parts": {"compute_loss_func": focal}},
     "a method": lambda: {"kind": OwnLoss},
     "a model that takes no count": lambda: {"model": deaf()},
+    "a model that adds terms": lambda: {"model": adding()},
     "a method with a column": lambda: {
         "kind": Weighted,
         "label_names": ["labels", "weights"],

@@ -134,7 +134,6 @@ WRONG = {
         lambda: {"model": own_forward(), "deepspeed_changes": {"sequence_parallel": {**SECTION, "loss_tiles": 2}}},
         ["num_items_in_batch", "where that is"],
     ),
-    "forward drops num_items": (lambda: {"model": own_forward()}, ["num_items_in_batch", "where that is"]),
     "virtual tokens": (lambda: {"model": prompt_tuned()}, ["prompt learning", "use LoRA"]),
     "batches by the first rank": (
         lambda: {"accelerator_config": {"dispatch_batches": True}},

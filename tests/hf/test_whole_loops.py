@@ -58,8 +58,7 @@ CHANGES = {
         "from hf_integration import share_sequences\nfrom transformers import LlamaConfig"
     ),
     "sampler = DistributedSampler(data, shuffle=False)": (
-        "sp = share_sequences(model, size=2)\n"
-        "sampler = DistributedSampler(data, num_replicas=sp.data_size, rank=sp.data_rank, shuffle=False)"
+        "sp = share_sequences(model, size=2)\nsampler = sp.sampler(data, shuffle=False)"
     ),
 }
 ACCELERATE = """

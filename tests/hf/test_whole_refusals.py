@@ -72,11 +72,42 @@ WRONG = {
     ),
     "whole ones with another rank's positions": (
         lambda sp: {"input_ids": ids()[:, :8], "position_ids": sp.position_ids(16)[None].flip(1)},
-        ["looks sharded", "those of other tokens"],
+        ["must count 0, 1, 2", "of it, without skips", "all that sp.shard_batches returns"],
     ),
     "whole ones with positions that begin at 5": (
         lambda sp: {"input_ids": ids(), "labels": ids(), "position_ids": torch.arange(5, 21)[None]},
-        ["do not count through its tokens from 0", "no shift_labels", "or a whole batch"],
+        ["must count 0, 1, 2", "got 5 at token 0 of row 0", "all that sp.shard_batches returns"],
+    ),
+    "whole ones with positions that skip": (
+        lambda sp: {"input_ids": ids(), "position_ids": (torch.arange(16) + 40 * (torch.arange(16) > 6))[None]},
+        ["without skips (PoSE)", "got 47 at token 7 of row 0"],
+    ),
+    "whole ones with positions of three axes": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "position_ids": torch.arange(16).expand(3, 2, 16)},
+        ["position_ids must be of shape (2, 16)", "got (3, 2, 16)"],
+    ),
+    "whole ones with positions and other cumulative lengths": (
+        lambda sp: {
+            "input_ids": ids(),
+            "position_ids": (torch.arange(16) % 8)[None],
+            "cu_seqlens": torch.tensor([0, 16, 32]),
+        },
+        ["documents must be the same in all that says where they are", "in cu_seqlens"],
+    ),
+    "a mask that numbers documents": (
+        lambda sp: {"input_ids": ids(), "labels": ids(), "attention_mask": (torch.arange(16) // 8 + 1).expand(2, 16)},
+        ["attention_mask must be 0 for padding and 1", "got 2 at token 8 of row 0", "seq_idx"],
+    ),
+    "a mask that is added to scores": (
+        lambda sp: {"input_ids": ids(), "attention_mask": torch.zeros(2, 16).masked_fill(ids() > 40, -torch.inf)},
+        ["attention_mask must be 0 for padding and 1", "got -inf at token"],
+    ),
+    "parts with a mask that numbers documents": (
+        lambda sp: (
+            sp.shard_batch({"input_ids": ids(), "labels": ids()})
+            | {"attention_mask": torch.full((2, 8), 2), "placement": None}
+        ),
+        ["got one with zeros or other numbers"],
     ),
     "a cache": (lambda sp: {"input_ids": ids(), "labels": ids(), "use_cache": True}, ["no kv cache", "use_cache"]),
     "full attention": (lambda sp: {"input_ids": ids(), "is_causal": False}, ["is_causal=False"]),
@@ -102,7 +133,7 @@ WRONG = {
     ),
     "a tensor of something else": (
         lambda sp: {"input_ids": ids(), "weights": torch.ones(3)},
-        ["weights (3,)", "take it out"],
+        ["weights (3,)", "or be (2,), one number a row", "take it out"],
     ),
 }
 

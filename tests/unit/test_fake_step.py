@@ -31,7 +31,7 @@ def batch_of(packed):
 def step(size, section, keeps, packed, family="llama"):
     """Kernel calls of a forward and backward, and whether every gradient came to where its parameter is."""
     from ds_seqpar.batches import _on_device
-    from hf_integration import patch_attention
+    from hf_integration import patch_attention, trust_loss
     from tests.hf.families import model_of
     from tests.stand_in.streams import Streams
 
@@ -46,6 +46,7 @@ def step(size, section, keeps, packed, family="llama"):
             model.gradient_checkpointing_enable(keeps)
         patch_attention(model, sp)
         model.base_model._sequence_parallel_patch.agreement.compared = True  # values, in the first forward alone
+        trust_loss(model)  # its value too
         given = _on_device(sharded, sp.device)
         with Streams().in_place_of_torch() as streams, OneDevice() as watch:
             model(**given).loss.backward()
