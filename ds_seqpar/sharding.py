@@ -73,7 +73,7 @@ class Sharding:
         lengths of those that lie end to end in it. Raises InputError. The same on every rank."""
         count = whole_number(seq)
         if count is None or count < 1:
-            raise InputError(f"a sequence must have a whole number of tokens from 1 on; got {seq!r:.80}")
+            raise InputError(f"a sequence must have a whole number of tokens, one token or more; got {seq!r:.80}")
         if documents is None and count % self.multiple == 0:
             return None
         starts = Mask.documents_of((count,) if documents is None else documents)

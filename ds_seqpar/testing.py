@@ -87,6 +87,9 @@ class _VirtualComm:
         parts = sent.split(list(sizes[0])), received.split(list(sizes[1]))
         return self._collective(peers, kind, sum(sizes[1]) - own, *parts, EXCHANGE_TAG)
 
+    def parts_of_all(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("virtual ranks are given the common part of their keys")
+
     def _collective(
         self, peers: Sequence[int], kind: str, elements: int, sent: Sequence[Tensor], received: Sequence[Tensor],
         tag: int = -1,

@@ -61,6 +61,9 @@ class Alone(testing._VirtualComm):
             _Noise.fill(message.buffer)
         return _Noise()
 
+    def parts_of_all(self, x: Tensor) -> Tensor:
+        return x[None]
+
 
 class Share:
     """The calls of one rank of `ranks`. q, k, v, do: of its own tokens, of a sequence of `tokens`."""

@@ -105,7 +105,9 @@ def config_of(told: Told) -> tuple[SequenceParallelConfig, PlanResult | None]:
 
 def unplanned_lines(told: Told) -> list[str]:
     """What ranks would plan, and this does not."""
-    words = f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and a ring'
+    words = (
+        f'{SECTION}: ranks would plan what is "auto"; here it is all ranks, the most Ulysses and the default schedule'
+    )
     return [f"{words}: say --machine to plan"] if told.config.asks_for_plan else []
 
 

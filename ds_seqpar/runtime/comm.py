@@ -70,6 +70,10 @@ class Comm(Protocol):
         first sizes[1][0] of `received` come from it."""
         ...
 
+    def parts_of_all(self, x: Tensor) -> Tensor:
+        """The x (n,) of each rank that shares the sequence, (ranks, n), in one order on all of them."""
+        ...
+
 
 class Works:
     """Refers to torch's works and their tensors until `wait`: a dropped isend loses its message. works: one for each

@@ -73,10 +73,10 @@ def check_thread() -> None:
     """Raises ConfigError in any other thread, but not in autograd's own, which run backward on a device."""
     current = threading.current_thread()
     of_autograd = isinstance(current, threading._DummyThread) and torch._C._current_graph_task_id() >= 0
-    if current is not _bound and not of_autograd:
+    if _bound not in (None, current) and not of_autograd:
         raise ConfigError(
             "sequence parallelism needs all its calls in one thread, backward too, which is the one that made the last "
-            f"SequenceParallel; got a call in {current.name!r} after {_bound and _bound.name!r}, to go on there call "
+            f"SequenceParallel; got a call in {current.name!r} after {_bound.name!r}, to go on there call "
             "sp.bind_to_thread() in it first, on every rank, and nothing more in the other"
         )
 

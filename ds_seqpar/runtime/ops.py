@@ -21,7 +21,6 @@ from ..handles import keep_alive, object_of, objects_of
 from . import checkpoints
 from .buffers import Tensors, sum_dtype
 from .call import NOTHING, OPERANDS_AND_OUT, Saved
-from .comm import TorchComm
 from .inputs import AttentionOptions, agree_on_inputs, can_be_op, of_one_head_dim
 from .kernels import Scores
 from .runtime import Runtime, run
@@ -192,7 +191,6 @@ def _forward(settings: _Settings, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
     attended, runtime, common = settings.attended(q.shape[1]), settings.runtime, None
     runtime.calls.follow(ATTENTION, q.shape)
     if settings.takes_common_off(q.dtype):
-        assert isinstance(runtime.comm, TorchComm)
         with runtime.recorded("agree", "common part of keys"):
             common = common_part(runtime.comm.parts_of_all(moments(k)), k.shape[2])
     walk = runtime.forward(q, k, v, sinks, *attended, settings.stages, settings.saves, settings.lse, common)

@@ -50,7 +50,7 @@ def walk(rank, size=4, ulysses=1, **settings):
         settings = ops._Settings(runtime, CAUSAL, None, Scores(1.0, 0.0), stages, keep, False)
         out, *rest = ops._forward(settings, q, k, v, None)
         saved = [*rest, *([] if keep > 1 else [out]), *([] if keep else [q, k, v])]
-        ops._backward(settings, do, None, saved, 4)
+        ops._backward(settings, do, None, None, saved, 4)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
