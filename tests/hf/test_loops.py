@@ -48,17 +48,21 @@ def test_ddp_with_accumulation_needs_the_loss_divided():
         assert gap(whole, {name: g * 3 for name, g in expected.items()}) < 1e-5
 
 
-def run_snippet(snippet, folder):
-    """The loss, and the model's gradients as its optimiser saw them: what it took from the weights, by SGD."""
+def run_snippets(snippet, loop, folder):
+    """The loss and the weights after a step of SGD; the gradients of a loop without DeepSpeed on the same model."""
+    names = {"DistributedDataParallel": DistributedDataParallel}
     with contextlib.chdir(folder):
-        names = {}
         exec(snippet, names)
-    return names["loss"], {name: array(p) for name, p in names["model"].named_parameters()}
+    after = {name: array(p) for name, p in names["model"].named_parameters()}
+    torch.manual_seed(0)
+    names["model"] = Starcoder2ForCausalLM(names["config"])
+    exec(loop, names)
+    return names["loss"], after, {name: array(p.grad) for name, p in names["model"].module.named_parameters()}
 
 
 def test_another_family_by_its_own_attention_function(tmp_path):
     """What docs/other_models.md shows, as it stands there, against one process that takes each document alone."""
-    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "other_models.md").read_text(encoding="utf-8"), re.S)
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "other_models.md").read_text(encoding="utf-8"), re.S)
     rate = 1.0
     config = settings(MODES["u2r2"], "2", 2, 1, optimizer={"type": "SGD", "params": {"lr": rate}})
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
@@ -68,9 +72,10 @@ def test_another_family_by_its_own_attention_function(tmp_path):
     documents = ids[0], ids[1][:, :300], ids[1][:, 300:]
     gradients, loss = one_process(model, [{"input_ids": x, "labels": x} for x in documents])
     expected = {name: array(p) - rate * gradients[name] for name, p in model.named_parameters()}
-    for found, after in on_ranks(WORLD, run_snippet, snippet, tmp_path):
+    for found, after, without_deepspeed in on_ranks(WORLD, run_snippets, *snippets, tmp_path):
         assert found == pytest.approx(loss, rel=1e-5)
         assert gap(after, expected) < 1e-5
+        assert gap(without_deepspeed, gradients) < 1e-5
 
 
 def starcoder(**changes):
