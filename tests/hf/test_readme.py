@@ -93,14 +93,6 @@ def test_there_is_a_snippet_for_each_of_the_four_ways():
     assert len(printed(PRINTED)) == 7
 
 
-def test_the_readme_is_read_in_one_sitting():
-    lines = README.splitlines()
-    assert len(lines) <= 150
-    assert len(README.split()) <= 1300
-    assert max(len(line) for line in lines) <= 130
-    assert max(len(cell) for line in lines if line.startswith("|") for cell in line.split("|")) <= 120
-
-
 def test_the_diffs_lead_to_what_runs():
     """What the README's diffs add stands in the quickstart of the Trainer, and on the page of the plain loop."""
     added = re.findall(r"^\+(.*)", "".join(re.findall(r"```diff\n(.*?)```", README, re.S)), re.M)
