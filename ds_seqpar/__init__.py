@@ -4,20 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compiler.masks import Mask
-    from .compiler.shards import UnevenShards
-    from .config import SequenceParallelConfig
+    from .compiler.sharding.masks import Mask
+    from .compiler.sharding.shards import UnevenShards
+    from .config.settings import SequenceParallelConfig
     from .engine import initialize
     from .errors import SeqParError
     from .parallel import SequenceParallel
 
 __all__ = ["Mask", "SeqParError", "SequenceParallel", "SequenceParallelConfig", "UnevenShards", "initialize"]
 HOMES = {
-    "Mask": "compiler.masks",
+    "Mask": "compiler.sharding.masks",
     "SeqParError": "errors",
     "SequenceParallel": "parallel",
-    "SequenceParallelConfig": "config",
-    "UnevenShards": "compiler.shards",
+    "SequenceParallelConfig": "config.settings",
+    "UnevenShards": "compiler.sharding.shards",
     "initialize": "engine",
 }
 

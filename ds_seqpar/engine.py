@@ -1,7 +1,7 @@
 """`initialize` prepares a model for sequence parallel training, and returns a DeepSpeed engine.
 
 DeepSpeed is given no mpu. For ZeRO every rank is a data parallel rank: it shards states over all ranks, and averages
-gradients over all ranks, at every stage. `ds_seqpar.batches` divides the loss so that this average is right.
+gradients over all ranks, at every stage. `ds_seqpar.data.batches` divides the loss so that this average is right.
 """
 
 from __future__ import annotations
@@ -16,20 +16,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import cpu_op, shared_files
-from .config import SequenceParallelConfig
-from .deepspeed_checks import check_deepspeed
-from .deepspeed_json import BATCH_SIZES, KIND, SECTION, check_auto, check_settings, left_out, read_deepspeed, section_of
+from .config.deepspeed_checks import check_deepspeed
+from .config.deepspeed_json import (
+    BATCH_SIZES,
+    KIND,
+    SECTION,
+    check_auto,
+    check_settings,
+    left_out,
+    read_deepspeed,
+    section_of,
+)
+from .config.settings import SequenceParallelConfig
+from .cpu_launch import op_lock, shared_memory
+from .data.loader import Loader
 from .errors import ConfigError, SeqParError, as_seqpar_error, did_you_mean
 from .files import Given
-from .loaders import Loader
 from .models import patcher_if_known, patcher_of_class, required_patcher, unwrapped
 from .parallel import SequenceParallel
 from .runtime import groups
 from .runtime.agreement import agree
 from .runtime.comm import explaining_failure
 from .runtime.devices import set_device
-from .runtime.exits import printed_once, wait_at_exit
+from .runtime.process_exit import printed_once, wait_at_exit
 
 if TYPE_CHECKING:
     import argparse
@@ -258,7 +267,7 @@ def start(distributed_port: int | None = None, dist_init_required: bool | None =
     of one rank."""
     import deepspeed
 
-    cpu_op.prepare_start()
+    op_lock.prepare_start()
     if not dist.is_initialized() and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         set_device()  # DeepSpeed's launcher sets none, and communicators stay on the device that they are made on
     if not dist.is_initialized() and dist_init_required is not False and not os.environ.keys() & set(LAUNCHED):
@@ -296,7 +305,7 @@ def prepare_model(
     except Exception as reason:  # a data set may raise anything
         error = error or as_seqpar_error("reading what is to be trained failed", reason)
     _agree_on_model(model, sp is None, error)
-    shared_files.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
+    shared_memory.unname()  # all ranks have initialised DeepSpeed, and so mapped the files
     if patcher:
         if sp is None:
             sp = SequenceParallel(config, heads=patcher.heads(base), job=job_with_model)

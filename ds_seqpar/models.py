@@ -63,7 +63,7 @@ def required_patcher(model: nn.Module) -> ModelPatcher:
 def numbers_of(place: str) -> Model:
     """The sizes of a model, from the folder or the file of its config. Raises ConfigError for another file, and for a
     family that is not known."""
-    return imported(f"{PACKAGES['PreTrainedModel']}.job").numbers_of(place)
+    return imported(f"{PACKAGES['PreTrainedModel']}.trainer.job").numbers_of(place)
 
 
 def imported(name: str) -> Any:

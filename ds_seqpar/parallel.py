@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .compiler.masks import Mask
-from .compiler.shards import UnevenShards
-from .config import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .compiler.sharding.masks import Mask
+from .compiler.sharding.shards import UnevenShards
+from .config.settings import CONFIGURATION, UNREADABLE, SequenceParallelConfig
+from .data.sharding import Sharding, WithValue, mean_of
 from .errors import ConfigError, SeqParError, as_seqpar_error
-from .runtime import checkpoints, devices, groups, inputs, kernels, ops, runtime
+from .runtime import checkpoints, devices, groups, input_checks, kernels, ops, runtime
 from .runtime.agreement import Fields, agree, gathered
 from .runtime.comm import TorchComm, explaining_failure
-from .runtime.exits import printed_once
-from .sharding import Sharding, WithValue, mean_of
+from .runtime.process_exit import printed_once
 
 if TYPE_CHECKING:
-    from .loaders import Loader
+    from .data.loader import Loader
     from .planner.auto import Job
     from .planner.machine import Machine
-    from .recording import Record
     from .runtime.offload import Store
+    from .runtime.recording import Record
 
 
 MAKING = "making a SequenceParallel, as share_sequences and initialize do,"  # how errors call it
@@ -149,17 +149,17 @@ class SequenceParallel(Sharding):
         q, k, v = _autocast(q, k, v)
         followed = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks))
         backward = torch.is_grad_enabled() and followed
-        mask = inputs.mask_of(causal, mask)
-        options = inputs.AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
+        mask = input_checks.mask_of(causal, mask)
+        options = input_checks.AttentionOptions(mask, shards, scale, backward, bool(return_lse), softcap, sinks)
         out, lse = ops.attention(self.runtime, q, k, v, options)
         return out if lse is None else (out, ops.LseWithoutGradient.apply(lse, out))
 
     def attention_agreed(
-        self, q: Tensor, k: Tensor, v: Tensor, options: inputs.AttentionOptions, parts: int = 1
+        self, q: Tensor, k: Tensor, v: Tensor, options: input_checks.AttentionOptions, parts: int = 1
     ) -> Tensor:
         """`attention` for a caller whose ranks have agreed on the inputs already (a patched model, once a forward).
         parts: above 1 these are the heads of one of so many stages."""
-        inputs.check_derivatives(q, k, v)
+        input_checks.check_derivatives(q, k, v)
         q, k, v = _autocast(q, k, v)
         return ops.attention(self.runtime, q, k, v, options, agreed=True, parts=parts)[0]
 
@@ -183,7 +183,7 @@ class SequenceParallel(Sharding):
         `record.events`, `record.save("trace.json")`, or all ranks' by `record.gather()`. watch: on CPUs, a thread waits
         for each message, so that its end is known where the rank itself waits later. Not collective; where it is not
         used nothing is kept. Entering it raises ConfigError inside another one."""
-        from .recording import Record
+        from .runtime.recording import Record
 
         return Record(self.runtime, self.rank, self.device, self.groups.control, watch)
 
@@ -195,12 +195,12 @@ class SequenceParallel(Sharding):
         training: bool = True,
         device: torch.device | str | None = None,
     ) -> list[dict[str, Any]]:
-        """This rank's part of every micro-batch of one accumulation window: see `ds_seqpar.batches.shard_window` for
+        """This rank's part of every micro-batch of one accumulation window: see `data.batches.shard_window` for
         what goes in and comes out, packed documents too. Without DeepSpeed call `(loss / len(window)).backward()`.
         training=False: a window of any length, whose `mean_loss` is the evaluation loss. device: where to put it
         (`engine.device`); default: where the window is. Whole sequences are best left on the CPU."""
         steps = self.accumulation_steps if training else None
-        from .batches import shard_window  # attention alone does without
+        from .data.batches import shard_window  # attention alone does without
 
         return shard_window(self, window, causal, steps, device)
 
@@ -232,7 +232,7 @@ class SequenceParallel(Sharding):
         draw random numbers agree then, and nothing is read twice.
         Collective over the world, as is each batch. Raises ConfigError or DisagreementError on every rank where a
         sampler is for ranks and not for groups, loading fails on one rank, or ranks have other orders or numbers."""
-        from .loaders import Loader
+        from .data.loader import Loader
 
         return Loader(self, loader, read_once)
 
@@ -307,7 +307,7 @@ def _agreed(
 
 
 def _advice(given: Mapping[int, Fields]) -> str:
-    from .runtime.causes import of_kernels  # only runs whose ranks differ need it
+    from .runtime.mismatch_hints import of_kernels  # only runs whose ranks differ need it
 
     return of_kernels(given)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from .compiler.compile import Compiler
-from .compiler.masks import Mask
-from .compiler.program import Wait
-from .compiler.shards import EvenShards, Shards, members_positions, tokens_of
-from .config import SequenceParallelConfig, check_heads, check_length
+from .compiler.program.instructions import Wait
+from .compiler.sharding.masks import Mask
+from .compiler.sharding.shards import EvenShards, Shards, members_positions, tokens_of
+from .config.settings import SequenceParallelConfig, check_heads, check_length
 from .errors import ConfigError, InputError
-from .runtime import inputs
+from .runtime import input_checks
 from .runtime.buffers import Tensors
-from .runtime.call import NOTHING, OPERANDS_AND_OUT, Saved
+from .runtime.call_io import NOTHING, OPERANDS_AND_OUT, Saved
 from .runtime.comm import EXCHANGE_TAG, Message, Sizes
 from .runtime.kernels import Scores
 from .runtime.runtime import Runtime
@@ -144,23 +144,23 @@ def attention(
 
     Raises what `SequenceParallel` and its attention raise for these settings and tensors.
     """
-    visible = inputs.mask_of(causal, mask)
-    inputs.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
+    visible = input_checks.mask_of(causal, mask)
+    input_checks.check_arguments(q, k, v, visible, scale, lengths_differ=shards is not None)
     if not isinstance(config.size, int):
         raise ConfigError(f"virtual ranks need a size that is a number; got size {config.size!r}")
     like = f"{(*q.shape[:3], v.shape[3])} {q.dtype}"
-    if do is not None and inputs.describe(do) != like:
-        raise InputError(f"the output's gradient must be like the output, {like}; got {inputs.describe(do)}")
+    if do is not None and input_checks.describe(do) != like:
+        raise InputError(f"the output's gradient must be like the output, {like}; got {input_checks.describe(do)}")
     config = config.resolve(config.size, heads=(q.shape[2], k.shape[2]))
     if shards is None:
         check_length(config, q.shape[1])
-        inputs.check_documents(visible, q.shape[1])
+        input_checks.check_documents(visible, q.shape[1])
         shards = EvenShards(config.layout, q.shape[1], config.size // config.ulysses)
     else:
-        inputs.check_shards(shards, config.size // config.ulysses, config.layout)
+        input_checks.check_shards(shards, config.size // config.ulysses, config.layout)
         _check_whole(shards, q, k)
-    inputs.check_softcap(softcap)
-    inputs.check_sinks(sinks, q)
+    input_checks.check_softcap(softcap)
+    input_checks.check_sinks(sinks, q)
     scores = Scores(q.shape[3] ** -0.5 if scale is None else float(scale), softcap or 0.0)
     check_heads(config.ulysses, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
     stages = 1 if config.head_stages == "auto" else config.head_stages
@@ -168,7 +168,7 @@ def attention(
     ranks = _Ranks(config, shards, visible, scores, sinks, {} if compilers is None else compilers)
     if dims[0] == dims[1]:
         return ranks.attention(q, k, v, do, stages)
-    q, k, v, *gradient = inputs.of_one_head_dim(q, k, v, *(() if do is None else (do,)))
+    q, k, v, *gradient = input_checks.of_one_head_dim(q, k, v, *(() if do is None else (do,)))
     return ranks.attention(q, k, v, gradient[0] if gradient else None, stages).of_head_dims(*dims)
 
 
@@ -216,7 +216,7 @@ class _Ranks:
         settings = self.mask, self.shards, self.scores
         saves = NOTHING if self.runtimes[0].members.degree == 1 else OPERANDS_AND_OUT
         for runtime, (own_q, own_k, _) in zip(self.runtimes, local, strict=True):
-            inputs.check_programs(runtime, own_q, own_k, self.mask, self.shards, self.scores.softcap)
+            input_checks.check_programs(runtime, own_q, own_k, self.mask, self.shards, self.scores.softcap)
         if takes_common_off(q.dtype, self.scores.softcap, self.runtimes[0].size, self.mask, self.shards):
             self.common = common_part(torch.stack([moments(own[1]) for own in local]), k.shape[2])
         walks = [

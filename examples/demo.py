@@ -67,7 +67,7 @@ def choose(devices: int, ranks: int | None = None, config: Path | None = None) -
 def _needs(config: Path) -> tuple[int, bool]:
     """Of a DeepSpeed JSON: the ranks of one sequence, 1 for "auto"; whether it trains in bf16 or fp16."""
     from ds_seqpar import SeqParError, SequenceParallelConfig
-    from ds_seqpar.deepspeed_json import read_deepspeed
+    from ds_seqpar.config.deepspeed_json import read_deepspeed
 
     try:
         content, size = read_deepspeed(config), SequenceParallelConfig.from_deepspeed(config).size

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Lla
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_seqpar
-from ds_seqpar.deepspeed_json import read_deepspeed
+from ds_seqpar.config.deepspeed_json import read_deepspeed
 from ds_seqpar.engine import start
 from ds_seqpar.errors import SeqParError
 

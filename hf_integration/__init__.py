@@ -6,7 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ds_seqpar import cpu_op as cpu_op
+from ds_seqpar.cpu_launch import op_lock as op_lock
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.models import HOW, imported
 
@@ -19,20 +19,20 @@ except ModuleNotFoundError as error:
 from .accelerators import share_accelerator
 from .families import heads
 from .families import is_known as is_known
-from .job import job_of
-from .losses import check_engine as check_engine
-from .losses import check_function as check_function
-from .patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
-from .patch import trust_loss as trust_loss
+from .model.losses import check_engine as check_engine
+from .model.losses import check_function as check_function
+from .model.patch import check_patch, patch_attention, patched_with, share_sequences, unpatch_attention, whole_sequences
+from .model.patch import trust_loss as trust_loss
+from .trainer.job import job_of
 
 # (major, minor), both of which `make test-all` runs; setup.cfg says the same
 OLDEST, NEWEST = (5, 18), (5, 23)
 LATER = {
-    "Packs": "collator",
-    "PackingCollator": "collator",
-    "SequenceParallelCallback": "callback",
-    "SequenceParallelMixin": "trainer",
-    "SequenceParallelTrainer": "trainer",
+    "Packs": "trainer.collator",
+    "PackingCollator": "trainer.collator",
+    "SequenceParallelCallback": "trainer.callback",
+    "SequenceParallelMixin": "trainer.trainer",
+    "SequenceParallelTrainer": "trainer.trainer",
     "prepare_loader": "loaders",
 }
 

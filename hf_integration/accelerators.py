@@ -28,8 +28,8 @@ from ds_seqpar import SequenceParallel
 from ds_seqpar.engine import count_by_rank, count_sequences
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.runtime.agreement import agree
-from ds_seqpar.runtime.exits import printed_once
-from ds_seqpar.runtime.inputs import describe
+from ds_seqpar.runtime.input_checks import describe
+from ds_seqpar.runtime.process_exit import printed_once
 from ds_seqpar.whole import plain
 
 from .loaders import examples_of, prepare_loader, stream_of

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
 from ds_seqpar import SequenceParallel
-from ds_seqpar.loaders import is_dealt
+from ds_seqpar.data.loader import is_dealt
 
 
 class Stream(IterableDataset):

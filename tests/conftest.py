@@ -20,7 +20,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
-from ds_seqpar import cpu_op
+from ds_seqpar.cpu_launch import op_lock
 from tests import grids
 
 # a rank compiles by itself: inductor's own workers would each import torch first
@@ -61,7 +61,7 @@ def compiled():
     os.makedirs(os.environ["TORCH_EXTENSIONS_DIR"], exist_ok=True)
     with open(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "tests.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # test workers one after another
-        cpu_op.compile_op()
+        op_lock.compile_op()
 
 
 @pytest.fixture(scope="session")

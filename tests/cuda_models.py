@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_seqpar.compiler.tiles import Segments
+from ds_seqpar.compiler.tiles.tiles import Segments
 from ds_seqpar.runtime.kernels import register, remove, select
 from ds_seqpar.runtime.kernels.flash import CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from tests.kernel_suite import seen

@@ -7,7 +7,7 @@ tested without one.
 import pytest
 import torch
 
-from ds_seqpar.compiler.tiles import Segments
+from ds_seqpar.compiler.tiles.tiles import Segments
 from ds_seqpar.runtime.kernels import BlockSpec, KernelSupport
 from ds_seqpar.runtime.kernels.accumulate import merge_
 from ds_seqpar.runtime.kernels.reference import Reference

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.shards import EvenShards, members_positions
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, members_positions
 
 
 def positions(layout, seq, size, ulysses, index):

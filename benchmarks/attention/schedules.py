@@ -21,15 +21,15 @@ import math
 
 from benchmarks import tables
 from benchmarks.contenders import parse
-from ds_seqpar.compiler.actions import ACCUMULATORS
 from ds_seqpar.compiler.compile import pattern_of, side_of
-from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.program.shape import Shape, shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.actions import ACCUMULATORS
 from ds_seqpar.compiler.schedules.base import Own
-from ds_seqpar.compiler.shape import Shape, shape_of
-from ds_seqpar.compiler.shards import EvenShards, Shards, tokens_of
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.compiler.sharding.shards import EvenShards, Shards, tokens_of
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 
 HEADS = {"MHA": (32, 32), "GQA 4:1": (32, 8), "GQA 8:1": (64, 8)}

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from benchmarks.contenders import Spec
 from ds_seqpar.compiler.compile import BoundProgram, Compiler
-from ds_seqpar.compiler.cuts import PLAIN_KERNEL
-from ds_seqpar.compiler.exchange import Members
-from ds_seqpar.compiler.masks import CAUSAL, FULL
-from ds_seqpar.compiler.program import ExchangeStart, GatherStart, Post, ScatterStart
-from ds_seqpar.compiler.shape import ITEMSIZE, shape_of
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.program.instructions import ExchangeStart, GatherStart, Post, ScatterStart
+from ds_seqpar.compiler.program.shape import ITEMSIZE, shape_of
+from ds_seqpar.compiler.program.ulysses import Members
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.config.settings import SequenceParallelConfig
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Place = tuple[int, int]  # Ulysses' member, inner rank

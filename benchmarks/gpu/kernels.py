@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.bench import Bench, different
 from benchmarks.gpu.shares import Bare, Share
 from benchmarks.turns import in_turns, of_device, settle
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.runtime.kernels import KERNELS, BlockSpec
 
 BACKENDS = {

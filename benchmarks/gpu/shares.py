@@ -19,9 +19,9 @@ from benchmarks.contenders import parse
 from benchmarks.gpu.bench import Bench
 from benchmarks.turns import in_turns, of_device
 from ds_seqpar import SequenceParallelConfig, testing
-from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.masks import CAUSAL, Mask
-from ds_seqpar.compiler.shards import EvenShards
+from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.runtime.comm import Message
 from ds_seqpar.runtime.kernels import Scores
 from ds_seqpar.runtime.runtime import run

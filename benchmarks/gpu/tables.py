@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import insert, parser, table
-from ds_seqpar.compiler.draw import new_figure, save
+from ds_seqpar.analysis.draw import new_figure, save
 
 FIGURES = Path(__file__).parent / "figures"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu_benchmarks.md"

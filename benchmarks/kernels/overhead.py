@@ -29,9 +29,9 @@ from benchmarks import tables
 from benchmarks.attention.peers import dense, step
 from benchmarks.turns import Step, in_turns, wall
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.masks import CAUSAL, Mask
-from ds_seqpar.compiler.program import Product
-from ds_seqpar.runtime.inputs import AttentionOptions, agree_on_inputs
+from ds_seqpar.compiler.program.instructions import Product
+from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.runtime.input_checks import AttentionOptions, agree_on_inputs
 from ds_seqpar.runtime.kernels import KERNELS, Kernel
 from ds_seqpar.runtime.runtime import Runtime
 from tests.launch import on_ranks

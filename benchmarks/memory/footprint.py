@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks import contenders, tables
 from benchmarks.memory import peers
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import Zero
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.parallel import detected_machine
 from ds_seqpar.planner.auto import Job, resolve_with_plan
 from ds_seqpar.planner.footprint import footprint
@@ -42,7 +42,7 @@ def measured(model: Any, options: dict[str, Any], seq: int) -> tuple[int, dict[s
 def step_of(model: Any, options: dict[str, Any], seq: int, world: int) -> TrainingStep:
     """The step that a contender of `memory.ranks` makes, as the planner knows it."""
     from benchmarks.memory.ranks import divided
-    from hf_integration.job import config_sizes
+    from hf_integration.trainer.job import config_sizes
 
     own, section = divided(options, seq)
     trained: Any = {

@@ -25,10 +25,10 @@ from benchmarks.contenders import Spec
 from benchmarks.memory.footprint import step_of
 from benchmarks.memory.peers import Bench
 from ds_seqpar.cli.calibrate import calibrate
-from ds_seqpar.compiler import heads
-from ds_seqpar.compiler.masks import CAUSAL, FULL
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.sharding import heads
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.planner.attention_call import AttentionCall
 from ds_seqpar.planner.call_costs import call_seconds
 from ds_seqpar.planner.lower_bound import lower_bound

@@ -18,7 +18,7 @@ from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.plan import plan
 from ds_seqpar.planner.request import Model, Request
-from hf_integration.job import config_sizes
+from hf_integration.trainer.job import config_sizes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings_reference.md"
 MARK = "<!-- python -m benchmarks.planner.settings -->\n"

@@ -6,8 +6,8 @@ import copy
 import json
 from typing import Any, NamedTuple
 
-from ..config import SequenceParallelConfig
-from ..deepspeed_json import SECTION
+from ..config.deepspeed_json import SECTION
+from ..config.settings import SequenceParallelConfig
 from ..files import shown
 from .options import GIB, Told
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..config import SequenceParallelConfig
+from ..config.settings import SequenceParallelConfig
 from ..errors import ConfigError, as_seqpar_error
 from ..files import write_text
 from ..parallel import SequenceParallel

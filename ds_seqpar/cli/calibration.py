@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..compiler.masks import CAUSAL, FULL, Mask
-from ..compiler.tiles import Tile
-from ..config import SequenceParallelConfig
+from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..compiler.tiles.tiles import Tile
+from ..config.settings import SequenceParallelConfig
 from ..errors import ConfigError, KernelError
 from ..planner.machine import FLOPS_PER_PAIR
-from ..runtime.call import NOTHING, Saved
+from ..runtime.call_io import NOTHING, Saved
 from ..runtime.comm import ALL_GATHER, Comm, Message
 from ..runtime.devices import device_name, host_memory, own_device, ranks_per_node
 from ..runtime.kernels import KERNELS, BlockSpec, Kernel, Scores, candidates, select

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 
-from .. import cpu_op
+from ..cpu_launch import op_lock
 from ..errors import ConfigError, SeqParError
 from ..files import LARGEST, shown
 from . import memory, plan, show
@@ -64,4 +64,4 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    print("DeepSpeed's CPU op is compiled" if cpu_op.compile_op() else "DeepSpeed compiles nothing on this machine")
+    print("DeepSpeed's CPU op is compiled" if op_lock.compile_op() else "DeepSpeed compiles nothing on this machine")

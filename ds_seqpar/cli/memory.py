@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import limits
-from ..compiler.draw import new_figure, save
-from ..config import SequenceParallelConfig
+from ..analysis.draw import new_figure, save
+from ..config.settings import SequenceParallelConfig
 from ..errors import SECTION, ConfigError
+from ..planner import limits
 from ..planner.attention_memory import on_fewer_ranks
 from ..planner.auto import line_of, resolve_with_plan
 from ..planner.footprint import (

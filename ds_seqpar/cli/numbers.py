@@ -11,7 +11,7 @@ from typing import Any
 from ..compiler.schedules.base import is_count
 from ..errors import ConfigError
 from ..files import read_json
-from ..limits import check_model
+from ..planner.limits import check_model
 from ..planner.request import Model
 
 # family -> (whether q, k and v projections have biases, norms of head_dim weights in a layer's attention). None: the

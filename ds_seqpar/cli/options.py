@@ -7,12 +7,12 @@ import copy
 import dataclasses
 from typing import Any
 
-from .. import limits
-from ..config import PLAN_REQUESTS, SequenceParallelConfig, setting_names
-from ..deepspeed_checks import check_deepspeed
-from ..deepspeed_json import BATCH_SIZES, SECTION, Zero, read_deepspeed, section_of
+from ..config.deepspeed_checks import check_deepspeed
+from ..config.deepspeed_json import BATCH_SIZES, SECTION, Zero, read_deepspeed, section_of
+from ..config.settings import PLAN_REQUESTS, SequenceParallelConfig, setting_names
 from ..errors import ConfigError, did_you_mean
 from ..files import parse_json, shown
+from ..planner import limits
 from ..planner.auto import Job
 from ..planner.machine import Machine
 from ..planner.request import Model

@@ -7,9 +7,9 @@ import dataclasses
 import json
 from typing import Any
 
-from ..compiler.draw import draw_timelines
-from ..compiler.plan import columns
-from ..compiler.timeline import Timeline
+from ..analysis.draw import draw_timelines
+from ..compiler.overlap.timeline import Timeline
+from ..compiler.schedules.plan import columns
 from ..errors import ConfigError, ranks_in_words
 from ..files import read_text
 from ..planner.footprint import HOST_PARTS, PARTS

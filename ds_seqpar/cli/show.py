@@ -6,23 +6,23 @@ import argparse
 import functools
 from typing import Any
 
-from .. import limits
-from ..compiler import nccl
+from ..analysis import nccl
+from ..analysis.draw import draw
+from ..analysis.listing import listing
+from ..analysis.validate import validate
 from ..compiler.compile import Compiler, pattern_of, visible_share
-from ..compiler.cuts import PLAIN_KERNEL
-from ..compiler.draw import draw
-from ..compiler.exchange import SAVE_ALL, Heads, HeadSplit, Members, exchange_bytes_per_token
-from ..compiler.heads import busiest_member, largest_share
-from ..compiler.layout import LAYOUTS, multiple
-from ..compiler.listing import listing
-from ..compiler.masks import CAUSAL, FULL
+from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
+from ..compiler.program.shape import shape_of
+from ..compiler.program.ulysses import SAVE_ALL, Heads, HeadSplit, Members, exchange_bytes_per_token
 from ..compiler.schedules import SCHEDULES, settings
-from ..compiler.shape import shape_of
-from ..compiler.shards import EvenShards
-from ..compiler.simulate import Costs, communication, computation, programs_of, simulate
-from ..compiler.validate import validate
-from ..config import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, check_length, setting_names
+from ..compiler.sharding.heads import busiest_member, largest_share
+from ..compiler.sharding.layout import LAYOUTS, multiple
+from ..compiler.sharding.masks import CAUSAL, FULL
+from ..compiler.sharding.shards import EvenShards
+from ..compiler.tiles.launches import PLAIN_KERNEL
+from ..config.settings import PLACEMENTS, TRAVEL_DTYPES, TRAVELS, SequenceParallelConfig, check_length, setting_names
 from ..errors import ConfigError
+from ..planner import limits
 
 LEGEND = """(q(1)*kv(0) is a product of blocks of queries and keys; kv(0)>2 goes to rank 2, kv(3)<0 comes from rank 0)
 """

@@ -12,18 +12,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from .actions import Key, Steps
-from .cuts import PLAIN_KERNEL, KernelSupport, launches
-from .exchange import SAVE_ALL, ExchangeSizes, Heads, Members, SaveChoice, call_program, exchange_sizes
-from .layout import LAYOUTS, Topology
-from .lower import lower
-from .masks import Mask, visibility
-from .plan import Counted, Pattern, Plan
-from .program import HeadExchange, Program
+from .program.instructions import HeadExchange, Program
+from .program.lower import lower
+from .program.shape import Field, FieldLocation, Shape, buffer_bytes, locations_of
+from .program.ulysses import SAVE_ALL, ExchangeSizes, Heads, Members, SaveChoice, call_program, exchange_sizes
 from .schedules import Schedule
-from .shape import Field, FieldLocation, Shape, buffer_bytes, locations_of
-from .shards import EvenShards, Shards, members_tokens
-from .tiles import Tile, tiles
+from .schedules.actions import Steps
+from .schedules.plan import Counted, Pattern, Plan
+from .sharding.layout import LAYOUTS, Key, Topology
+from .sharding.masks import Mask, visibility
+from .sharding.shards import EvenShards, Shards, members_tokens
+from .tiles.launches import PLAIN_KERNEL, KernelSupport, launches
+from .tiles.tiles import Tile, tiles
 
 CACHE_SIZE = 64  # entries of each cache: more masks and lengths than are in use at one time
 # tokens: where runs are at least this long, each edge of a tile is a linear function of the run's length
@@ -104,7 +104,7 @@ def _plan(
     if not recipe.overlap:
         return plan
     # imported here only: it loads the simulator too, which training without overlap does not need
-    from .overlap import overlapped
+    from .overlap.overlap import overlapped
 
     return overlapped(plan, pattern, dict(sizes))
 

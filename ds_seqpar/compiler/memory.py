@@ -10,16 +10,16 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from . import program as op
-from .actions import ACCUMULATORS, Unit
 from .compile import BoundProgram, Compiler, Recipe
-from .exchange import PER_ROW, SAVE_NOTHING, SIDE, SaveChoice
-from .heads import free_stage_counts, largest_share
-from .masks import Mask
-from .program import is_own, methods_of
-from .shape import ITEMSIZE, Shape, shape_of, token_bytes
-from .shards import Shards, members_tokens, tokens_of
-from .tiles import MERGED_AT_ONCE, Tile
+from .program import instructions as op
+from .program.instructions import is_own, methods_of
+from .program.shape import ITEMSIZE, Shape, shape_of, token_bytes
+from .program.ulysses import PER_ROW, SAVE_NOTHING, SIDE, SaveChoice
+from .schedules.actions import ACCUMULATORS, Unit
+from .sharding.heads import free_stage_counts, largest_share
+from .sharding.masks import Mask
+from .sharding.shards import Shards, members_tokens, tokens_of
+from .tiles.tiles import MERGED_AT_ONCE, Tile
 
 INF = float("inf")
 

@@ -9,19 +9,27 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..compiler.compile import BoundProgram, Compiler, Recipe, pattern_of
-from ..compiler.cuts import PLAIN_KERNEL, KernelSupport
-from ..compiler.exchange import SAVE_ALL, Members, SaveChoice, call_program
-from ..compiler.heads import busiest_member, heads_of_members
-from ..compiler.layout import Topology
-from ..compiler.lower import lower
-from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages, figures
-from ..compiler.plan import Pattern, StepsOf
-from ..compiler.program import Assemble, ExchangeStart, GatherStart, Instruction, Post, Program, ScatterStart
+from ..compiler.program.instructions import (
+    Assemble,
+    ExchangeStart,
+    GatherStart,
+    Instruction,
+    Post,
+    Program,
+    ScatterStart,
+)
+from ..compiler.program.lower import lower
+from ..compiler.program.shape import Shape, shape_of
+from ..compiler.program.ulysses import SAVE_ALL, Members, SaveChoice, call_program
 from ..compiler.schedules.base import Schedule
-from ..compiler.shape import Shape, shape_of
-from ..compiler.shards import EvenShards, Shards
-from ..config import SequenceParallelConfig
+from ..compiler.schedules.plan import Pattern, StepsOf
+from ..compiler.sharding.heads import busiest_member, heads_of_members
+from ..compiler.sharding.layout import Topology
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import EvenShards, Shards
+from ..compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
+from ..config.settings import SequenceParallelConfig
 from .machine import Machine
 
 

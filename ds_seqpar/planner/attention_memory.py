@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import math
 
-from ..compiler.layout import multiple
-from ..compiler.masks import Mask
 from ..compiler.memory import Figures, fewest_stages
+from ..compiler.program.shape import ITEMSIZE, shape_of
 from ..compiler.schedules import schedule
-from ..compiler.shape import ITEMSIZE, shape_of
-from ..compiler.shards import EvenShards
-from ..config import SequenceParallelConfig
+from ..compiler.sharding.layout import multiple
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import EvenShards
+from ..config.settings import SequenceParallelConfig
 from .attention_call import call_figures
 from .request import TrainingStep
 

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .. import limits
-from ..compiler.layout import divisors
-from ..config import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
-from ..deepspeed_json import Zero, dtype_of
+from ..compiler.sharding.layout import divisors
+from ..config.deepspeed_json import Zero, dtype_of
+from ..config.settings import MEMORY_SETTINGS, PLAN_REQUESTS, PLANNED_FOR, SequenceParallelConfig
 from ..errors import SECTION, ConfigError
+from . import limits
 from .footprint import rank_bytes
 from .machine import Machine
 from .plan import PlanResult, find_plan, plan

@@ -9,10 +9,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..compiler.actions import Key, Unit
 from ..compiler.compile import side_of
-from ..compiler.exchange import PER_ROW, SIDE, call_program
-from ..compiler.program import (
+from ..compiler.overlap.simulate import CollectiveTimes, Start, TransferTime, simulate
+from ..compiler.overlap.timeline import Timeline
+from ..compiler.program.instructions import (
     OWN,
     Assemble,
     Enter,
@@ -34,11 +34,12 @@ from ..compiler.program import (
     UnpackHeads,
     Wait,
 )
-from ..compiler.shape import ITEMSIZE
-from ..compiler.shards import EvenShards, tokens_of
-from ..compiler.simulate import CollectiveTimes, Start, TransferTime, simulate
-from ..compiler.tiles import tiles
-from ..compiler.timeline import Timeline
+from ..compiler.program.shape import ITEMSIZE
+from ..compiler.program.ulysses import PER_ROW, SIDE, call_program
+from ..compiler.schedules.actions import Unit
+from ..compiler.sharding.layout import Key
+from ..compiler.sharding.shards import EvenShards, tokens_of
+from ..compiler.tiles.tiles import tiles
 from .attention_call import AttentionCall, inner_programs, programs, simulated_sequences, with_world_ranks
 from .machine import Machine, Wire
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .. import limits
 from ..compiler import schedules
-from ..compiler.layout import LAYOUTS, Topology, axis_order, divisors, multiple
 from ..compiler.schedules.base import Own, Schedule
-from ..config import SequenceParallelConfig, legal_ulysses
+from ..compiler.sharding.layout import LAYOUTS, Topology, axis_order, divisors, multiple
+from ..config.settings import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
+from . import limits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

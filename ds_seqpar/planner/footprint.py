@@ -14,11 +14,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .. import limits
-from ..compiler.layout import multiple
 from ..compiler.memory import Figures
-from ..compiler.shape import ITEMSIZE
-from ..config import HOST_PIECE, most_logits
+from ..compiler.program.shape import ITEMSIZE
+from ..compiler.sharding.layout import multiple
+from ..config.settings import HOST_PIECE, most_logits
+from . import limits
 from .attention_memory import attention_figures, is_offloaded, projecting_stages, tokens_on_rank
 from .request import Room, TrainingStep
 from .states import States, pinned_bytes, states

@@ -8,11 +8,11 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..compiler.actions import ACCUMULATORS, Collective, Compute, Gather, Move, ReduceScatter, Step, Unit
-from ..compiler.exchange import exchanges
-from ..compiler.plan import StepsOf
-from ..compiler.program import OWN, ExchangeStart, GatherStart, HeadExchange, ScatterStart
-from ..compiler.simulate import Start
+from ..compiler.overlap.simulate import Start
+from ..compiler.program.instructions import OWN, ExchangeStart, GatherStart, HeadExchange, ScatterStart
+from ..compiler.program.ulysses import exchanges
+from ..compiler.schedules.actions import ACCUMULATORS, Collective, Compute, Gather, Move, ReduceScatter, Step, Unit
+from ..compiler.schedules.plan import StepsOf
 from .attention_call import AttentionCall
 from .call_costs import LinkEnd, MachineCosts
 from .machine import Machine

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..compiler.cuts import KERNELS
-from ..compiler.tiles import Tile
+from ..compiler.tiles.launches import KERNELS
+from ..compiler.tiles.tiles import Tile
 from ..errors import ConfigError, did_you_mean
 from ..files import Given, read_json
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .. import limits
 from ..compiler import schedules
-from ..compiler.layout import multiple
-from ..config import even_ulysses
-from ..deepspeed_json import Offload
+from ..compiler.sharding.layout import multiple
+from ..config.deepspeed_json import Offload
+from ..config.settings import even_ulysses
+from . import limits
 from .candidates import candidates, degrees
 from .footprint import rank_bytes
 from .request import Request

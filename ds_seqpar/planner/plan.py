@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .. import limits
 from ..errors import ConfigError
+from . import limits
 from .candidates import Candidate, candidates, check_given, degrees, refusal, shapes
 from .footprint import Footprint, rank_bytes
 from .nearest import nothing_fits

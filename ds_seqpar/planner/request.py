@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .. import limits
-from ..compiler.masks import CAUSAL, Mask
-from ..config import SequenceParallelConfig, legal_ulysses
-from ..deepspeed_json import Zero
+from ..compiler.sharding.masks import CAUSAL, Mask
+from ..config.deepspeed_json import Zero
+from ..config.settings import SequenceParallelConfig, legal_ulysses
 from ..errors import ConfigError
+from . import limits
 from .machine import Machine
 
 

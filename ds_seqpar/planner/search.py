@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..compiler.heads import free_stage_counts, largest_share
-from ..compiler.layout import LAYOUTS, Axes, Topology, contiguous
-from ..compiler.masks import Mask
 from ..compiler.memory import Figures
-from ..compiler.shape import ITEMSIZE, Shape, shape_of
-from ..compiler.timeline import Timeline
-from ..config import MEMORY_SETTINGS, SequenceParallelConfig
+from ..compiler.overlap.timeline import Timeline
+from ..compiler.program.shape import ITEMSIZE, Shape, shape_of
+from ..compiler.sharding.heads import free_stage_counts, largest_share
+from ..compiler.sharding.layout import LAYOUTS, Axes, Topology, contiguous
+from ..compiler.sharding.masks import Mask
+from ..config.settings import MEMORY_SETTINGS, SequenceParallelConfig
 from ..errors import ConfigError
 from . import call_costs
 from .attention_memory import attention_figures, projecting_stages

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from ..deepspeed_json import Zero
+from ..config.deepspeed_json import Zero
 from .request import Model
 
 MASTER = 4  # bytes of an fp32 copy of an element, of its gradient, and of each of Adam's two moments

@@ -8,10 +8,10 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from ..compiler.balance import shards_of
 from ..compiler.memory import Figures
-from ..compiler.shape import ITEMSIZE
-from ..compiler.shards import EvenShards, Shards
+from ..compiler.program.shape import ITEMSIZE
+from ..compiler.sharding.balance import shards_of
+from ..compiler.sharding.shards import EvenShards, Shards
 from .attention_call import AttentionCall
 from .attention_memory import projecting_stages
 from .lower_bound import LowerBound

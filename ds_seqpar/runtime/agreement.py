@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import MOST_SHOWN, DisagreementError, SeqParError, ranks_in_words
 from .comm import explaining_failure, greatest
-from .exits import printed_by
+from .process_exit import printed_by
 
 Fields = dict[str, str]
 # the fields of each rank that differs -> a clause of a sentence, or ""; None: the difference may stay

@@ -135,7 +135,7 @@ class _Order(Compared):
 
 
 def _advice(given: Mapping[int, Fields]) -> str:
-    from .causes import of_backward  # here: few runs have ranks that differ
+    from .mismatch_hints import of_backward  # here: few runs have ranks that differ
 
     return of_backward(given)
 

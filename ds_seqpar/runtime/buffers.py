@@ -20,10 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.actions import Key, Unit
 from ..compiler.compile import BoundProgram
-from ..compiler.heads import HeadShares
-from ..compiler.shape import FieldLocation
+from ..compiler.program.shape import FieldLocation
+from ..compiler.schedules.actions import Unit
+from ..compiler.sharding.heads import HeadShares
+from ..compiler.sharding.layout import Key
 
 Tensors = tuple[Tensor, ...]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}

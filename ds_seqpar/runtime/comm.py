@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import CommunicationError, ConfigError, SeqParError
 from .devices import communicator_device
-from .exits import LOST
 from .groups import Groups, is_up, timeout
+from .process_exit import LOST
 from .waits import Wait
 
 Group = dist.ProcessGroup | None  # None: this rank alone

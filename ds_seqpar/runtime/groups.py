@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..compiler.layout import Topology
+from ..compiler.sharding.layout import Topology
 from ..errors import ConfigError
 from .devices import backends, bind_device, communicator_device
-from .exits import IDLE_TIMEOUT, wait_at_exit
+from .process_exit import IDLE_TIMEOUT, wait_at_exit
 
 Group = dist.ProcessGroup
 

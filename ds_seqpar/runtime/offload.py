@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import HOST_PIECE
+from ..config.settings import HOST_PIECE
 
 PENDING_COPIES = 2
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compiler.exchange import Heads, Members
-from ..compiler.masks import Mask
-from ..compiler.shards import Shards, UnevenShards, members_tokens
+from ..compiler.program.ulysses import Heads, Members
+from ..compiler.sharding.handles import keep_alive, object_of, objects_of
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import Shards, UnevenShards, members_tokens
 from ..errors import InputError
-from ..handles import keep_alive, object_of, objects_of
 from . import checkpoints
 from .buffers import Tensors, sum_dtype
-from .call import NOTHING, OPERANDS_AND_OUT, Saved
-from .inputs import AttentionOptions, agree_on_inputs, can_be_op, of_one_head_dim
+from .call_io import NOTHING, OPERANDS_AND_OUT, Saved
+from .input_checks import AttentionOptions, agree_on_inputs, can_be_op, of_one_head_dim
 from .kernels import Scores
 from .runtime import Runtime, run
 from .walk import Walk

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ..compiler import program as op
-from ..compiler.actions import Collective, Key, unit_name
 from ..compiler.compile import BoundProgram
-from ..compiler.program import KINDS, Instruction, Started, Transfer, label_of
-from ..compiler.timeline import Event
+from ..compiler.overlap.timeline import Event
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import KINDS, Instruction, Started, Transfer, label_of
+from ..compiler.schedules.actions import Collective, unit_name
+from ..compiler.sharding.layout import Key
 from .comm import Works
 from .walk import Walk
 

@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from ..compiler.compile import BoundProgram, Compiler
-from ..compiler.exchange import SAVE_ALL, Members, SaveChoice
-from ..compiler.heads import heads_of_member
-from ..compiler.layout import Topology
-from ..compiler.masks import Mask
-from ..compiler.shape import Shape, shape_of
-from ..compiler.shards import EvenShards, Shards
-from ..config import SequenceParallelConfig
+from ..compiler.program.shape import Shape, shape_of
+from ..compiler.program.ulysses import SAVE_ALL, Members, SaveChoice
+from ..compiler.sharding.handles import handle_of
+from ..compiler.sharding.heads import heads_of_member
+from ..compiler.sharding.layout import Topology
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import EvenShards, Shards
+from ..config.settings import SequenceParallelConfig
 from ..errors import CommunicationError
-from ..handles import handle_of
 from .backward import Calls
-from .call import OPERANDS_AND_OUT, BackwardCall, ForwardCall, Saved
+from .call_io import OPERANDS_AND_OUT, BackwardCall, ForwardCall, Saved
 from .comm import Comm, TorchComm
 from .kernels import BlockSpec, Kernel, Scores, is_deterministic, select
 from .walk import Recorder, Walk

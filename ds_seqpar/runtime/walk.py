@@ -10,14 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..compiler import program as op
-from ..compiler.actions import Key, Unit
 from ..compiler.compile import BoundProgram, side_of
-from ..compiler.exchange import COUNTERS
-from ..compiler.program import OWN, Transfer, methods_of
-from ..compiler.shards import rows_in, rows_of
+from ..compiler.program import instructions as op
+from ..compiler.program.instructions import OWN, Transfer, methods_of
+from ..compiler.program.ulysses import COUNTERS
+from ..compiler.schedules.actions import Unit
+from ..compiler.sharding.layout import Key
+from ..compiler.sharding.shards import rows_in, rows_of
 from .buffers import Buffers, Tensors, join_out, pack_in, unpack_out
-from .call import Call
+from .call_io import Call
 from .comm import Comm, Handle, Message
 from .kernels.accumulate import Running
 from .work import ALL, Work

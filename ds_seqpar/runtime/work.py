@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.masks import Mask
-from ..compiler.shards import Shards, UnevenShards
-from ..compiler.tiles import Tile
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import Shards, UnevenShards
+from ..compiler.tiles.tiles import Tile
 from .buffers import Tensors, sum_dtype
 from .kernels import Kernel
 from .kernels.accumulate import Running, Softmax, Sum, backward, forward

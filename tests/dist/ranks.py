@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SeqParError, SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.shape import shape_of
+from ds_seqpar.compiler.program.shape import shape_of
+from ds_seqpar.compiler.sharding.masks import CAUSAL
 from tests import oracle
 from tests.words import missing
 

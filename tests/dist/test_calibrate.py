@@ -10,7 +10,7 @@ import torch
 
 from ds_seqpar import SequenceParallel
 from ds_seqpar.cli import calibrate, calibration
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import Machine, presets
 from ds_seqpar.runtime.kernels import KERNELS

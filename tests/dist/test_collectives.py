@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.spread import Spread
 from ds_seqpar.whole import whole_of
+from ds_seqpar.whole.spread import Spread
 from tests import oracle
 from tests.dist.ranks import WRONG, assert_all_refused, differ, everywhere, lacking, make, only_one, refusal
 from tests.launch import on_each_of

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_seqpar.compiler.heads import max_stages
-from ds_seqpar.compiler.layout import Run
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.shards import UnevenShards, members_positions
+from ds_seqpar.compiler.sharding.heads import max_stages
+from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.shards import UnevenShards, members_positions
 from tests import live, oracle
 from tests.dist.ranks import attend, leaves, make, refusal
 from tests.launch import on_warm_ranks as on_ranks

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.compiler.layout import Run
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards, members_positions
+from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards, members_positions
 from tests import oracle
 from tests.dist.ranks import (
     WRONG,

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar import SequenceParallel, SequenceParallelConfig
-from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.sharding.masks import Mask
 from ds_seqpar.planner.attention_call import call_figures
 from ds_seqpar.runtime.checkpoints import replaying
 from ds_seqpar.runtime.kernels import BlockSpec, select

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.runtime.ops import CONFIGURED
 from tests import oracle
 from tests.dist.ranks import SECONDS, WRONG, attend, gather_all, leaves, make, refusal

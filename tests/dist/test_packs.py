@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.sharding.masks import Mask
 from tests import oracle
 from tests.dist.ranks import (
     SECONDS,

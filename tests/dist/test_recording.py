@@ -8,9 +8,7 @@ from unittest import mock
 
 import pytest
 
-from ds_seqpar.compiler.actions import Gather
-from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.program import (
+from ds_seqpar.compiler.program.instructions import (
     Assemble,
     Enter,
     ExchangeStart,
@@ -28,6 +26,8 @@ from ds_seqpar.compiler.program import (
     UnpackHeads,
     Wait,
 )
+from ds_seqpar.compiler.schedules.actions import Gather
+from ds_seqpar.compiler.sharding.masks import CAUSAL
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.runtime import recorder
 from tests import oracle

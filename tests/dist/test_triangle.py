@@ -5,7 +5,7 @@ import functools
 import pytest
 from torch.utils.checkpoint import checkpoint
 
-from ds_seqpar.compiler.masks import Mask
+from ds_seqpar.compiler.sharding.masks import Mask
 from tests import oracle
 from tests.dist.ranks import assert_all_refused, assert_exact, everywhere, leaves, make
 from tests.launch import on_each_of

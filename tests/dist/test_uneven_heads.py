@@ -7,10 +7,10 @@ import torch
 
 from ds_seqpar import SequenceParallelConfig
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.heads import heads_of_members
-from ds_seqpar.compiler.layout import Run
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.shards import UnevenShards, members_positions
+from ds_seqpar.compiler.sharding.heads import heads_of_members
+from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.shards import UnevenShards, members_positions
 from tests import oracle
 from tests.dist.ranks import attend, leaves, make
 from tests.launch import on_each_of

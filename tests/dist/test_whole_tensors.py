@@ -13,10 +13,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ds_seqpar import SequenceParallel, SequenceParallelConfig, spread
+from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.errors import InputError
-from ds_seqpar.spread import Spread
-from ds_seqpar.whole import WholeTensor, whole_of
+from ds_seqpar.whole import WholeTensor, spread, whole_of
+from ds_seqpar.whole.spread import Spread
 from tests.launch import on_each_of
 from tests.words import missing
 

@@ -11,9 +11,9 @@ import math
 from hypothesis import strategies as st
 
 from ds_seqpar import SeqParError, SequenceParallelConfig
-from ds_seqpar.compiler.layout import LAYOUTS, divisors, multiple
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.config import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, divisors, multiple
+from ds_seqpar.config.settings import KERNELS, PLACEMENTS, TRAVEL_DTYPES, TRAVELS
 from tests.fuzz.tables import CAUSAL, DTYPES, FORMS, MODES, SCALES, STRIDES, VALUES
 
 FLOATING = ("fp64", "fp32", "bf16", "fp16")

@@ -6,7 +6,7 @@ import torch
 from ds_seqpar.engine import start
 from ds_seqpar.runtime.offload import store_of
 from hf_integration import patch_attention
-from hf_integration.sharded import DeviceChecks
+from hf_integration.model.agreement import DeviceChecks
 from tests.dist.ranks import make, refusal
 from tests.gpu import NEEDS_TWO, both
 from tests.hf.llama import SEQ, small

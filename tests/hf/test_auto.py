@@ -18,7 +18,7 @@ from ds_seqpar import SequenceParallel, SequenceParallelConfig
 from ds_seqpar.planner.auto import Job
 from ds_seqpar.planner.machine import PRESETS
 from hf_integration import PackingCollator, Packs, job_of
-from hf_integration.job import longest_example
+from hf_integration.trainer.job import longest_example
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.grids import each_then_rest
 from tests.hf.families import model_of
@@ -185,7 +185,7 @@ def test_the_longest_is_read_without_making_examples():
 
 
 def jobs(folder):
-    from hf_integration.job import job_of_trainer
+    from hf_integration.trainer.job import job_of_trainer
 
     packs = Packs(documents(12), 64)
     arrow = datasets.Dataset.from_list(lists(12))

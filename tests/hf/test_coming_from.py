@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import ds_seqpar
 from ds_seqpar.errors import ConfigError
-from hf_integration.accelerate_config import joined
+from hf_integration.trainer.accelerate_config import joined
 from tests import scripts
 from tests.hf.llama import MODES, norm, one_process, ragged, settings, small
 from tests.hf.test_trainer_scripts import set_by_accelerate

@@ -14,7 +14,7 @@ import pytest
 
 import ds_seqpar
 import hf_integration
-from ds_seqpar import cpu_op
+from ds_seqpar.cpu_launch import op_lock
 from tests.hf.llama import llama, settings
 from tests.launch import on_ranks
 from tests.words import missing
@@ -28,7 +28,7 @@ def lock(tmp_path, monkeypatch):
     """Where the lock is in a folder of extensions of its own."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
-    return cpu_op.lock_file()
+    return op_lock.lock_file()
 
 
 def held(lock):
@@ -55,7 +55,7 @@ def test_the_lock_of_a_process_that_is_gone_is_removed(lock):
     end(held(lock))
     aged(lock)
     said = []
-    cpu_op.wait_for_compiler(say=said.append)
+    op_lock.wait_for_compiler(say=said.append)
     assert not lock.exists()
     (sentence,) = said
     assert missing(sentence, f"removed {lock}", "ended") == []
@@ -71,7 +71,7 @@ def test_a_lock_that_is_held_is_waited_for_aloud(lock):
         lock.unlink()  # as its owner does when it is done
 
     try:
-        cpu_op.wait_for_compiler(patience=0.5, say=say)
+        op_lock.wait_for_compiler(patience=0.5, say=say)
     finally:
         end(process)
     (sentence,) = said
@@ -82,9 +82,9 @@ def test_a_lock_that_cannot_be_judged_is_waited_for(lock, monkeypatch):
     """On a file system of several machines its owner may be on another one."""
     end(held(lock))
     aged(lock)
-    monkeypatch.setattr(cpu_op, "LOCAL", ())
+    monkeypatch.setattr(op_lock, "LOCAL", ())
     said = []
-    cpu_op.wait_for_compiler(patience=0.2, say=lambda sentence: (said.append(sentence), lock.unlink()))
+    op_lock.wait_for_compiler(patience=0.2, say=lambda sentence: (said.append(sentence), lock.unlink()))
     (sentence,) = said
     assert missing(sentence, "waiting", f"remove {lock}") == []
 
@@ -92,7 +92,7 @@ def test_a_lock_that_cannot_be_judged_is_waited_for(lock, monkeypatch):
 @pytest.fixture(scope="module")
 def compiled_folder(compiled):
     """Where the op was compiled for all tests."""
-    return Path(os.environ["TORCH_EXTENSIONS_DIR"], cpu_op.OP)
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"], op_lock.OP)
 
 
 def test_initialize_goes_on_after_an_interrupted_run(compiled_folder, lock):
@@ -106,8 +106,8 @@ def started_in(folder):
     """A second start goes on while another job compiles: this one has loaded the op."""
     os.environ["TORCH_EXTENSIONS_DIR"] = folder
     engine, *_ = ds_seqpar.initialize(model=llama(), config=settings({"size": 2}, "2", 1, 1))
-    os.open(cpu_op.lock_file(), os.O_CREAT)
-    cpu_op.prepare_start()  # as a Trainer does
+    os.open(op_lock.lock_file(), os.O_CREAT)
+    op_lock.prepare_start()  # as a Trainer does
     ds_seqpar.initialize(model=llama(), config=settings({"size": 2}, "2", 1, 1))
     return engine.sequence_parallel.size
 
@@ -135,13 +135,13 @@ def prepared():
 def test_what_deepspeed_compiles_stays_with_the_environment(tmp_path, monkeypatch):
     """Launchers pass on no variable that `make` sets: each rank finds the folder when it imports the package."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}
-    words = [sys.executable, "-c", "import os, ds_seqpar.cpu_op; print(os.environ['TORCH_EXTENSIONS_DIR'])"]
+    words = [sys.executable, "-c", "import os, ds_seqpar.cpu_launch.op_lock; print(os.environ['TORCH_EXTENSIONS_DIR'])"]
     own = Path(sys.prefix, "torch_extensions")
     assert subprocess.run(words, env=environment, capture_output=True, text=True).stdout.strip() == str(own)
     ours = subprocess.run(words, env={**environment, "TORCH_EXTENSIONS_DIR": "/own"}, capture_output=True, text=True)
     assert ours.stdout.strip() == "/own"
-    assert hf_integration.cpu_op is cpu_op
+    assert hf_integration.cpu_op is op_lock
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
-    cpu_op._use_environment()
+    op_lock._use_environment()
     assert "TORCH_EXTENSIONS_DIR" not in os.environ

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ds_seqpar.runtime import trusted
-from hf_integration.sharded import Agreement, DeviceChecks, agree_on_shard, shard_error
+from hf_integration.model.agreement import Agreement, DeviceChecks, agree_on_shard, shard_error
 from tests.dist.ranks import is_one_sentence, make
 from tests.launch import on_ranks
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_integration import share_sequences
-from hf_integration.weights import compares_weights
+from hf_integration.model.weights import compares_weights
 from tests.dist.ranks import lacking, refusal
 from tests.hf.llama import small, with_lora
 from tests.launch import on_each_of

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import ds_seqpar
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.planner.footprint import footprint
 from ds_seqpar.planner.request import TrainingStep
-from hf_integration.job import config_sizes
+from hf_integration.trainer.job import config_sizes
 from tests import live
 from tests.hf.llama import llama
 from tests.launch import on_ranks

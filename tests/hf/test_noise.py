@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from ds_seqpar.compiler.masks import Mask
-from hf_integration import noise, unpatch_attention, whole_sequences
+from ds_seqpar.compiler.sharding.masks import Mask
+from hf_integration import dropout, unpatch_attention, whole_sequences
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf import families, trainers
 from tests.hf.llama import IGNORE, array, gap, small, with_lora
@@ -148,9 +148,9 @@ def test_dropout_keeps_as_much_as_it_should_and_nothing_hangs_together():
 
 def test_numbers_are_split_mix_and_uniform():
     """Against the first numbers that its reference implementation gives for this seed."""
-    found = noise.split_mix(torch.arange(1, 4), 1234567)
+    found = dropout.split_mix(torch.arange(1, 4), 1234567)
     assert [x % 2**64 for x in found.tolist()] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    numbers = noise.split_mix(torch.arange(2**16), 5).view(torch.int16)
+    numbers = dropout.split_mix(torch.arange(2**16), 5).view(torch.int16)
     counts = torch.histc(numbers.float(), 64, -(2.0**15), 2.0**15)
     expected = numbers.numel() / 64
     assert float((counts - expected).square().sum() / expected) < 125  # of 63 degrees of freedom: 1e-5

@@ -22,7 +22,8 @@ from transformers import (
 
 import ds_seqpar
 from ds_seqpar.whole import WholeTensor
-from hf_integration import patch_attention, sharded
+from hf_integration import patch_attention
+from hf_integration.model import agreement
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, make, refusal
 from tests.hf.families import gradients, model_of
@@ -302,7 +303,7 @@ def test_an_engine_gives_the_plain_models_numbers():
 def test_a_cache_that_begins_is_said_once():
     sp = make(**MODES["r2"])
     model = patch_attention(small(), sp).eval()
-    sharded.warn_of_cache.cache_clear()
+    agreement.warn_of_cache.cache_clear()
     ids = labelled()["input_ids"]
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")

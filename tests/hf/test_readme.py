@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_seqpar import SequenceParallelConfig
-from ds_seqpar.config import setting_names
+from ds_seqpar.config.settings import setting_names
 from hf_integration.families import FAMILIES
 from tests import scripts
 

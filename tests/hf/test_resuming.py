@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelTrainer
-from hf_integration.resuming import LAST, ResumingRun, inspect_checkpoint, parse_resume_argument
+from hf_integration.trainer.resume import LAST, ResumingRun, inspect_checkpoint, parse_resume_argument
 from tests import scripts
 from tests.dist.ranks import is_one_sentence, refusal
 from tests.hf.trainers import documents, make, settings, trained

@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 
 import ds_seqpar
-from ds_seqpar import cpu_op, shared_files
+from ds_seqpar.cpu_launch import op_lock, shared_memory
 from tests.hf.llama import settings, small
 from tests.launch import Ranks, free_port, on_ranks
 
@@ -39,7 +39,7 @@ def mapped(port):
 
 
 def files(port):
-    return sorted(shared_files.FOLDER.glob(f"{PREFIX}_{port}_*"))
+    return sorted(shared_memory.FOLDER.glob(f"{PREFIX}_{port}_*"))
 
 
 def test_files_stay_while_a_rank_lives_and_go_when_it_was_killed():
@@ -48,16 +48,16 @@ def test_files_stay_while_a_rank_lives_and_go_when_it_was_killed():
         results, errors = ranks.call(start, port)
         assert not errors
         assert results == {0: [True, True], 1: [True, True]}
-        shared_files.remove_left_behind(said.append)
+        shared_memory.remove_left_behind(said.append)
         assert len(files(port)) == 2  # both are open
         os.kill(ranks.processes[0].pid, signal.SIGKILL)
         ranks.processes[0].join()
-        shared_files.remove_left_behind(said.append)
+        shared_memory.remove_left_behind(said.append)
         assert len(files(port)) == 2  # the other rank has them both open
         os.kill(ranks.processes[1].pid, signal.SIGKILL)
         ranks.processes[1].join()
     said.clear()
-    shared_files.remove_left_behind(said.append)
+    shared_memory.remove_left_behind(said.append)
     assert files(port) == []
     assert "MiB" in said[0]
     assert len(said) == 1
@@ -69,7 +69,7 @@ def left():
     made = []
 
     def make(name):
-        made.append(shared_files.FOLDER / name)
+        made.append(shared_memory.FOLDER / name)
         made[-1].write_bytes(bytes(4096))
         return made[-1]
 
@@ -91,7 +91,7 @@ def left():
 def test_a_file_of_another_name_stays(name, left):
     port = free_port()
     theirs, ours = left(name.format(port=port)), left(f"{PREFIX}_{port}_0")
-    shared_files.remove_left_behind(print)
+    shared_memory.remove_left_behind(print)
     assert (theirs.exists(), ours.exists()) == (True, False)
 
 
@@ -99,7 +99,7 @@ def test_a_file_of_another_name_stays(name, left):
 def test_a_file_of_another_user_stays(left):
     file = left(f"{PREFIX}_{free_port()}_0")
     os.chown(file, 12345, 12345)
-    shared_files.remove_left_behind(print)
+    shared_memory.remove_left_behind(print)
     assert file.exists()
 
 
@@ -109,7 +109,7 @@ def test_a_link_stays_and_so_does_what_it_leads_to(left, tmp_path):
     aim.write_text("kept")
     file.unlink()
     file.symlink_to(aim)
-    shared_files.remove_left_behind(print)
+    shared_memory.remove_left_behind(print)
     assert file.is_symlink()
     assert aim.exists()
 
@@ -120,14 +120,14 @@ def test_files_of_the_own_run_stay(left, monkeypatch):
     file = left(f"{PREFIX}_{port}_1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    shared_files.remove_left_behind(print)
+    shared_memory.remove_left_behind(print)
     assert file.exists()
 
 
 def test_another_system_than_linux_is_left_alone(left, monkeypatch):
     file = left(f"{PREFIX}_{free_port()}_0")
     monkeypatch.setattr(sys, "platform", "darwin")
-    shared_files.remove_left_behind(print)
+    shared_memory.remove_left_behind(print)
     assert file.exists()
 
 
@@ -135,7 +135,7 @@ def test_another_system_than_linux_is_left_alone(left, monkeypatch):
 def test_the_first_rank_of_a_machine_removes_them(rank, left, monkeypatch):
     file = left(f"{PREFIX}_{free_port()}_0")
     monkeypatch.setenv("LOCAL_RANK", rank)
-    cpu_op.prepare_start()
+    op_lock.prepare_start()
     assert file.exists() is (rank == "1")
 
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ds_seqpar
-from hf_integration import tiling, whole_calls
+from hf_integration.memory import tiled_modules
+from hf_integration.model import whole_calls
 from tests.dist.ranks import is_one_sentence, lacking, make, refusal
 from tests.grids import each_then_rest
 from tests.hf import trainers
@@ -41,7 +42,7 @@ def results(name, tiles, kind):
     shard = sp.shard_batch(batch_of(kind))
     output = model(**shard)
     (1.5 * output.loss).backward()
-    with torch.no_grad(), tiling.evaluated(model, "logits"):
+    with torch.no_grad(), tiled_modules.evaluated(model, "logits"):
         evaluated = model(**shard)
     return (output.loss.item(), gradients(model), list(output)), (evaluated.loss.item(), evaluated.logits)
 
@@ -110,7 +111,7 @@ def largest_of(tiles, checkpointing):
     batch = sp.shard_batch({"input_ids": ids, "labels": ids.clone()})
     with Sizes() as step:
         model.train()(**batch).loss.backward()
-    with Sizes() as evaluation, torch.no_grad(), tiling.evaluated(model, "loss"):
+    with Sizes() as evaluation, torch.no_grad(), tiled_modules.evaluated(model, "loss"):
         model.eval()(**batch)
     return step.most, evaluation.most
 

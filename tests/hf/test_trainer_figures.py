@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 
-from ds_seqpar.batches import lengths_of
+from ds_seqpar.data.batches import lengths_of
 from hf_integration import SequenceParallelCallback, SequenceParallelTrainer
-from hf_integration.callback import FlopCounter
+from hf_integration.trainer.callback import FlopCounter
 from tests.hf.families import FAMILIES, model_of
 from tests.hf.llama import llama, small, with_lora
 from tests.hf.trainers import documents, make

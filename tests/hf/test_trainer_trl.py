@@ -9,7 +9,7 @@ from transformers import ByT5Tokenizer, Trainer
 
 from ds_seqpar.errors import ConfigError
 from hf_integration import SequenceParallelMixin
-from hf_integration.trainer_checks import check_kind
+from hf_integration.trainer.checks import check_kind
 from tests.hf.llama import IGNORE, small
 from tests.hf.trainers import documents, fields
 from tests.launch import on_trainer_ranks as on_ranks

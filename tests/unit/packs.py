@@ -11,12 +11,12 @@ import random
 from bisect import bisect_right
 from typing import NamedTuple
 
-from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.compiler.shards import length as tokens_of
+from ds_seqpar.compiler.sharding.balance import balanced
+from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.compiler.sharding.shards import length as tokens_of
 
 
 class Dealt(NamedTuple):

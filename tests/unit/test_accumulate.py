@@ -4,11 +4,11 @@ they must be."""
 import pytest
 import torch
 
-from ds_seqpar.compiler.cuts import KernelSupport, launches
-from ds_seqpar.compiler.layout import LAYOUTS, Run
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.tiles import Tile, tiles
-from ds_seqpar.config import LAYOUTS as COMMON
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.tiles.launches import KernelSupport, launches
+from ds_seqpar.compiler.tiles.tiles import Tile, tiles
+from ds_seqpar.config.settings import LAYOUTS as COMMON
 from ds_seqpar.runtime.kernels import reference
 from ds_seqpar.runtime.kernels.accumulate import Softmax, Sum, backward, forward
 from ds_seqpar.runtime.kernels.flash import CpuFlash

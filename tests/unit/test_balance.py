@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 from ds_seqpar.compiler.compile import Recipe, pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS, Topology, join
-from ds_seqpar.compiler.masks import CAUSAL
+from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shape import Shape
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.compiler.tiles import tiles
-from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, Topology, join
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.compiler.tiles.tiles import tiles
+from ds_seqpar.config.settings import PLACEMENTS, SequenceParallelConfig
 from tests.grids import few_then_rest
 from tests.unit.plans import DIRECTIONS, build, causal_contiguous, double_ring, joint, mesh, ranks, ring
 

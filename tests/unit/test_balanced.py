@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS, Run
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.compiler.tiles import tiles
+from ds_seqpar.compiler.sharding.balance import balanced
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.compiler.tiles.tiles import tiles
 from ds_seqpar.errors import InputError
 from tests.grids import examples
 from tests.unit.packs import by_balance, by_layout, causal_pairs, lognormal, packs, travelling

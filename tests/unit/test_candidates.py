@@ -6,12 +6,12 @@ import random
 import pytest
 
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS
-from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import SequenceParallelConfig, check_length
+from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.config.settings import SequenceParallelConfig, check_length
 from ds_seqpar.errors import SeqParError
 from ds_seqpar.planner.candidates import candidates, check_given, refusal, travels
 

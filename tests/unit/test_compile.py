@@ -6,15 +6,15 @@ import pytest
 
 from ds_seqpar.compiler import compile as compiling
 from ds_seqpar.compiler.compile import SAMPLE_LENGTH, BoundProgram, Compiler, Recipe, pattern_of
-from ds_seqpar.compiler.cuts import PLAIN_KERNEL
-from ds_seqpar.compiler.exchange import Heads
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask, visibility
-from ds_seqpar.compiler.plan import Pattern
+from ds_seqpar.compiler.program.shape import Shape
+from ds_seqpar.compiler.program.ulysses import Heads
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shape import Shape
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards
-from ds_seqpar.compiler.tiles import tiles
-from ds_seqpar.config import LAYOUTS as COMMON
+from ds_seqpar.compiler.schedules.plan import Pattern
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask, visibility
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.compiler.tiles.tiles import tiles
+from ds_seqpar.config.settings import LAYOUTS as COMMON
 from tests.unit.plans import DIRECTIONS, SINGLE, topologies
 
 SHAPE = Shape(batch=1, q_heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", travel="float32")

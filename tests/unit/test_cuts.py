@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.cuts import PLAIN_KERNEL, KernelSupport, launches
-from ds_seqpar.compiler.layout import Run
-from ds_seqpar.compiler.masks import Mask
-from ds_seqpar.compiler.tiles import Segments, Tile, tiles
+from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL, KernelSupport, launches
+from ds_seqpar.compiler.tiles.tiles import Segments, Tile, tiles
 from tests.grids import examples
 from tests.kernel_suite import seen
 

@@ -5,16 +5,23 @@ from collections import Counter
 
 import pytest
 
-from ds_seqpar.compiler import exchange as exchanging
 from ds_seqpar.compiler.compile import Compiler, pattern_of
-from ds_seqpar.compiler.cuts import PLAIN_KERNEL
-from ds_seqpar.compiler.exchange import SAVE_ALL, SAVE_NOTHING, HeadSplit, Members, SaveChoice, saved_for_backward
-from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.program import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
-from ds_seqpar.compiler.shape import shape_of
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
+from ds_seqpar.compiler.program import ulysses as exchanging
+from ds_seqpar.compiler.program.instructions import Enter, ExchangeStart, Leave, PackHeads, Product, UnpackHeads, Wait
+from ds_seqpar.compiler.program.shape import shape_of
+from ds_seqpar.compiler.program.ulysses import (
+    SAVE_ALL,
+    SAVE_NOTHING,
+    HeadSplit,
+    Members,
+    SaveChoice,
+    saved_for_backward,
+)
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.config.settings import SequenceParallelConfig
 from tests.unit.plans import DIRECTIONS
 
 SETTINGS = [{"size": 4, "ulysses": 4}, {"size": 8, "ulysses": 2, "schedule": "mesh"}]

@@ -24,7 +24,7 @@ KERNEL = aten._flash_attention_forward, aten._flash_attention_backward
 def steps(section, keeps):
     """Kernel calls of a step of whole sequences, and of a packed one."""
     import ds_seqpar
-    from ds_seqpar.batches import _on_device
+    from ds_seqpar.data.batches import _on_device
     from ds_seqpar.runtime.devices import set_device
     from tests.hf.families import model_of
 

@@ -30,7 +30,7 @@ def batch_of(packed):
 
 def step(size, section, keeps, packed, family="llama"):
     """Kernel calls of a forward and backward, and whether every gradient came to where its parameter is."""
-    from ds_seqpar.batches import _on_device
+    from ds_seqpar.data.batches import _on_device
     from hf_integration import patch_attention, trust_loss
     from tests.hf.families import model_of
     from tests.stand_in.streams import Streams
@@ -93,7 +93,7 @@ def chosen_where_each_sees_its_own():
 def measured():
     """The kernels of a causal and of a windowed call, where a machine's file has an order for this device by its name;
     what a rank is told whose file has another one."""
-    from ds_seqpar.compiler.masks import CAUSAL, Mask
+    from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
     from ds_seqpar.planner.machine import presets
 
     def kernels():

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.masks import CAUSAL
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.runtime import comm, groups, ops
 from ds_seqpar.runtime.kernels import Scores
 from ds_seqpar.runtime.offload import store_of

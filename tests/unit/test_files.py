@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ds_seqpar.__main__ import main
-from ds_seqpar.deepspeed_checks import check_deepspeed
+from ds_seqpar.config.deepspeed_checks import check_deepspeed
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.files import LARGEST, LARGEST_FILE, Given, parse_json, read_json
 from ds_seqpar.planner.machine import presets

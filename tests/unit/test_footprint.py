@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Offload, Zero
+from ds_seqpar.config.deepspeed_json import Offload, Zero
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.footprint import bytes_a_token, fits, footprint, longest
 from ds_seqpar.planner.request import Model, Room, TrainingStep

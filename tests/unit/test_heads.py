@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.heads import has_equal_shares, heads_of_member, heads_of_members, largest_share
+from ds_seqpar.compiler.sharding.heads import has_equal_shares, heads_of_member, heads_of_members, largest_share
 
 
 @st.composite

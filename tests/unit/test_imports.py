@@ -12,38 +12,51 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ds_seqpar", "hf_integration")
-# room -> the other rooms that it may import; a room is a folder, but for these files at the top of ds_seqpar
-FILES = {
-    **dict.fromkeys(("errors", "files", "limits", "handles"), "innermost"),
-    **dict.fromkeys(("config", "deepspeed_json"), "config"),
-    "__main__": "cli",
+# A room is a folder; the files at the top of ds_seqpar are the room "top", but for these. A room imports those that
+# stand above it in ORDER. The engine is what stands above the line: it runs without what is below.
+OWN_ROOM = {
+    "ds_seqpar.errors": "errors",
+    "ds_seqpar.files": "errors",
+    "ds_seqpar.__main__": "cli",
+    "hf_integration": "hf.names",
 }
-WALLS = {
-    "innermost": set(),
-    "compiler": {"innermost"},
-    "config": {"innermost", "compiler"},
-    "runtime": {"innermost", "compiler", "config"},
-    "planner": {"innermost", "compiler", "config"},
-    "top": {"innermost", "compiler", "config", "runtime"},
-    "cli": {"innermost", "compiler", "config", "runtime", "planner", "top"},
-    "hf_integration": {"innermost", "compiler", "config", "runtime", "top"},
-}
-LAZY = "planner"  # loaded by those who plan alone: the rooms outside it import it in functions
+ENGINE = (
+    "errors",
+    "compiler.sharding",
+    "compiler.schedules",
+    "compiler.schedules.triangle",
+    "compiler.program",
+    "compiler.tiles",
+    "compiler.overlap",
+    "compiler",
+    "config",
+    "runtime.kernels",
+    "runtime",
+    "data",
+    "whole",
+    "cpu_launch",
+    "top",
+)
+BELOW = ("analysis", "planner", "cli")
+HUGGING_FACE = ("hf", "hf.memory", "hf.model", "hf.trainer", "hf.names")
+ORDER = (*ENGINE, *BELOW, *HUGGING_FACE)
+# modules of the engine that ask the planner, in functions or for type checkers: "auto" settings, and machines' files
+DOOR = {"ds_seqpar.engine", "ds_seqpar.models", "ds_seqpar.parallel"}
 # what attention does without, imported in functions by whoever needs it. So do commands, torch above all
 LATER = {
-    "batches": "shard_batches, with documents, labels and token ids",
-    "loaders": "sp.loader and sp.sampler",
-    "recording": "sp.record, with time lines and traces",
-    "deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
-    "compiler.balance": "lengths that ranks cannot share equally",
+    "data.batches": "shard_batches, with documents, labels and token ids",
+    "data.loader": "sp.loader and sp.sampler",
+    "runtime.recording": "sp.record, with time lines and traces",
+    "config.deepspeed_json": "from_deepspeed: the JSON's reader, and that of any file",
+    "compiler.sharding.balance": "lengths that ranks cannot share equally",
     "compiler.memory": "head_stages auto",
-    "compiler.overlap": "overlap true, with the simulator",
-    "compiler.windows": "kernels with windows, which are those for GPUs",
-    "runtime.causes": "what to say where ranks differ",
+    "compiler.overlap.overlap": "overlap true, with the simulator",
+    "compiler.tiles.varlen": "kernels with windows, which are those for GPUs",
+    "runtime.mismatch_hints": "what to say where ranks differ",
     "runtime.offload": "offload_checkpoints true",
 }
 # what knows nothing of schedules
-TRANSPORT = {"comm", "groups", "devices", "agreement", "exits", "trusted", "kernels"}
+TRANSPORT = {"comm", "groups", "devices", "agreement", "process_exit", "trusted", "kernels"}
 
 
 def modules():
@@ -60,11 +73,12 @@ MODULES = modules()
 
 
 def room_of(name):
-    package, *parts = name.split(".")
+    if name in OWN_ROOM:
+        return OWN_ROOM[name]
+    package, *folders = MODULES[name].relative_to(ROOT).parts[:-1]
     if package == "hf_integration":
-        return package
-    first = parts[0] if parts else ""
-    return FILES.get(first, first if first in WALLS else "top")
+        return ".".join(["hf", *folders])
+    return ".".join(folders) or "top"
 
 
 def targets(node, name, is_package):
@@ -115,25 +129,49 @@ def test_the_reading_of_imports_finds_some():
     assert "ds_seqpar.errors" in graph()["ds_seqpar.runtime.comm"]  # from ..errors import
     assert "ds_seqpar.runtime.groups" in graph()["ds_seqpar.parallel"]  # from .runtime import groups
     assert "ds_seqpar.engine" in graph()["ds_seqpar"]  # in __init__, for type checkers
-    assert "ds_seqpar" in graph()["hf_integration.patch"]
+    assert "ds_seqpar" in graph()["hf_integration.model.patch"]
     assert "deepspeed" in graph()["ds_seqpar.engine"]  # in a function
     assert "argparse" in graph()["ds_seqpar.engine"]  # for type checkers
     assert "deepspeed" not in loaded()["ds_seqpar.engine"]
     assert "argparse" not in loaded()["ds_seqpar.engine"]
     assert "torch" in loaded()["ds_seqpar.engine"]
-    assert {room_of(name) for name in MODULES} == set(WALLS)
+    assert {room_of(name) for name in MODULES} == set(ORDER)
+
+
+def ours(names):
+    return sorted(name for name in names if name in MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_what_the_walls_let_it(name):
+def test_a_module_imports_rooms_above_its_own(name):
     room = room_of(name)
-    known = {room, *WALLS[room]}
-    assert [x for x in loaded()[name] if x in MODULES and room_of(x) not in known] == []
-    later = graph()[name] - loaded()[name]
-    assert [x for x in later if x in MODULES and room_of(x) not in {*known, LAZY}] == []
-    if room != "cli" and name != "ds_seqpar":  # which imports what it exports once somebody asks for it
-        named = [x for x in later if x in MODULES and room_of(x) != LAZY]
-        assert {x.removeprefix("ds_seqpar.") for x in named} <= LATER.keys(), "in a function or for type checkers"
+    above = {*ORDER[: ORDER.index(room) + 1]} - ({"analysis", "cli"} if room in HUGGING_FACE else set())
+    lazy = {"planner"} if name in DOOR else set()
+    assert [x for x in ours(loaded()[name]) if room_of(x) not in above] == []
+    assert [x for x in ours(graph()[name]) if room_of(x) not in {*above, *lazy}] == []
+
+
+def test_the_engine_imports_nothing_below_the_line_but_by_one_door():
+    crossing = {
+        name: found
+        for name in MODULES
+        if room_of(name) in ENGINE and (found := [x for x in ours(graph()[name]) if room_of(x) in BELOW])
+    }
+    assert crossing.keys() == DOOR
+    assert {room_of(x) for found in crossing.values() for x in found} == {"planner"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) in ENGINE])
+def test_an_import_in_a_function_has_its_reason(name):
+    later = [x for x in ours(graph()[name] - loaded()[name]) if room_of(x) not in BELOW]
+    if name != "ds_seqpar":  # which imports what it exports once somebody asks for it
+        assert {x.removeprefix("ds_seqpar.") for x in later} <= LATER.keys()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) not in ("planner", "cli")])
+def test_who_does_not_plan_loads_no_planner(name):
+    eager = [x for x in ours(loaded()[name]) if room_of(x) == "planner"]
+    assert [x for x in eager if x != "ds_seqpar.planner.limits"] == []
 
 
 IMPORTS = """
@@ -184,7 +222,10 @@ def test_no_imports_go_round_in_a_circle():
 
 
 def test_plans_are_made_without_a_tensor_a_group_or_the_environment():
-    torchless = [name for name in MODULES if room_of(name) in ("compiler", "planner", "config")]
+    torchless = [
+        name for name in MODULES if room_of(name).split(".")[0] in ("compiler", "planner", "config", "analysis")
+    ]
+    torchless.remove("ds_seqpar.config.deepspeed_checks")  # which asks DeepSpeed
     assert "ds_seqpar.compiler.schedules.ring" in torchless
     for name in torchless:
         heads = {target.split(".")[0] for target in graph()[name]}
@@ -192,7 +233,7 @@ def test_plans_are_made_without_a_tensor_a_group_or_the_environment():
 
 
 def test_transport_and_kernels_know_nothing_of_schedules():
-    values = {"layout", "masks", "shards", "tiles", "cuts"}
+    values = {"sharding", "tiles"}
     for name, found in graph().items():
         if name.startswith("ds_seqpar.runtime.") and name.split(".")[2] in TRANSPORT:
             compiled = {target.split(".")[2] for target in found if target.startswith("ds_seqpar.compiler.")}

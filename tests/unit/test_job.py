@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from ds_seqpar import parallel
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import Zero
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.auto import Job, line_of, request_of, resolve_with_plan
 from ds_seqpar.planner.machine import DEFAULT, Machine, Wire

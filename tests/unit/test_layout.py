@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from ds_seqpar.compiler.layout import LAYOUTS, join, multiple
-from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.config import LAYOUTS as COMMON
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, join, multiple
+from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.config.settings import LAYOUTS as COMMON
 from ds_seqpar.errors import InputError
 from tests.oracle import positions
 

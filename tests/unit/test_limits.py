@@ -9,14 +9,13 @@ import time
 
 import pytest
 
-from ds_seqpar import limits
-from ds_seqpar.compiler import heads
-from ds_seqpar.compiler.layout import Run
-from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.compiler.sharding import heads
+from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.config.deepspeed_json import Zero
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.planner import attention_memory
+from ds_seqpar.planner import attention_memory, limits
 from ds_seqpar.planner.machine import PRESETS, Machine
 from ds_seqpar.planner.plan import find_plan
 from ds_seqpar.planner.request import Model, Request, TrainingStep

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ds_seqpar.compiler.tiles import Tile
+from ds_seqpar.compiler.tiles.tiles import Tile
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.machine import DEFAULT, FIELDS, Machine, Wire, ZeroCosts, interpolated, machine_of, presets
 from tests.words import missing

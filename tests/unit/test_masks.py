@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.balance import balanced
-from ds_seqpar.compiler.layout import LAYOUTS, Run, join
-from ds_seqpar.compiler.masks import END, Mask, visibility
-from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.compiler.tiles import Tile, tiles
-from ds_seqpar.config import LAYOUTS as COMMON
+from ds_seqpar.compiler.sharding.balance import balanced
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, Run, join
+from ds_seqpar.compiler.sharding.masks import END, Mask, visibility
+from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.compiler.tiles.tiles import Tile, tiles
+from ds_seqpar.config.settings import LAYOUTS as COMMON
 from ds_seqpar.errors import InputError
 from tests.grids import examples
 from tests.oracle import seen

@@ -8,17 +8,17 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
-from ds_seqpar.compiler import nccl
+from ds_seqpar.analysis import nccl
 from ds_seqpar.compiler.compile import Compiler
-from ds_seqpar.compiler.cuts import PLAIN_KERNEL
-from ds_seqpar.compiler.exchange import SAVE_ALL, SAVE_NOTHING, Members
-from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.program import GatherStart, Post, ScatterStart, Wait
+from ds_seqpar.compiler.program.instructions import GatherStart, Post, ScatterStart, Wait
+from ds_seqpar.compiler.program.shape import shape_of
+from ds_seqpar.compiler.program.ulysses import SAVE_ALL, SAVE_NOTHING, Members
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shape import shape_of
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.compiler.tiles.launches import PLAIN_KERNEL
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
 from ds_seqpar.runtime.comm import Message
 from ds_seqpar.runtime.kernels import Scores

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from ds_seqpar import limits
-from ds_seqpar.deepspeed_json import Zero
+from ds_seqpar.config.deepspeed_json import Zero
 from ds_seqpar.errors import ConfigError
+from ds_seqpar.planner import limits
 from ds_seqpar.planner.machine import Machine
 from ds_seqpar.planner.nearest import nearest_fits, nothing_fits, with_optimiser_on_host
 from ds_seqpar.planner.plan import find_plan, plan

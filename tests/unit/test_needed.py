@@ -5,13 +5,13 @@ from collections import defaultdict
 
 import pytest
 
+from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import Run
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards
-from ds_seqpar.compiler.validate import validate
-from ds_seqpar.config import LAYOUTS
+from ds_seqpar.compiler.sharding.layout import Run
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.config.settings import LAYOUTS
 from tests.oracle import seen
 from tests.unit.plans import DIRECTIONS, SINGLE, built, joint, topologies
 

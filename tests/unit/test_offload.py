@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from ds_seqpar.config import HOST_PIECE
+from ds_seqpar.config.settings import HOST_PIECE
 from ds_seqpar.runtime.offload import Store
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_seqpar.analysis.validate import last_uses, validate
 from ds_seqpar.compiler.compile import Compiler, Recipe, pattern_of
-from ds_seqpar.compiler.masks import CAUSAL, FULL
+from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shape import Shape
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.compiler.validate import last_uses, validate
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL
+from ds_seqpar.compiler.sharding.shards import EvenShards
 from ds_seqpar.errors import ConfigError
 from tests import grids
 from tests.grids import examples

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.config.settings import SequenceParallelConfig
 from tests.unit.commands import assert_refused, run, with_options
 from tests.words import missing
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from ds_seqpar.config import SequenceParallelConfig
-from ds_seqpar.deepspeed_json import Offload, Zero
+from ds_seqpar.config.deepspeed_json import Offload, Zero
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.planner.candidates import candidates
 from ds_seqpar.planner.machine import Machine, Wire, ZeroCosts

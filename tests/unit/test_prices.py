@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.program import Enter, Leave
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.program.instructions import Enter, Leave
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.planner.attention_call import AttentionCall, programs, simulated_sequences
 from ds_seqpar.planner.call_costs import call_seconds, members_are_alike, simulate_call, simulated_ranks
 from ds_seqpar.planner.lower_bound import lower_bound

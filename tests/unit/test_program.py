@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler import lower as lowering
-from ds_seqpar.compiler import program as instructions
-from ds_seqpar.compiler.actions import ACCUMULATORS, OPERANDS
-from ds_seqpar.compiler.lower import lower, pool_of
-from ds_seqpar.compiler.overlap import overlapped
-from ds_seqpar.compiler.program import (
+from ds_seqpar.compiler.overlap.overlap import overlapped
+from ds_seqpar.compiler.program import instructions
+from ds_seqpar.compiler.program import lower as lowering
+from ds_seqpar.compiler.program.instructions import (
     OWN,
     GatherStart,
     Merge,
@@ -23,7 +21,9 @@ from ds_seqpar.compiler.program import (
     Wait,
     slots_of,
 )
+from ds_seqpar.compiler.program.lower import lower, pool_of
 from ds_seqpar.compiler.schedules import SCHEDULES
+from ds_seqpar.compiler.schedules.actions import ACCUMULATORS, OPERANDS
 from tests.grids import examples
 from tests.unit.plans import (
     FORMS,

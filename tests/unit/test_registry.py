@@ -12,14 +12,14 @@ from types import ModuleType
 import pytest
 
 import ds_seqpar
+from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler import schedules
-from ds_seqpar.compiler.actions import Collective
-from ds_seqpar.compiler.layout import LAYOUTS
-from ds_seqpar.compiler.plan import Plan
 from ds_seqpar.compiler.schedules import SCHEDULES, ring
+from ds_seqpar.compiler.schedules.actions import Collective
 from ds_seqpar.compiler.schedules.base import MOVING_SIDES, PLACEMENTS, count
-from ds_seqpar.compiler.validate import validate
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.schedules.plan import Plan
+from ds_seqpar.compiler.sharding.layout import LAYOUTS
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from tests.grids import few_then_rest
 from tests.unit import toy_schedule

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.shape import Shape as PlanShape
-from ds_seqpar.compiler.shards import EvenShards
-from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
+from ds_seqpar.compiler.program.shape import Shape as PlanShape
+from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.compiler.sharding.shards import EvenShards
+from ds_seqpar.config.settings import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.runtime import work
 from ds_seqpar.runtime.kernels import KERNELS
 from ds_seqpar.runtime.work import out_with_rowsum

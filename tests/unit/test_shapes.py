@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from ds_seqpar.compiler.layout import divisors
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.config import PLACEMENTS, SequenceParallelConfig, even_ulysses
+from ds_seqpar.compiler.sharding.layout import divisors
+from ds_seqpar.config.settings import PLACEMENTS, SequenceParallelConfig, even_ulysses
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention
 from tests.oracle import tensors

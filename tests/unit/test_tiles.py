@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_seqpar.errors import ConfigError
-from hf_integration.tiled_loss import Tiling
-from hf_integration.tiles import GradientSums, tile_slices, tiled, tiled_sum
+from hf_integration.memory.tiled_function import GradientSums, tile_slices, tiled, tiled_sum
+from hf_integration.memory.tiled_loss import Tiling
 from tests.live import Live
 
 WIDTH, INNER = 8, 48

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from ds_seqpar.compiler.draw import COLORS, NAMES, draw_timelines
-from ds_seqpar.compiler.simulate import Costs, programs_of, simulate
-from ds_seqpar.compiler.timeline import TRACKS, Event, Timeline, lanes, save_trace, trace_of
+from ds_seqpar.analysis.draw import COLORS, NAMES, draw_timelines
+from ds_seqpar.compiler.overlap.simulate import Costs, programs_of, simulate
+from ds_seqpar.compiler.overlap.timeline import TRACKS, Event, Timeline, lanes, save_trace, trace_of
 from ds_seqpar.errors import ConfigError
-from ds_seqpar.recording import Barrier, ahead, shifted
+from ds_seqpar.runtime.recording import Barrier, ahead, shifted
 from tests.unit.plans import build, shaped
 
 COSTS = Costs(transfer=dict.fromkeys(("q", "kv", "out"), 1.0), product=1.0)

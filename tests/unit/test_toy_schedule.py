@@ -10,7 +10,7 @@ import pytest
 
 from ds_seqpar.__main__ import main
 from ds_seqpar.compiler import schedules
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention
 from tests.oracle import assert_exact, dense, tensors

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.balance import balanced
 from ds_seqpar.compiler.compile import Recipe, pattern_of
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.plan import Counted
+from ds_seqpar.compiler.program.shape import Shape
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shape import Shape
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards
+from ds_seqpar.compiler.schedules.plan import Counted
+from ds_seqpar.compiler.sharding.balance import balanced
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
 from tests.grids import each_then_rest, examples
 from tests.unit import toy_schedule
 from tests.unit.plans import DIRECTIONS, FORMS, built, joint, pattern, problems, ranks, ring, topologies, topology

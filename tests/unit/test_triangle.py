@@ -9,18 +9,18 @@ from collections import Counter
 import pytest
 import torch
 
-from ds_seqpar.compiler.balance import shards_of
+from ds_seqpar.analysis.validate import validate
 from ds_seqpar.compiler.compile import SAMPLE_LENGTH, Compiler, Recipe, pattern_of
-from ds_seqpar.compiler.layout import LAYOUTS, multiple
-from ds_seqpar.compiler.masks import CAUSAL, Mask
-from ds_seqpar.compiler.overlap import overlapped
+from ds_seqpar.compiler.overlap.overlap import overlapped
+from ds_seqpar.compiler.program.shape import shape_of
 from ds_seqpar.compiler.schedules import SCHEDULES
 from ds_seqpar.compiler.schedules.triangle import STRIPS
 from ds_seqpar.compiler.schedules.triangle.tiling import tiling
-from ds_seqpar.compiler.shape import shape_of
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards
-from ds_seqpar.compiler.validate import validate
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.sharding.balance import shards_of
+from ds_seqpar.compiler.sharding.layout import LAYOUTS, multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError
 from ds_seqpar.testing import attention
 from tests.grids import cover, each_then_rest, grouped

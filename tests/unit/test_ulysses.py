@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_seqpar.compiler.heads import element_counts, head_shares, heads_of_members, tensor_share
+from ds_seqpar.compiler.sharding.heads import element_counts, head_shares, heads_of_members, tensor_share
 from ds_seqpar.runtime import buffers
 
 DIM = 4

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
-from ds_seqpar.compiler.validate import validate
+from ds_seqpar.analysis.validate import validate
+from ds_seqpar.compiler.schedules.actions import Collective, Compute, Gather, Move, ReduceScatter, Step
 from ds_seqpar.errors import PlanError
 from tests.grids import each_then_rest, examples
 from tests.unit.plans import (

@@ -10,11 +10,11 @@ import torch
 
 from ds_seqpar import testing as virtual
 from ds_seqpar.compiler.compile import pattern_of
-from ds_seqpar.compiler.layout import multiple
-from ds_seqpar.compiler.masks import CAUSAL, FULL, Mask
-from ds_seqpar.compiler.shape import shape_of
-from ds_seqpar.compiler.shards import EvenShards, UnevenShards
-from ds_seqpar.config import LAYOUTS, SequenceParallelConfig
+from ds_seqpar.compiler.program.shape import shape_of
+from ds_seqpar.compiler.sharding.layout import multiple
+from ds_seqpar.compiler.sharding.masks import CAUSAL, FULL, Mask
+from ds_seqpar.compiler.sharding.shards import EvenShards, UnevenShards
+from ds_seqpar.config.settings import LAYOUTS, SequenceParallelConfig
 from ds_seqpar.errors import ConfigError, InputError, KernelError
 from ds_seqpar.runtime.kernels import KERNELS, accumulate
 from ds_seqpar.testing import attention

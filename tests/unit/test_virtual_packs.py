@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_seqpar.compiler.balance import shards_of
-from ds_seqpar.compiler.layout import Run, divisors
-from ds_seqpar.compiler.masks import Mask
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.shards import UnevenShards
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.sharding.balance import shards_of
+from ds_seqpar.compiler.sharding.layout import Run, divisors
+from ds_seqpar.compiler.sharding.masks import Mask
+from ds_seqpar.compiler.sharding.shards import UnevenShards
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import ConfigError
 from ds_seqpar.testing import attention
 from tests import oracle

@@ -8,13 +8,13 @@ from collections import deque
 import pytest
 
 from ds_seqpar import testing as virtual
-from ds_seqpar.compiler.actions import Collective, Compute, Move, Step
-from ds_seqpar.compiler.masks import CAUSAL
-from ds_seqpar.compiler.overlap import overlapped
-from ds_seqpar.compiler.plan import Plan
+from ds_seqpar.analysis.validate import validate
+from ds_seqpar.compiler.overlap.overlap import overlapped
 from ds_seqpar.compiler.schedules import SCHEDULES
-from ds_seqpar.compiler.validate import validate
-from ds_seqpar.config import SequenceParallelConfig
+from ds_seqpar.compiler.schedules.actions import Collective, Compute, Move, Step
+from ds_seqpar.compiler.schedules.plan import Plan
+from ds_seqpar.compiler.sharding.masks import CAUSAL
+from ds_seqpar.config.settings import SequenceParallelConfig
 from ds_seqpar.errors import PlanError
 from ds_seqpar.runtime import runtime
 from ds_seqpar.runtime.kernels import KernelSupport, Scores

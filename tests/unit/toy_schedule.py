@@ -1,9 +1,9 @@
 """A schedule from a file of its own, as a user would write one: all there is to know of it, and nothing elsewhere."""
 
-from ds_seqpar.compiler.actions import Gather, ReduceScatter
-from ds_seqpar.compiler.layout import Layout, Run, divisors
+from ds_seqpar.compiler.schedules.actions import Gather, ReduceScatter
 from ds_seqpar.compiler.schedules.base import Schedule, blocks_received, count
 from ds_seqpar.compiler.schedules.ring import Rotation, Round
+from ds_seqpar.compiler.sharding.layout import Layout, Run, divisors
 from ds_seqpar.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from ...errors import SECTION, ConfigError, check_choice
-from .. import layout
+from ..sharding import layout
 from .base import Schedule, Setting
 
 DEFAULT = "ring"  # what "auto" is

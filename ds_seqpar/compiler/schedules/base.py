@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import SECTION, ConfigError
-from ..layout import COMMON, LAYOUTS, Axes, Layout, Topology
-from ..plan import Pattern, StepsOf
+from ..sharding.layout import COMMON, LAYOUTS, Axes, Layout, Topology
+from .plan import Pattern, StepsOf
 
 Value = int | tuple[int, ...]
 Own = Mapping[str, Any]  # name -> Value: all of a schedule's own settings, none of them "auto"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...errors import ConfigError
-from ..actions import Compute, Move, Step, Steps
-from ..layout import Axes, Topology
-from ..plan import Pattern, StepsOf
+from ..sharding.layout import Axes, Topology
+from .actions import Compute, Move, Step, Steps
 from .base import Schedule
+from .plan import Pattern, StepsOf
 
 
 def distflash(topology: Topology, pattern: Pattern, direction: str, moving_side: str = "kv") -> StepsOf:

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import SECTION, ConfigError
-from ..actions import OPERANDS, Collective, Compute, Gather, Key, Move, ReduceScatter, Step, Steps, Unit
-from ..layout import Axes, Topology, divisors
-from ..plan import Counted, Pattern, bits
+from ..sharding.layout import Axes, Key, Topology, divisors
+from .actions import OPERANDS, Collective, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
 from .base import HeadCounts, Own, Schedule, blocks_received, count, three_counts
+from .plan import Counted, Pattern, bits
 from .ring import Rotation, Round
 
 

@@ -12,11 +12,11 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ...errors import SECTION, ConfigError
-from .. import plan
-from ..actions import Compute, Gather, Key, Move, ReduceScatter, Step, Steps
-from ..layout import Axes, Topology, divisors
-from ..plan import Counted, Pattern
+from ..sharding.layout import Axes, Key, Topology, divisors
+from . import plan
+from .actions import Compute, Gather, Move, ReduceScatter, Step, Steps
 from .base import HeadCounts, Own, Schedule, blocks_received, count
+from .plan import Counted, Pattern
 
 # (moving side, direction) -> the accumulator that travels with it, one hop behind
 FOLLOWER = {("kv", "forward"): None, ("kv", "backward"): "dkv", ("q", "forward"): "out", ("q", "backward"): "dq"}

@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from ...compiler import cuts
-from ...compiler.cuts import KernelSupport
+from ...compiler.tiles import launches
+from ...compiler.tiles.launches import KernelSupport
 from ...errors import ConfigError, KernelError, check_choice
 from .flash import CpuFlash, CudaEfficient, CudaFlash, Cudnn, FlashAttn
 from .reference import BlockSpec, Chunked, Kernel, Reference, Scores, can_cap, is_deterministic
@@ -21,10 +21,10 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in ORDER}
 def register(kernel: Kernel) -> None:
     """Adds a kernel, which can then be chosen by its name on this rank. Call it on every rank, before any configuration
     is made. Raises ConfigError where the name is taken."""
-    if kernel.name in cuts.KERNELS:
+    if kernel.name in launches.KERNELS:
         raise ConfigError(f"a kernel needs a name of its own; got {kernel.name}, rename it")
     KERNELS[kernel.name] = kernel
-    cuts.KERNELS.append(kernel.name)
+    launches.KERNELS.append(kernel.name)
     select.cache_clear()
 
 
@@ -32,7 +32,7 @@ def remove(name: str) -> None:
     """Takes a kernel off again. Raises ConfigError where there is none of this name."""
     check_choice("a kernel that is removed", name, KERNELS)
     del KERNELS[name]
-    cuts.KERNELS.remove(name)
+    launches.KERNELS.remove(name)
     select.cache_clear()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ...compiler.tiles import MERGED_AT_ONCE, Tile
+from ...compiler.tiles.tiles import MERGED_AT_ONCE, Tile
 from .reference import Kernel
 
 Tensors = tuple[Tensor, ...]

@@ -22,8 +22,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ...compiler.cuts import KernelSupport
-from ...compiler.tiles import Segments
+from ...compiler.tiles.launches import KernelSupport
+from ...compiler.tiles.tiles import Segments
 from .reference import BlockSpec, Reference, is_deterministic
 
 

@@ -15,8 +15,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...compiler.cuts import PLAIN_KERNEL, KernelSupport
-from ...compiler.masks import Mask
+from ...compiler.sharding.masks import Mask
+from ...compiler.tiles.launches import PLAIN_KERNEL, KernelSupport
 
 
 @dataclasses.dataclass(frozen=True)

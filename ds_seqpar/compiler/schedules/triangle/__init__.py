@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....errors import SECTION, ConfigError
-from ...actions import ACCUMULATORS, Compute, Move, Step, Steps
-from ...layout import Axes, Layout, Run, Runs, Topology
-from ...plan import Counted, Pattern, bits
+from ...sharding.layout import Axes, Layout, Run, Runs, Topology
+from ..actions import ACCUMULATORS, Compute, Move, Step, Steps
 from ..base import HeadCounts, Own, Schedule, count
+from ..plan import Counted, Pattern, bits
 from .tiling import Stop, Tiling, pair_of, tiling
 
 

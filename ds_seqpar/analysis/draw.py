@@ -1,0 +1,121 @@
+"""Time lines as pictures: rows of ranks, each with what a rank does and what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..compiler.overlap.simulate import Costs, communication, computation, programs_of, simulate
+from ..compiler.overlap.timeline import TRACKS, Event, Timeline, lanes
+from ..compiler.program.ulysses import UNSPLIT, HeadSplit
+from ..compiler.schedules.plan import Plan
+from ..errors import ConfigError, ranks_in_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = {"product": "#4878a8", "move": "#e1a13c", "wait": "#c8c8c8", "merge": "#3f7d58", "copy": "#8cbf9f",
+          "post": "#8e5a97", "exchange": "#c8562e", "agree": "#2f4b6e"}  # fmt: skip
+# kind of event -> its text in the legend; other kinds are not drawn
+NAMES = {"product": "product", "move": "transfer arriving", "wait": "waiting", "merge": "merging", "copy": "copying",
+         "post": "posting", "exchange": "Ulysses' exchange arriving", "agree": "agreeing"}  # fmt: skip
+ARRIVING = tuple(kind for kind in NAMES if TRACKS[kind] == "receive")  # in a row's lower lane
+
+
+def draw(plan: Plan, costs: Costs, file: str | Path, head_split: HeadSplit = UNSPLIT) -> None:
+    """Writes the simulated time line as an image (PNG or what the file's ending says). Needs matplotlib: ConfigError
+    where it is not installed, or the file cannot be written.
+
+    A row is an inner rank, whose Ulysses members do the same at the same time. Its upper lane: products and waits; its
+    lower lane: transfers and exchanges of heads that arrive. Time is in products of two blocks.
+    """
+    timeline = simulate(programs_of(plan, head_split), costs)
+    bound = head_split.stages * max(communication(plan, costs), computation(plan, costs))
+    ratio = f"{timeline.seconds / bound:.2f} x max(compute, links)" if bound else "nothing to do"
+    members, stages = head_split[:2]
+    words = f" in Ulysses {members}" * (members > 1) + f", {stages} stages" * (stages > 1)
+    title = f"{plan.name}{words}, {plan.direction}: {ratio}"
+    unit = "products of one query block and one key/value block"
+    rows = {inner: ranks_in_words(range(inner * members, (inner + 1) * members)) for inner in range(plan.size)}
+    draw_timelines({title: timeline}, file, rows, costs.product or 1.0, unit)
+
+
+def draw_timelines(
+    timelines: Mapping[str, Timeline], file: str | Path, rows: Mapping[int, str], second: float = 1e-3, unit: str = "ms"
+) -> None:
+    """Writes time lines, by title, side by side: the same rows, and the same axis of time, on which each begins at 0.
+
+    rows: a rank that is drawn -> the row's label. second: how many seconds are one `unit`. Raises as `draw` does."""
+    height = 1.2 + 0.62 * len(rows)
+    figure = new_figure(13 * len(timelines), height)
+    from matplotlib.patches import Patch  # after `new_figure`, which raises where matplotlib is not installed
+
+    width = max(timeline.seconds for timeline in timelines.values()) / second
+    for number, (title, timeline) in enumerate(timelines.items(), 1):
+        axes = figure.add_subplot(1, len(timelines), number)
+        _draw_events(axes, timeline, list(rows), second, width)
+        axes.set_yticks(range(len(rows)), list(rows.values()))
+        axes.set_ylim(len(rows) - 0.45, -0.55)
+        axes.set_xlabel(f"time, in {unit}")
+        axes.set_title(title, fontsize=11)
+        shown = {event.kind for event in timeline.events}
+        handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in NAMES if kind in shown]
+        below = (0.5, -0.9 / height)
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncol=max(1, len(handles)))
+    save(figure, file)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty picture, in inches. Raises ConfigError where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("pictures need matplotlib; it is not installed, pip install 'ds_seqpar[plot]'") from None
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, file: str | Path) -> None:
+    """Writes a picture. Raises ConfigError for a file that cannot be written."""
+    try:
+        figure.savefig(file, dpi=110, bbox_inches="tight")
+    except (OSError, ValueError, RuntimeError) as error:  # no folder, an ending that is not known or needs LaTeX
+        raise ConfigError(f"a picture needs a file that can be written; got {file}: {error}") from None
+
+
+def _draw_events(axes: Axes, timeline: Timeline, ranks: Sequence[int], second: float, width: float) -> None:
+    """Draws the events of some ranks, a row each. second: seconds of one unit of time; width: of the axis of time, in
+    units. All bars are one collection, since a bar by itself takes milliseconds."""
+    from matplotlib.collections import PolyCollection
+
+    bars: list[tuple[Event, float, float]] = []  # each with the middle of its lane, and its height
+    for row, rank in enumerate(ranks):
+        arriving = lanes(timeline.of(rank, *ARRIVING))
+        count = 1 + max((lane for lane, _ in arriving), default=0)
+        height = 0.3 / count  # what overlaps shares the lane
+        bars += [(event, row + 0.09 + height * (lane + 0.5), height) for lane, event in arriving]
+        # what encloses others lies below them
+        doing = timeline.of(rank, *(kind for kind in NAMES if kind not in ARRIVING))
+        bars += [(event, row - 0.2, 0.5) for event in sorted(doing, key=lambda event: event.start - event.end)]
+    corners, thin = [], []
+    for event, lane, height in bars:
+        left, right = ((at - timeline.start) / second for at in (event.start, event.end))
+        low, high = lane - height / 2, lane + height / 2
+        corners.append([(left, low), (right, low), (right, high), (left, high)])
+        thin.append((right - left) / max(width, 1e-9) < 0.002)  # an edge would leave nothing of it
+        _label(axes, event, left, right, lane, height, width)
+    colors = [COLORS[event.kind] for event, _, _ in bars]
+    widths = [0 if narrow else 0.6 for narrow in thin]
+    axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=widths))
+    axes.set_xlim(0, width)
+
+
+def _label(axes: Axes, event: Event, left: float, right: float, lane: float, height: float, width: float) -> None:
+    """Writes what an event is about, where its bar has room for it."""
+    label = event.label.split(":")[0] if event.kind in ("move", "product", "exchange") else ""
+    if label and height > 0.2 and (right - left) / max(width, 1e-9) * 150 > len(label):
+        axes.text((left + right) / 2, lane, label, ha="center", va="center", fontsize=6.5, clip_on=True)

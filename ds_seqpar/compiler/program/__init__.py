@@ -1,0 +1,1 @@
+"""A rank's steps as instructions over slots, with Ulysses' exchanges."""

@@ -1,0 +1,317 @@
+"""From a rank's steps to its program: what is copied where, which transfers are waited for when, and in which slots.
+
+`lower` gives every unit a buffer of its own; `assign` lets buffers of one size that do not live together share a slot.
+Over gloo a message leaves once its receiver has said that it is ready, and that word waits behind whatever the receiver
+is sending. So `receives_ahead` lets a rank post a receive at the start of an earlier step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+from ..schedules.actions import ACCUMULATORS, OPERANDS, Compute, Gather, Move, ReduceScatter, Step, Steps, Unit
+from ..sharding.layout import Key, owned
+from . import instructions as op
+from .instructions import OWN, Instruction, Program, Slot, Transfer, is_own, own_slot, renamed, slots_of
+
+UNIT_KINDS = ("q", "kv", "out", "dq", "dkv")
+
+
+def lower(
+    name: str, direction: str, rank: int, size: int, steps: Steps, results_travel_wide: bool, parts: int = 1,
+    ahead: int = 0,
+) -> Program:  # fmt: skip
+    """The program of one rank.
+
+    results_travel_wide: whether results travel in the dtype of sums; what arrives is then added to where it lies, and
+    sent on from there. parts: blocks that each rank owns. ahead: by how many steps receives are posted early, see
+    `receives_ahead`; 0 posts each in the step in which the message leaves."""
+    lowering = _Lowering(direction, rank, size, results_travel_wide, parts)
+    for index, step in enumerate(steps):
+        lowering.step(index, step)
+    code, buffers = lowering.finish(len(steps)), lowering.buffers
+    if ahead:
+        code = receives_ahead(code, buffers, ahead)
+    return Program(
+        name=name,
+        direction=direction,
+        rank=rank,
+        size=size,
+        parts=parts,
+        words=tuple(step.words(rank) for step in steps),
+        **assign(code, buffers),
+    )
+
+
+class _Lowering:
+    """Collects the instructions of one rank, step by step. Every unit gets a buffer of its own here."""
+
+    def __init__(self, direction: str, rank: int, size: int, results_travel_wide: bool, parts: int) -> None:
+        self.direction, self.rank, self.results_travel_wide = direction, rank, results_travel_wide
+        self.blocks, self.own = size * parts, owned(rank, parts)
+        self.code: list[Instruction] = []
+        self.buffers: list[Slot] = []
+        self.tickets = itertools.count()
+        self.operands: dict[Unit, int] = {
+            (kind, (b,)): own_slot(n) for kind in OPERANDS for n, b in enumerate(self.own)
+        }
+        self.messages: dict[Unit, int] = {}  # own operand -> the buffer that it is sent from
+        self.results: dict[Unit, int] = {}  # running result -> its buffer
+        self.arriving: dict[int, list[int]] = defaultdict(list)  # step -> tickets of operands that are due at its end
+        # step -> (ticket, transfers) of results that are merged after its products
+        self.merging: dict[int, list[tuple[int, tuple[Transfer, ...]]]] = defaultdict(list)
+
+    def buffer(self, kind: str, role: str, key: Key) -> int:
+        self.buffers.append(Slot(kind, role, (key,)))
+        return len(self.buffers) - 1
+
+    def step(self, index: int, step: Step) -> None:
+        started = [self.start_gather(index, gather) for gather in step.gathers]
+        for start in started:  # all are under way before the first is waited for
+            gather = start.collective
+            into = self.operands[gather.unit] = self.buffer(gather.kind, "operand", gather.blocks)
+            self.code += [op.Wait(index, start.ticket), op.Assemble(index, gather, start.received, into)]
+        for within, moves in _by_within(step.moves):
+            sends = [(move, self.message(index, move.unit)) for move in moves if move.src == self.rank]
+            receives = [(move, self.buffer(move.kind, "operand", move.key)) for move in moves if move.dst == self.rank]
+            self.operands.update({move.unit: slot for move, slot in receives})
+            if sends or receives:
+                self.arriving[index + within - 1].append(self.post(index, sends, receives)[0])
+        for compute in step.computes:
+            self.product(index, compute)
+        self.merge(index, index)  # before results leave: what arrived may have to leave with them
+        for within, moves in _by_within(step.results):
+            sends = [(move, self.export(index, move.unit)) for move in moves if move.src == self.rank]
+            role = "wide" if self.results_travel_wide else "travel"
+            receives = [(move, self.buffer(move.kind, role, move.key)) for move in moves if move.dst == self.rank]
+            if sends or receives:
+                self.merging[index + within].append(self.post(index, sends, receives))
+        for reduce in [self.start_scatter(index, reduce) for reduce in step.reduces]:
+            self.code += reduce
+        self.code += [op.Wait(index, ticket) for ticket in self.arriving.pop(index, [])]
+
+    def finish(self, steps: int) -> list[Instruction]:
+        """Ends the program after so many steps; returns its code."""
+        last = max(0, steps - 1)
+        for due in sorted(self.merging):
+            self.merge(last, due)
+        own = [(kind, (block,)) for kind in ACCUMULATORS[self.direction] for block in self.own]
+        # results to which nothing is added have slots too: those of an empty block, or of keys that no query sees
+        self.code.append(op.Finish(last, tuple((unit, self.running(unit)) for unit in own)))
+        return self.code
+
+    def message(self, index: int, unit: Unit) -> int:
+        """The buffer that an operand is sent from."""
+        if not is_own(self.operands[unit]):
+            return self.operands[unit]
+        if unit not in self.messages:
+            self.messages[unit] = self.buffer(unit[0], "operand", unit[1])
+            self.code.append(op.Pack(index, unit, self.messages[unit]))
+        return self.messages[unit]
+
+    def post(
+        self, index: int, sends: list[tuple[Move, int]], receives: list[tuple[Move, int]]
+    ) -> tuple[int, tuple[Transfer, ...]]:
+        """Posts messages together. Returns their ticket, and the transfers that arrive."""
+        ticket = next(self.tickets)
+        arriving = tuple(Transfer(move.src, move.unit, slot, self.tag(move.unit)) for move, slot in receives)
+        leaving = tuple(Transfer(move.dst, move.unit, slot, self.tag(move.unit)) for move, slot in sends)
+        self.code.append(op.Post(index, ticket, leaving, arriving))
+        return ticket, arriving
+
+    def tag(self, unit: Unit) -> int:
+        """A number that both ends give a message without asking, and that no other message between the two ranks has
+        meanwhile: it is made of the unit's kind and first block."""
+        return UNIT_KINDS.index(unit[0]) * self.blocks + unit[1][0]
+
+    def product(self, index: int, compute: Compute) -> None:
+        results = []
+        for kind in ACCUMULATORS[self.direction]:
+            unit = kind, compute.kv if kind == "dkv" else compute.q
+            results.append((unit, self.running(unit)))
+        slots = self.operands["q", compute.q], self.operands["kv", compute.kv]
+        self.code.append(op.Product(index, compute.q, compute.kv, *slots, tuple(results)))
+
+    def running(self, unit: Unit) -> int:
+        """The buffer of a running result."""
+        if unit not in self.results:
+            self.results[unit] = self.buffer(unit[0], "wide", unit[1])
+        return self.results[unit]
+
+    def merge(self, index: int, due: int) -> None:
+        """Merges the results that are due in step `due`."""
+        for ticket, arrived in self.merging.pop(due, []):
+            self.code.append(op.Wait(index, ticket))
+            for transfer in arrived:
+                own = self.results.get(transfer.unit, OWN)
+                into = transfer.slot if self.results_travel_wide else self.running(transfer.unit)
+                self.results[transfer.unit] = into
+                self.code.append(op.Merge(index, transfer.unit, transfer.slot, own, into))
+
+    def export(self, index: int, unit: Unit) -> int:
+        """Ends a running result; returns the buffer that it is sent from."""
+        own = self.results.pop(unit)
+        into = own if self.results_travel_wide else self.buffer(unit[0], "travel", unit[1])
+        self.code.append(op.Export(index, unit, own, into))
+        return into
+
+    def start_gather(self, index: int, gather: Gather) -> op.GatherStart:
+        ticket, part = next(self.tickets), gather.part(self.rank)
+        sent = self.message(index, (gather.kind, part))
+        received = self.buffer(gather.kind, "operand", gather.blocks)
+        start = op.GatherStart(index, ticket, gather, sent, received)
+        self.code.append(start)
+        return start
+
+    def start_scatter(self, index: int, reduce: ReduceScatter) -> list[Instruction]:
+        """Starts a reduce-scatter; returns the instructions that end it."""
+        ticket, part = next(self.tickets), reduce.part(self.rank)
+        unit = reduce.kind, part
+        own, own_part = self.results.pop((reduce.kind, reduce.blocks)), self.running(unit)
+        others = tuple(block for block in reduce.blocks if block not in part)
+        sent = self.buffer(reduce.kind, "travel", others)
+        received = self.buffer(reduce.kind, "travel", part * (len(reduce.ranks) - 1))
+        self.code.append(op.ScatterStart(index, ticket, reduce, own, own_part, sent, received))
+        return [op.Wait(index, ticket), op.Fold(index, unit, received, own_part, len(reduce.ranks) - 1)]
+
+
+def _by_within(moves: tuple[Move, ...]) -> list[tuple[int, list[Move]]]:
+    """(within, moves) for each value of `within`: what is due together is posted together."""
+    groups: dict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        groups[move.within].append(move)
+    return sorted(groups.items())
+
+
+# ---- slots
+
+Pool = tuple[str, str, int]
+
+
+def pool_of(buffer: Slot) -> Pool:
+    """Buffers of one pool can share slots."""
+    return buffer.kind, buffer.role, len(buffer.keys[0])
+
+
+def last_uses(code: list[Instruction]) -> dict[int, int]:
+    """Buffer -> the last instruction that names it, or the wait for its transfer."""
+    last: dict[int, int] = {}
+    under_way: dict[int, list[int]] = {}  # ticket -> buffers
+    for at, instruction in enumerate(code):
+        named = slots_of(instruction)
+        if isinstance(instruction, op.Started):
+            under_way[instruction.ticket] = named
+        if isinstance(instruction, op.Wait):
+            named = under_way[instruction.ticket]
+        last.update(dict.fromkeys(named, at))
+    return last
+
+
+def assign(code: list[Instruction], buffers: list[Slot]) -> dict:
+    """Code, slots and frees of a program: a linear scan in which buffers of one size that do not live together share a
+    slot. A buffer lives from the first instruction that names it to its last use."""
+    last = last_uses(code)
+    slots: list[Slot] = []
+    free: dict[Pool, list[int]] = defaultdict(list)
+    slot_of: dict[int, int] = {}  # buffer -> slot
+    dying: dict[int, list[int]] = defaultdict(list)  # instruction -> the buffers whose last use it is
+    ends: dict[int, int] = {}  # slot -> where its last buffer ends
+    lowered = []
+    for at, instruction in enumerate(code):
+        for buffer in slots_of(instruction):
+            if buffer not in slot_of:
+                wanted = buffers[buffer]
+                pool = free[pool_of(wanted)]
+                slot = slot_of[buffer] = pool.pop() if pool else len(slots)
+                if slot == len(slots):
+                    slots.append(wanted)
+                else:
+                    slots[slot] = slots[slot]._replace(keys=slots[slot].keys + wanted.keys)
+                dying[last[buffer]].append(buffer)
+                ends[slot] = last[buffer]
+        lowered.append(renamed(instruction, slot_of.__getitem__))
+        for buffer in dying.pop(at, []):
+            free[pool_of(buffers[buffer])].append(slot_of[buffer])
+    frees: list[list[int]] = [[] for _ in code]
+    for slot, at in ends.items():
+        frees[at].append(slot)
+    return {"code": tuple(lowered), "slots": tuple(slots), "frees": tuple(map(tuple, frees))}
+
+
+# ---- receives that are posted ahead
+
+
+def receives_ahead(code: list[Instruction], buffers: list[Slot], ahead: int) -> list[Instruction]:
+    """The code in which each receive is posted at the start of an earlier step: `ahead` steps before its message
+    leaves, or more where that takes no slot more. Slots of two sizes may then be in use at once that were not. Nothing
+    else moves."""
+    code, receives = _without_receives(code)
+    at = [max(0, post.step - ahead) for post in receives]
+    return _with_receives(code, receives, _earliest(_with_receives(code, receives, at), buffers, receives, at))
+
+
+def _without_receives(code: list[Instruction]) -> tuple[list[Instruction], list[op.Post]]:
+    """The code without its receives, and these as posts of their own, with tickets of their own."""
+    tickets = itertools.count(1 + max((one.ticket for one in code if isinstance(one, op.Post | op.Wait)), default=0))
+    receives: list[op.Post] = []
+    others: list[Instruction] = []
+    waits: dict[int, list[int]] = {}  # ticket -> the tickets that stand for it
+    for one in code:
+        if isinstance(one, op.Post) and one.receives:
+            receives.append(one._replace(ticket=next(tickets), sends=()))
+            waits[one.ticket] = [receives[-1].ticket, *([one.ticket] if one.sends else [])]
+            others += [one._replace(receives=())] if one.sends else []
+        elif isinstance(one, op.Wait) and one.ticket in waits:
+            others += [one._replace(ticket=ticket) for ticket in waits[one.ticket]]
+        else:
+            others.append(one)
+    return others, receives
+
+
+def _with_receives(code: list[Instruction], receives: list[op.Post], at: list[int]) -> list[Instruction]:
+    """The code with receives[i] posted at the start of step at[i]."""
+    starting, begun = defaultdict[int, list[Instruction]](list), 0
+    for post, step in zip(receives, at, strict=True):
+        starting[step].append(post._replace(step=step))
+    joined: list[Instruction] = []
+    for one in code:
+        for step in range(begun, one.step + 1):
+            joined += starting.pop(step, [])
+        begun = max(begun, one.step + 1)
+        joined.append(one)
+    return joined
+
+
+def _earliest(code: list[Instruction], buffers: list[Slot], receives: list[op.Post], at: list[int]) -> list[int]:
+    """The first steps at which the receives may be posted, each in its turn. No pool then has more living buffers than
+    it has at most in this code, where they are posted at `at`. Messages of one tag stay in order."""
+    first: dict[int, int] = {}  # buffer -> the first instruction that names it
+    for index, one in enumerate(code):
+        for buffer in slots_of(one):
+            first.setdefault(buffer, index)
+    living: dict[tuple, list[int]] = defaultdict(lambda: [0] * len(code))  # pool -> its living buffers, by instruction
+    for buffer, last in last_uses(code).items():
+        for index in range(first[buffer], last + 1):
+            living[pool_of(buffers[buffer])][index] += 1
+    most = {pool: max(counts) for pool, counts in living.items()}
+    begins = {step: next(i for i, one in enumerate(code) if one.step >= step) for step in range(max(at, default=0) + 1)}
+    previous: dict[tuple[int, int], int] = {}  # (peer, tag) -> the step at which its message before is received
+    steps = []
+    for post, step in zip(receives, at, strict=True):
+        wanted = Counter(pool_of(buffers[transfer.slot]) for transfer in post.receives)
+        least = max(previous.get((transfer.peer, transfer.tag), 0) for transfer in post.receives)
+        index = first[post.receives[0].slot]
+        while step > least and all(
+            living[pool][i] + count <= most[pool]
+            for pool, count in wanted.items()
+            for i in range(begins[step - 1], index)
+        ):
+            step -= 1
+            for pool, count in wanted.items():
+                for i in range(begins[step], index):
+                    living[pool][i] += count
+            index = begins[step]
+        previous.update({(transfer.peer, transfer.tag): step for transfer in post.receives})
+        steps.append(step)
+    return steps

@@ -1,0 +1,131 @@
+"""The tensors of every kind of operand and result, and their bytes. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..schedules.actions import ACCUMULATORS
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a unit, of shape (batch, tokens, heads, width), or (batch, tokens, heads) for width 0."""
+
+    name: str
+    heads: int
+    width: int
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has for one token."""
+        return self.heads * max(1, self.width)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The batch and the heads that one rank works on. dtype: of q, k and v, by its name in torch; travel: the dtype of
+    partial outputs and gradients between ranks."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    travel: str
+
+    @property
+    def wide(self) -> str:
+        """The dtype that results are accumulated in."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    def of_heads(self, q: slice, kv: slice) -> Shape:
+        """The shape of some of the heads."""
+        return dataclasses.replace(self, q_heads=q.stop - q.start, kv_heads=kv.stop - kv.start)
+
+    def fields(self, direction: str, kind: str, dtype: str | None = None) -> tuple[Field, ...]:
+        """The tensors of a unit of this kind. dtype: that of a result, `travel` by default."""
+        q, row = (self.q_heads, self.head_dim), (self.q_heads, 0)
+        pair = (self.kv_heads, self.head_dim)
+        dtype = dtype or self.travel
+        return {
+            ("forward", "q"): (Field("q", *q, self.dtype),),
+            ("backward", "q"): (
+                Field("q", *q, self.dtype),
+                Field("do", *q, self.dtype),
+                Field("lse", *row, self.wide),
+                Field("delta", *row, self.wide),
+            ),
+            (direction, "kv"): (Field("k", *pair, self.dtype), Field("v", *pair, self.dtype)),
+            ("forward", "out"): (Field("out", *q, dtype), Field("lse", *row, self.wide)),
+            ("backward", "dq"): (Field("dq", *q, dtype),),
+            ("backward", "dkv"): (Field("dk", *pair, dtype), Field("dv", *pair, dtype)),
+        }[direction, kind]
+
+    def bytes_per_token(self, direction: str) -> dict[str, int]:
+        """Kind of unit -> bytes of one token between ranks, of the whole batch."""
+        return _bytes_per_token(self, direction)
+
+    def elements_per_token(self, direction: str) -> dict[str, int]:
+        """Kind of unit -> elements of one token, of the whole batch."""
+        kinds = ("q", "kv", *ACCUMULATORS[direction])
+        return {kind: self.batch * sum(f.elements for f in self.fields(direction, kind)) for kind in kinds}
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes_per_token(shape: Shape, direction: str) -> dict[str, int]:
+    kinds = ("q", "kv", *ACCUMULATORS[direction])
+    return {kind: shape.batch * token_bytes(shape.fields(direction, kind)) for kind in kinds}
+
+
+class FieldLocation(NamedTuple):
+    """Where a tensor stands in a buffer: its bytes from `start` to `end`."""
+
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def locations_of(fields: tuple[Field, ...], batch: int, tokens: int) -> tuple[FieldLocation, ...]:
+    """Where each field stands in the buffer of a unit. Wider elements come first, so that every field is aligned
+    without a gap."""
+    locations, at = {}, 0
+    for field in sorted(fields, key=lambda f: -f.itemsize):
+        end = at + batch * tokens * field.elements * field.itemsize
+        width = (field.width,) if field.width else ()
+        locations[field.name] = FieldLocation(at, end, field.dtype, (batch, tokens, field.heads, *width))
+        at = end
+    return tuple(locations[field.name] for field in fields)
+
+
+def token_bytes(fields: Iterable[Field]) -> int:
+    """Bytes of these tensors for one token of one sequence."""
+    return sum(f.elements * f.itemsize for f in fields)
+
+
+def buffer_bytes(fields: tuple[Field, ...], rows: int) -> int:
+    """Bytes that a unit of `rows` tokens takes, a multiple of 8 so that another unit can stand after it."""
+    return -(-rows * token_bytes(fields) // 8) * 8
+
+
+def shape_of(travel: str, dtype: str, batch: int, heads: tuple[int, int, int]) -> Shape:
+    """heads: (query heads, key/value heads, head_dim) of one rank. travel: the setting, where "fp32" means fp32 or
+    wider."""
+    wide = "float64" if dtype == "float64" else "float32"
+    q_heads, kv_heads, dim = heads
+    travel_dtype = {"fp32": wide, "bf16": "bfloat16"}[travel]
+    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype, travel=travel_dtype)

@@ -1,0 +1,277 @@
+"""Ulysses' exchanges of heads, and stages of heads, as instructions around the programs of the inner ranks.
+
+An all-to-all among neighbouring ranks, the members, gives each of them some heads of their common tokens (DeepSpeed
+Ulysses, Jacobs et al., 2023). A stage attends to some of the heads, so that the inner tensors of all heads are never
+there together (Untied Ulysses). These fields are exchanged:
+
+forward: q, k and v inward; out, and lse where it is asked for, outward.
+backward: do inward, and what forward did not save: q, k and v again, and delta = rowsum(do * out) in place of out;
+dq, dk and dv outward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..sharding import heads as rules
+from ..sharding.heads import HeadShares, Stage
+from ..sharding.shards import Shards, members_tokens
+from . import instructions as op
+from .instructions import HeadExchange, Instruction, Program, Slot, renamed
+from .shape import ITEMSIZE, Shape
+
+SIDE = {"k": "kv", "v": "kv", "dk": "kv", "dv": "kv"}  # of the other fields: "q"
+PER_ROW = ("delta", "lse")  # fields of one number a row and head, in the dtype of sums
+# field -> the name under which its arriving elements are counted
+COUNTERS = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "out_heads", "lse": "lse_heads", "do": "do_heads",
+            "delta": "delta_heads", "dq": "dqkv", "dk": "dqkv", "dv": "dqkv"}  # fmt: skip
+
+
+class Members(NamedTuple):
+    """Ulysses' degree, and which of its members this rank is."""
+
+    degree: int = 1
+    member: int = 0
+
+
+ONE_MEMBER = Members()
+
+
+class SaveChoice(NamedTuple):
+    """What forward saves for backward beside the caller's own tensors and the lse. operands: the inner q, k and v as
+    they arrived, so that they are not sent again; out: the inner out, so that no delta is sent for it."""
+
+    operands: bool = True
+    out: bool = True
+
+
+SAVE_ALL = SaveChoice()
+SAVE_NOTHING = SaveChoice(operands=False, out=False)
+
+
+class HeadSplit(NamedTuple):
+    """How a call divides its heads: among so many Ulysses members, and in stages. saved: what forward saves. overlap:
+    whether a stage's exchanges run while another one computes."""
+
+    members: int = 1
+    stages: int = 1
+    saved: SaveChoice = SAVE_ALL
+    overlap: bool = False
+
+
+UNSPLIT = HeadSplit()
+
+
+def saved_for_backward(
+    degree: int, stages: int, checkpointed: bool, keep_attention: bool, overlap: bool = False,
+    chosen: bool | str = "auto",
+) -> SaveChoice:  # fmt: skip
+    """What forward saves for backward; without other members nothing, since nothing is exchanged.
+
+    checkpointed: whether a checkpoint is around attention; keep_attention: whether that keeps attention's results.
+    chosen: whether the exchanged q, k and v are saved. "auto": they are not where stages are there to save memory. They
+    are where stages hide exchanges, or a checkpoint keeps attention."""
+    if degree == 1:
+        return SAVE_NOTHING
+    if chosen == "auto":
+        chosen = stages == 1 or overlap or (checkpointed and keep_attention)
+    return SaveChoice(operands=bool(chosen), out=bool(chosen) and not checkpointed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of a call: which member this rank is, and the stages that all heads are attended to in."""
+
+    members: Members
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, q: int, kv: int, members: Members = ONE_MEMBER, stages: int = 1) -> Heads:
+        return cls(members, rules.stages(q, kv, stages))
+
+    def inner(self, stage: int) -> tuple[slice, slice]:
+        """Which of a stage's query heads and key/value heads this member works on."""
+        return rules.heads_of_member(*self.stages[stage].counts, *self.members)
+
+    def of_stage(self, stage: int, field: str) -> slice:
+        """Which of all heads of a field are the stage's."""
+        return self.stages[stage].kv if field in SIDE else self.stages[stage].q
+
+    def shares(self, exchange: HeadExchange) -> HeadShares:
+        """Which member gets which heads in an exchange."""
+        q, kv = self.stages[exchange.stage].counts
+        totals = tuple(kv if field in SIDE else q for field in exchange.fields)
+        return rules.head_shares(totals, kv, self.members.degree)
+
+    def inner_counts(self, exchange: HeadExchange) -> list[int]:
+        """For each exchanged tensor, how many of its heads this member works on."""
+        q, kv = self.inner(exchange.stage)
+        return [kv.stop - kv.start if field in SIDE else q.stop - q.start for field in exchange.fields]
+
+
+class ExchangeSizes(NamedTuple):
+    """The sizes of an exchange for one member. outgoing: elements to every member; incoming: elements from every
+    member; tokens: of every member; width: elements of a head; dtype: by its name in torch."""
+
+    outgoing: tuple[int, ...]
+    incoming: tuple[int, ...]
+    tokens: tuple[int, ...]
+    width: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    def arriving(self, member: int) -> int:
+        """Elements that arrive from other members than this one."""
+        return sum(self.incoming) - self.incoming[member]
+
+
+def exchange_sizes(heads: Heads, exchange: HeadExchange, shape: Shape, shards: Shards, inner: int) -> ExchangeSizes:
+    """shape: of any stage's inner tensors; inner: the inner rank."""
+    side, per_row = SIDE.get(exchange.fields[0], "q"), exchange.fields[0] in PER_ROW
+    tokens, width = members_tokens(shards, side, inner, heads.members.degree), 1 if per_row else shape.head_dim
+    counts = rules.element_counts(heads.shares(exchange), tokens, heads.members.member, shape.batch * width)
+    outgoing, incoming = counts if exchange.inward else counts[::-1]
+    dtype = shape.wide if per_row else shape.dtype
+    return ExchangeSizes(tuple(outgoing), tuple(incoming), tuple(tokens), width, dtype)
+
+
+def exchange_bytes_per_token(shape: Shape, members: int, exchange: HeadExchange) -> float:
+    """Bytes that an exchange brings to a member from the others, for each of the inner rank's tokens, where all members
+    have equal shares. shape: of the member's inner tensors."""
+    heads = sum(shape.kv_heads if field in SIDE else shape.q_heads for field in exchange.fields)
+    head_bytes = ITEMSIZE[shape.wide] if exchange.fields[0] in PER_ROW else shape.head_dim * shape.itemsize
+    return shape.batch * heads * head_bytes * (members - 1) / members
+
+
+def exchanges(direction: str, together: bool = True, saved: SaveChoice = SAVE_ALL) -> list[HeadExchange]:
+    """The exchanges of a call of one stage, in order. together: see `call_program`."""
+    inward = [HeadExchange(0, True, fields) for fields in _inward(direction, together, saved)]
+    return inward + [HeadExchange(0, False, fields) for fields in _outward(direction, False)]
+
+
+def call_program(
+    inner: Sequence[Program], members: int, together: bool, saved: SaveChoice = SAVE_ALL, lse: bool = False,
+    overlap: bool = False,
+) -> Program:  # fmt: skip
+    """The program of a call, stage by stage. inner: the inner program of each stage. together: whether q, k and v can
+    travel in one exchange. lse: whether the lse of own tokens is asked for. overlap: while a stage computes, the next
+    stage's operands arrive and the previous stage's results leave; without it, each exchange is waited for at once."""
+    building, direction, overlap = _CallBuilder(members), inner[0].direction, overlap and len(inner) > 1
+    inward, outward = list(_inward(direction, together, saved)), list(_outward(direction, lse))
+    if members == 1:
+        inward, outward = [], []
+    arriving: list[op.ExchangeStart] = []
+    leaving: list[op.ExchangeStart] = []
+    for stage, program in enumerate(inner):
+        arrived = [building.end(start) for start in arriving]
+        if not arrived:
+            arrived = [building.end(building.start(HeadExchange(stage, True, fields))) for fields in inward]
+        if overlap and stage + 1 < len(inner):
+            arriving = [building.start(HeadExchange(stage + 1, True, fields)) for fields in inward]
+        building.stage(stage, program, arrived)
+        for start in leaving:
+            building.unpack(start)
+        if overlap:
+            leaving = [building.start(HeadExchange(stage, False, fields)) for fields in outward]
+        else:
+            for fields in outward:
+                building.unpack(building.start(HeadExchange(stage, False, fields)))
+    for start in leaving:
+        building.unpack(start)
+    return building.program(inner[0])
+
+
+def _inward(direction: str, together: bool, saved: SaveChoice) -> Iterator[tuple[str, ...]]:
+    if direction == "forward" or not saved.operands:
+        yield from [("q", "k", "v")] if together else [("q",), ("k", "v")]
+    if direction == "backward":
+        yield ("do",)
+        if not saved.out:
+            yield ("delta",)
+
+
+def _outward(direction: str, lse: bool) -> Iterator[tuple[str, ...]]:
+    if direction == "backward":  # dk and dv first, apart from dq: sent and received buffers of one exchange coexist
+        yield from [("dk", "dv"), ("dq",)]
+        return
+    yield ("out",)
+    if lse:
+        yield ("lse",)
+
+
+class _CallBuilder:
+    """Collects the instructions of a call's program."""
+
+    def __init__(self, members: int) -> None:
+        self.ranks = tuple(range(members))
+        self.code: list[Instruction] = []
+        self.frees: list[list[int]] = []
+        self.slots: list[Slot] = []
+        self.words: list[str] = []
+        self.tickets = itertools.count()
+
+    def add(self, one: Instruction, *frees: int) -> None:
+        self.code.append(one)
+        self.frees.append(list(frees))
+
+    def slot(self, exchange: HeadExchange, role: str) -> int:
+        self.slots.append(Slot("+".join(exchange.fields), role, ((),), exchange.stage, exchange))
+        return len(self.slots) - 1
+
+    def start(self, exchange: HeadExchange) -> op.ExchangeStart:
+        step, ticket = len(self.words), next(self.tickets)
+        self.words.append(f"exchange of heads: {exchange.words}")
+        sent, received = self.slot(exchange, "sent"), self.slot(exchange, "received")
+        self.add(op.PackHeads(step, exchange, sent))
+        start = op.ExchangeStart(step, ticket, exchange, self.ranks, sent, received)
+        self.add(start)
+        return start
+
+    def end(self, start: op.ExchangeStart) -> tuple[HeadExchange, int]:
+        """Waits for an exchange. Returns it with the slot of what has arrived."""
+        self.add(op.Wait(self.end_step(start), start.ticket), start.sent)
+        return start.exchange, start.received
+
+    def unpack(self, start: op.ExchangeStart) -> None:
+        """Waits for an exchange outward, and unpacks what has arrived."""
+        self.end(start)
+        self.add(op.UnpackHeads(self.end_step(start), start.exchange, start.received), start.received)
+
+    def end_step(self, start: op.ExchangeStart) -> int:
+        """The step in which an exchange ends: that of its start, or one of its own where other steps came between."""
+        if start.step == len(self.words) - 1:
+            return start.step
+        words = f"{start.exchange.words} has been exchanged"
+        if self.words[-1] != words:
+            self.words.append(words)
+        return len(self.words) - 1
+
+    def stage(self, stage: int, program: Program, arrived: list[tuple[HeadExchange, int]]) -> None:
+        """Adds a stage's inner program, its slots, tickets and steps renumbered. arrived: its operands, by slot."""
+        slots, steps, tickets = len(self.slots), len(self.words), {}
+        self.slots += [slot._replace(stage=stage) for slot in program.slots]
+        self.words += program.words
+        self.add(op.Enter(steps, stage, tuple(arrived)))
+        for one, frees in zip(program.code, program.frees, strict=True):
+            if isinstance(one, op.Started):
+                tickets[one.ticket] = next(self.tickets)
+            one = renamed(one, lambda slot: slot + slots)._replace(step=one.step + steps)
+            if isinstance(one, op.Started | op.Wait):
+                one = one._replace(ticket=tickets[one.ticket])
+            self.add(one, *(slot + slots for slot in frees))
+        self.add(op.Leave(max(steps, len(self.words) - 1), stage), *(slot for _, slot in arrived))
+
+    def program(self, inner: Program) -> Program:
+        return dataclasses.replace(
+            inner,
+            code=tuple(self.code),
+            slots=tuple(self.slots),
+            frees=tuple(map(tuple, self.frees)),
+            words=tuple(self.words),
+        )

@@ -1,0 +1,142 @@
+"""What ranks do, as data: products of blocks, and the moves of operands and results between ranks.
+
+Blocks are numbered by the inner rank that owns them. Where each owns one, block p is rank p's. Where each owns `parts`,
+rank p's are `owned(p, parts)`, in the order of positions. A *key* is a sorted tuple of block numbers: one block, or
+blocks that were gathered into one operand. Operands are "q" and "kv" (in a backward plan "q" stands for all that a
+query block brings: q, the output's gradient, lse, delta). Accumulators are "out" in forward and "dq", "dkv" in
+backward.
+
+In one step a rank gathers operands, posts the step's operand moves and computes products. Then it merges the results
+that are due, posts the step's result moves, reduce-scatters, and waits for the operands that are due. A move is due
+`within` steps, 1 unless a pass says otherwise. So operands travel beside the products of their own step, and results
+beside those of the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from ..sharding.layout import Key
+
+Unit = tuple[str, Key]
+OPERANDS = ("q", "kv")
+ACCUMULATORS = {"forward": ("out",), "backward": ("dq", "dkv")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """One product on `rank`: every query block of `q` with every key/value block of `kv`."""
+
+    rank: int
+    q: Key
+    kv: Key
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+    def __str__(self) -> str:
+        return f"q{name_of(self.q)}*kv{name_of(self.kv)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """An operand is copied from `src` to `dst`, or an accumulator leaves `src` and is merged into `dst`'s.
+
+    Posted in step s, an operand can be used from step s + within on. A result is merged after the products of step s +
+    within, or at the end of the plan.
+    """
+
+    src: int
+    dst: int
+    kind: str
+    key: Key
+    within: int = 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.src, self.dst)
+
+    @property
+    def unit(self) -> Unit:
+        return self.kind, self.key
+
+    def __str__(self) -> str:
+        return f"{self.kind}{name_of(self.key)}:{self.src}>{self.dst}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """`ranks[i]` contributes (Gather) or ends with (ReduceScatter) `parts[i]`; `blocks` are those of all parts."""
+
+    ranks: tuple[int, ...]
+    kind: str
+    parts: tuple[Key, ...]
+
+    @property
+    def blocks(self) -> Key:
+        return tuple(sorted(block for part in self.parts for block in part))
+
+    @property
+    def unit(self) -> Unit:
+        return self.kind, self.blocks
+
+    def part(self, rank: int) -> Key:
+        return self.parts[self.ranks.index(rank)]
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.kind}{name_of(self.blocks)})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gather(Collective):
+    """Every member ends with the operand of all blocks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReduceScatter(Collective):
+    """The members' accumulators of all blocks are merged; member i ends with that of `parts[i]`."""
+
+
+Action = Compute | Move | Collective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What one rank takes part in during one step."""
+
+    gathers: tuple[Gather, ...] = ()
+    moves: tuple[Move, ...] = ()
+    computes: tuple[Compute, ...] = ()
+    results: tuple[Move, ...] = ()
+    reduces: tuple[ReduceScatter, ...] = ()
+
+    @property
+    def actions(self) -> Iterator[Action]:
+        parts: tuple[tuple[Action, ...], ...] = (self.gathers, self.moves, self.computes, self.results, self.reduces)
+        yield from itertools.chain.from_iterable(parts)
+
+    def words(self, rank: int) -> str:
+        """The step as text: `>` leaves, `<` arrives, `*` is a product, `@` a gather, `%` a reduce-scatter."""
+        words = [f"{gather.kind}{name_of(gather.blocks)}@" for gather in self.gathers]
+        words += map(str, self.computes)
+        for move in (*self.moves, *self.results):
+            arrow = f">{move.dst}" if move.src == rank else f"<{move.src}"
+            words.append(f"{move.kind}{name_of(move.key)}{arrow}")
+        words += [f"{reduce.kind}{name_of(reduce.blocks)}%" for reduce in self.reduces]
+        return " ".join(words) or "-"
+
+
+Steps = tuple[Step, ...]
+
+
+def name_of(key: Key) -> str:
+    """Blocks as text: (3), (0,1)."""
+    return "(" + ",".join(map(str, key)) + ")"
+
+
+def unit_name(unit: Unit) -> str:
+    """A unit as text: kv(3), out(0,1)."""
+    return f"{unit[0]}{name_of(unit[1])}"

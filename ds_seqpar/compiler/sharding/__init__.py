@@ -1,0 +1,1 @@
+"""Who holds which tokens and heads: layouts, shards, masks."""

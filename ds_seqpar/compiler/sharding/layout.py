@@ -1,0 +1,219 @@
+"""Named axes of ranks, and named layouts that say which tokens each rank holds. Integers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ...errors import SECTION, ConfigError
+
+Axes = tuple[tuple[str, int], ...]
+Key = tuple[int, ...]  # sorted numbers of blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """All ranks of a job, each with a coordinate on every axis. The fastest axis comes first: along it, neighbours are
+    neighbouring ranks.
+
+    axes: ((name, size), ...). "ulysses" and "data" are special; every other axis is an inner axis.
+    inner: the inner axes in the order in which the inner rank counts them, the first fastest, wherever they are placed;
+    default: as in `axes`. collective_axes: the inner axes along which a schedule has collectives.
+    """
+
+    axes: Axes
+    inner: tuple[str, ...] = ()
+    collective_axes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, inner: Axes, *, ulysses: int, data: int, order: tuple[str, ...], collective_axes: tuple[str, ...] = ()
+    ) -> Topology:
+        """inner: a schedule's axes, as its inner ranks count them. order: of all axes, see `axis_order`."""
+        sizes = {"ulysses": ulysses, **dict(inner), "data": data}
+        return cls(
+            axes=tuple((name, sizes[name]) for name in order), inner=tuple(dict(inner)), collective_axes=collective_axes
+        )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        return self.inner or tuple(name for name, _ in self.axes if name not in ("ulysses", "data"))
+
+    def size(self, *names: str) -> int:
+        """How many ranks the named axes span."""
+        return math.prod([self._sizes.get(name, 1) for name in names])
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> the rank's coordinate on it."""
+        coordinates = {}
+        for name, size in self.axes:
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for name, size in reversed(self.axes):
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, *names: str) -> int:
+        """The rank's number within the named axes, the first name fastest."""
+        number, stride = 0, 1
+        at = self.coordinates(rank)
+        for name in names:
+            number, stride = number + at[name] * stride, stride * self.size(name)
+        return number
+
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only on the named axes, ordered by `index(..., *names)`."""
+        at = self.coordinates(rank)
+        points = itertools.product(*(range(self.size(name)) for name in reversed(names)))
+        return tuple(self.rank({**at, **dict(zip(reversed(names), point, strict=True))}) for point in points)
+
+    def groups(self, *names: str) -> list[tuple[int, ...]]:
+        """The `group`s of all ranks, in one order that is the same on every rank."""
+        return sorted({self.group(rank, *names) for rank in range(self.world_size)})
+
+
+def axis_order(inner: Axes, placement: Sequence[str] | str, presets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The order of "ulysses", the inner axes and "data" over ranks, the fastest axis first.
+
+    placement: a preset's name, or an order of one's own, in which "data" may be left out. presets: name -> the axes
+    that it puts first.
+    """
+    every = ("ulysses", *dict(inner), "data")
+    first = presets[placement] if isinstance(placement, str) else placement
+    if not isinstance(placement, str) and (sorted({*first, "data"}) != sorted(every) or len(set(first)) != len(first)):
+        raise ConfigError(
+            f"{SECTION}.placement must order the axes {', '.join(every[:-1])} (data is last unless named); "
+            f"got {list(placement)}"
+        )
+    return (*first, *(name for name in every if name not in first))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d < number]
+
+
+# ---- layouts of tokens
+
+
+class Run(NamedTuple):
+    """Tokens start, start + step, ...: `length` of them."""
+
+    start: int
+    step: int
+    length: int
+
+    @property
+    def last(self) -> int:
+        return self.start + self.step * (self.length - 1)
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.step * self.length, self.step)
+
+
+Runs = tuple[Run, ...]
+RunsOf = Callable[[int, int, int], Runs]  # of (tokens, ranks, rank)
+
+
+def contiguous(tokens: int, ranks: int, rank: int) -> Runs:
+    """Rank r holds the r-th of `ranks` slices."""
+    first, end = _share(tokens, ranks, rank)
+    return _some(Run(first, 1, end - first))
+
+
+def zigzag(tokens: int, ranks: int, rank: int) -> Runs:
+    """Rank r holds chunks r and 2A-1-r of 2A: the same causal work for every rank in every ring step. Where tokens are
+    no multiple of 2A they are taken from the outermost ones inwards, half of a rank's in front."""
+    first, end = _share(tokens, ranks, rank)
+    low, high = (first + 1) // 2, (end + 1) // 2
+    return _some(Run(low, 1, high - low), Run(tokens - end // 2, 1, end // 2 - first // 2))
+
+
+def striped(tokens: int, ranks: int, rank: int) -> Runs:
+    """Rank r holds every A-th token from r (Striped Attention, section 3.1)."""
+    return _some(Run(rank, ranks, len(range(rank, tokens, ranks))))
+
+
+def _share(tokens: int, ranks: int, rank: int) -> tuple[int, int]:
+    return tokens * rank // ranks, tokens * (rank + 1) // ranks
+
+
+def _some(*runs: Run) -> Runs:
+    """The runs that have tokens."""
+    return tuple(run for run in runs if run.length)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Layout:
+    """How a sequence is dealt to ranks.
+
+    name: as in settings. runs(tokens, ranks, rank): the runs of a sequence of any length that a rank holds; ranks'
+    shares differ by one token at most. chunks: parts that a rank's tokens are cut into, equal where the length is a
+    multiple of ranks * chunks. parts: blocks that a rank holds; with several each is a run of its own, even an empty
+    one, with 1 all runs are one block.
+    """
+
+    name: str
+    runs: RunsOf
+    chunks: int = 1
+    parts: int = 1
+
+
+# layouts for any number of ranks. "balanced" is zigzag where a sequence is one document; it deals several documents as
+# compiler.balance does
+COMMON = (
+    Layout(name="balanced", runs=zigzag, chunks=2),
+    Layout(name="contiguous", runs=contiguous),
+    Layout(name="striped", runs=striped),
+    Layout(name="zigzag", runs=zigzag, chunks=2),
+)
+LAYOUTS = {layout.name: layout for layout in COMMON}  # and those that schedules bring with them
+
+
+def register(*layouts: Layout) -> None:
+    """Makes layouts known by their names. Raises ConfigError where a name is taken."""
+    if taken := [layout.name for layout in layouts if layout.name in ("auto", *LAYOUTS)]:
+        raise ConfigError(f"a layout needs a name of its own; got {', '.join(taken)}, rename it")
+    LAYOUTS.update((layout.name, layout) for layout in layouts)
+
+
+def remove(*layouts: Layout) -> None:
+    for layout in layouts:
+        del LAYOUTS[layout.name]
+
+
+def multiple(layout: str, size: int, ulysses: int) -> int:
+    """The number of which a sequence length must be a multiple: `size`, or more where a rank has several chunks."""
+    return math.lcm(LAYOUTS[layout].chunks * size // ulysses, size)
+
+
+def join(groups: Iterable[Runs]) -> Runs:
+    """The runs of several blocks in the order in which gathered blocks stand: by position."""
+    return tuple(sorted(run for runs in groups for run in runs))
+
+
+def owned(rank: int, parts: int) -> Key:
+    """The blocks of a rank, where each rank owns `parts`."""
+    return tuple(range(rank * parts, (rank + 1) * parts))
+
+
+def owner(block: int, parts: int) -> int:
+    """The rank that owns a block."""
+    return block // parts

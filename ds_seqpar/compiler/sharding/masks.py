@@ -1,0 +1,249 @@
+"""Which keys a query sees, as integers: up to a causal edge, in windows, in its document, or in a prefix too."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from ...errors import InputError, whole_number
+from .handles import handle_of
+from .layout import Run, Runs
+
+Triple = tuple[int, int, int]  # start, step, length: a Run's fields, quicker to take apart
+END = sys.maxsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """A query at global position p sees the keys in [lo(p), hi(p)); both edges never fall, and p lies between them.
+
+    causal: no key after p. window: no key before p - window + 1. window_right: no key after p + window_right, where
+    causal is False; None: no limit. documents: the first positions of the sequence's documents, ascending from 0; a
+    query sees keys of its own document only; () is one document (and (0,) becomes it). What is given together holds
+    together. prefix: every query also sees the first so many keys (a prefix-LM); only of a causal mask without window
+    and documents. Raises InputError.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    prefix: int = 0
+    window_right: int | None = None
+    handle: int = dataclasses.field(init=False, compare=False, repr=False)
+    _hash: int = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise InputError(f"causal must be True or False; got {self.causal!r}")
+        window = None if self.window is None else whole_number(self.window) or 0
+        if window is not None and window < 1:
+            raise InputError(f"a window must be a whole number of keys from 1 on, or None for all; got {self.window!r}")
+        right = None if self.window_right is None else whole_number(self.window_right)
+        if self.window_right is not None and (right is None or right < 0 or self.causal):
+            raise InputError(
+                f"window_right must be a whole number of keys from 0 on, with causal=False; got {self.window_right!r} "
+                f"and causal={self.causal}"
+            )
+        prefix, documents = whole_number(self.prefix), _checked_documents(self.documents)
+        if prefix is None or prefix < 0:
+            raise InputError(f"a prefix must be a whole number of keys from 0 on; got {self.prefix!r}")
+        if prefix and (not self.causal or window or documents):
+            others = Mask(causal=self.causal, window=window, documents=documents)
+            raise InputError(
+                f"a prefix needs a causal mask without window and documents; got prefix {prefix} and {others}, give "
+                "each document a call of its own"
+            )
+        # of numbers only, so that it is the same in every process
+        more = () if not prefix and right is None else (prefix, -1 if right is None else right)
+        digest = hash((self.causal, window or 0, documents, *more))
+        fields = {"window": window, "window_right": right, "prefix": prefix, "documents": documents, "_hash": digest}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "handle", handle_of(self))
+
+    def __reduce__(self) -> tuple:
+        """Copied, or sent to another process, it is made again: a handle is good in its own process only."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        return functools.partial(Mask, **fields), ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        words = ["causal"] * self.causal + [f"window {self.window}"] * bool(self.window)
+        words += [f"prefix {self.prefix}"] * bool(self.prefix)
+        words += [f"window_right {self.window_right}"] * (self.window_right is not None)
+        return ", ".join(words + [f"{len(self.documents)} documents"] * bool(self.documents)) or "full"
+
+    @property
+    def full(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.scale_free
+
+    @property
+    def kind(self) -> str:
+        """What decides which kernel is fastest: "documents" or else "window", "causal", "full"."""
+        if self.documents:
+            return "documents"
+        return "window" if self.window or self.window_right is not None else "causal" if self.causal else "full"
+
+    @property
+    def right(self) -> int | None:
+        """How many keys after its own position a query sees at most, but for a prefix; None where nothing limits it."""
+        return 0 if self.causal else self.window_right
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether what is visible depends on the order of positions only, not on how far they are apart."""
+        return not (self.window or self.documents or self.prefix or self.window_right is not None)
+
+    def bounds(self, p: int) -> tuple[int, int]:
+        """(lo, hi): a query at p sees the keys at lo .. hi - 1. hi is END where nothing ends it."""
+        lo, hi = 0, END if self.right is None else max(p + 1 + self.right, self.prefix)
+        if self.documents:
+            document = bisect_right(self.documents, p)
+            lo = self.documents[document - 1]
+            if document < len(self.documents):
+                hi = min(hi, self.documents[document])
+        if self.window and p - self.window >= lo:
+            lo = p - self.window + 1
+        return lo, hi
+
+    @staticmethod
+    def documents_of(lengths: Sequence[int]) -> tuple[int, ...]:
+        """`documents` for documents of these lengths, one after the other from position 0. lengths: whole numbers, also
+        an array or a tensor of them. Raises InputError."""
+        try:
+            given = list(lengths)
+        except TypeError as error:
+            raise InputError(f"documents_of needs a list of lengths; got {lengths!r:.80}") from error
+        if wrong := [length for length in given if (whole_number(length) or 0) < 1]:
+            raise InputError(
+                f"documents must have lengths that are whole numbers from 1 on; got a length of {wrong[0]!r:.80}"
+            )
+        return tuple(itertools.accumulate(map(operator.index, given[:-1]), initial=0)) if given else ()
+
+
+def _checked_documents(documents: tuple[int, ...]) -> tuple[int, ...]:
+    """The documents as a mask keeps them: of one, which says nothing, none."""
+    starts = [whole_number(start) for start in documents] if type(documents) is tuple else [None]
+    if None in starts:
+        raise InputError(f"documents must be a tuple of whole numbers, their first positions; got {documents!r:.80}")
+    documents = tuple(start for start in starts if start is not None)
+    if documents and documents[0] != 0:
+        raise InputError(f"documents must start with position 0; got {documents[0]}")
+    for before, after in itertools.pairwise(documents):
+        if after <= before:
+            raise InputError(f"first positions of documents must ascend; got {after} after {before}")
+    return documents if len(documents) > 1 else ()
+
+
+CAUSAL, FULL = Mask(), Mask(causal=False)
+
+
+def between(run: Triple, lo: int, hi: int) -> tuple[int, Triple]:
+    """How many tokens of a run lie before position lo, and the part of it in [lo, hi); its length may be below 1."""
+    start, step, length = run
+    before = -((start - lo) // step) if start < lo else 0
+    end = min(length, -((start - hi) // step))
+    return before, (start + before * step, step, end - before)
+
+
+def visibility(q_blocks: Sequence[Runs], kv_blocks: Sequence[Runs], mask: Mask) -> tuple[int, ...]:
+    """For each q block the kv blocks that it sees, as a bitmask: bit j is set where any of its queries sees any key of
+    kv_blocks[j]."""
+    keys = _Keys(kv_blocks)
+    if mask.scale_free:
+        first = [0, *itertools.accumulate(keys.bits, operator.or_)]  # [i]: the blocks of the first i runs
+        return tuple(first[bisect_left(keys.starts, _end(runs, mask))] for runs in q_blocks)
+    return tuple(keys.seen_by(runs, mask) for runs in q_blocks)
+
+
+class _Keys:
+    """The runs of all kv blocks by where they start. bits[i]: 1 << block of the i-th."""
+
+    def __init__(self, blocks: Sequence[Runs]) -> None:
+        runs = [(run, 1 << block) for block, runs in enumerate(blocks) for run in runs if run.length]
+        self.runs = sorted(runs, key=lambda pair: pair[0].start)
+        self.bits = [bit for _, bit in self.runs]
+        self.starts, self.lasts = [run.start for run, _ in self.runs], [run.last for run, _ in self.runs]
+        # of runs without gaps that do not lie within one another, those that meet an interval follow each other
+        self.plain = all(run.step == 1 for run, _ in runs) and all(a <= b for a, b in itertools.pairwise(self.lasts))
+
+    def seen_by(self, queries: Runs, mask: Mask) -> int:
+        """The blocks that some of the queries see, as a bitmask."""
+        seen = 0
+        for run in queries:
+            if not run.length:
+                continue
+            lo, hi = _reach(run, mask)
+            end = bisect_left(self.starts, hi)
+            if self.plain and run.step == 1:
+                seen |= functools.reduce(operator.or_, self.bits[bisect_left(self.lasts, lo) : end], 0)
+                continue
+            for keys, bit in self.runs[:end]:
+                if not seen & bit and keys.last >= lo and _meets(run, keys, lo, hi, mask):
+                    seen |= bit
+        return seen
+
+
+def _end(runs: Runs, mask: Mask) -> int:
+    """The position from which on no query of the runs sees a key, under a mask of order alone."""
+    return max((mask.bounds(run.last)[1] for run in runs if run.length), default=0)
+
+
+def _reach(q: Run, mask: Mask) -> tuple[int, int]:
+    """(lo, hi): a run of queries sees positions from lo to hi - 1. Queries of a run without gaps see all of these: a
+    query sees its own position, so what two neighbours see has no gap between."""
+    last = q.start + q.step * (q.length - 1)
+    return mask.bounds(q.start)[0], mask.bounds(last)[1]
+
+
+def _meets(q: Run, kv: Run, lo: int, hi: int, mask: Mask) -> bool:
+    """Whether a run of queries sees any key of another run, whose first key is before hi and whose last is not before
+    lo: (lo, hi) is what `_reach` gives."""
+    if kv.step > 1 and kv.start < lo:
+        first = kv.start - (kv.start - lo) // kv.step * kv.step  # at lo or after it
+        if first > kv.last or first >= hi:
+            return False
+    if q.step == 1 or not (mask.documents or (mask.window and mask.window < q.step)):
+        return True  # no gap in what it sees
+    queries, keys = (q.start, q.step, q.length), (kv.start, kv.step, kv.length)
+    if mask.window and not _meets_in_document(queries, keys, mask):
+        return False
+    if not mask.documents:
+        return True
+    begin = bisect_right(mask.documents, max(q.start, kv.start)) - 1
+    for document in range(begin, bisect_right(mask.documents, min(q.last, kv.last))):
+        edges = (*mask.documents[document : document + 2], END)[:2]
+        (_, a), (_, b) = between(queries, *edges), between(keys, *edges)
+        if a[2] > 0 and b[2] > 0 and _meets_in_document(a, b, mask):
+            return True
+    return False
+
+
+def _meets_in_document(q: Triple, kv: Triple, mask: Mask) -> bool:
+    """Whether queries see any key of a run in the same document. Under a window the nearest key before a query decides.
+    Its distance repeats after key_step / gcd(step, key_step) queries. Here a query stands where the last key is that it
+    sees."""
+    (p, step, rows), (key, key_step, keys) = q, kv
+    last_key, window = key + key_step * (keys - 1), mask.window or END
+    if mask.right is None:
+        return p - last_key < window
+    p, window = p + mask.right, window + mask.right
+    last = p + step * (rows - 1)
+    p += max(0, -((p - key) // step)) * step
+    for _ in range(key_step // math.gcd(step, key_step)):
+        if p > last or p >= last_key:
+            break
+        if (p - key) % key_step < window:
+            return True
+        p += step
+    p += max(0, -((p - last_key) // step)) * step
+    return p <= last and p - last_key < window

@@ -1,0 +1,187 @@
+"""Which tokens the blocks of every inner rank hold: by a named layout, or by runs that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+from ...errors import InputError, whole_number
+from .handles import handle_of
+from .layout import LAYOUTS, Key, Run, Runs, join, owned
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvenShards:
+    """A named layout of `seq` tokens on `size` inner ranks; queries and keys alike."""
+
+    layout: str
+    seq: int
+    size: int
+
+    @property
+    def parts(self) -> int:
+        """Blocks of each inner rank."""
+        return LAYOUTS[self.layout].parts
+
+    @property
+    def even(self) -> bool:
+        """Whether all blocks of q, and all of k/v, have as many tokens."""
+        return True
+
+    def runs(self, side: str, key: Key) -> Runs:
+        """The tokens of some blocks, in the order in which they stand together: by position. side: "q" or "kv"."""
+        return join(self._block(block) for block in key)
+
+    def _block(self, block: int) -> Runs:
+        rank, part = divmod(block, self.parts)
+        held = LAYOUTS[self.layout].runs(self.seq, self.size, rank)
+        return held if self.parts == 1 else held[part : part + 1]
+
+    def tokens(self, side: str, key: Key) -> int:
+        return self.seq // (self.size * self.parts) * len(key)
+
+
+class UnevenShards:
+    """Blocks of any runs: q[p] and kv[p] are the runs of inner rank p. With `parts` blocks a rank they are the runs of
+    block p, and rank r has blocks r * parts, r * parts + 1 ..., each after the one before.
+
+    Together the runs of q, and those of kv, must hold every position of their sequence once, which is checked: raises
+    InputError. Hashable by value; the hash is made once.
+    """
+
+    def __init__(self, q: Sequence[Runs], kv: Sequence[Runs] | None = None, parts: int = 1) -> None:
+        self.q = _blocks(q)
+        self.kv = self.q if kv is None else _blocks(kv)
+        if len(self.q) != len(self.kv):
+            raise InputError(f"shards need runs of q and of kv for every rank; got {len(self.q)} and {len(self.kv)}")
+        if type(parts) is not int or parts < 1 or len(self.q) % parts:
+            raise InputError(
+                f"shards need as many blocks for each rank, a whole number from 1; got {len(self.q)}, parts {parts!r}"
+            )
+        self.size, self.parts = len(self.q) // parts, parts
+        self._lengths = {side: tuple(length(runs) for runs in blocks) for side, blocks in self._sides()}
+        for side, blocks in self._sides():
+            _check_cover(side, [sum(blocks[at : at + parts], ()) for at in range(0, len(blocks), parts)])
+        self.even = all(len(set(lengths)) == 1 for lengths in self._lengths.values())
+        self._hash = hash((self.q, self.kv, parts) if parts > 1 else (self.q, self.kv))
+        self.handle = handle_of(self)
+
+    def _sides(self) -> tuple[tuple[str, tuple[Runs, ...]], ...]:
+        return ("q", self.q), ("kv", self.kv)
+
+    def __reduce__(self) -> tuple:
+        return UnevenShards, (self.q, self.kv, self.parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnevenShards) and self.__reduce__() == other.__reduce__()
+
+    def __repr__(self) -> str:
+        return f"UnevenShards(q={self.q!r}, kv={self.kv!r}{f', parts={self.parts}' if self.parts > 1 else ''})"
+
+    def runs(self, side: str, key: Key) -> Runs:
+        blocks = self.q if side == "q" else self.kv
+        return join(blocks[block] for block in key)
+
+    def tokens(self, side: str, key: Key) -> int:
+        return sum(self._lengths[side][block] for block in key)
+
+
+Shards = EvenShards | UnevenShards
+
+
+def _blocks(given: Sequence[Runs]) -> tuple[Runs, ...]:
+    """The runs of all blocks, of whole numbers where they can be; `_check_cover` refuses others."""
+
+    def number(x: int) -> int:
+        return x if (whole := whole_number(x)) is None else whole
+
+    return tuple(tuple(Run(*map(number, run)) for run in runs) for runs in given)
+
+
+def members_positions(shards: Shards, side: str, inner: int, members: int) -> list[list[int]]:
+    """The global positions of the tokens of each Ulysses member of an inner rank. They are the rank's tokens in order,
+    in parts that differ by one token at most. So after the all-to-all the inner rank holds its runs again."""
+    positions = [p for run in shards.runs(side, owned(inner, shards.parts)) for p in run.positions]
+    cuts = [len(positions) * member // members for member in range(members + 1)]
+    return [positions[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def tokens_of(shards: Shards, side: str, inner: int) -> int:
+    """How many tokens an inner rank holds."""
+    return shards.tokens(side, owned(inner, shards.parts))
+
+
+def rows_in(shards: Shards, side: str, block: int) -> slice:
+    """Where the tokens of a block stand among those of its owner."""
+    before = shards.tokens(side, tuple(range(block - block % shards.parts, block)))
+    return slice(before, before + shards.tokens(side, (block,)))
+
+
+def members_tokens(shards: Shards, side: str, inner: int, members: int) -> list[int]:
+    """How many tokens each Ulysses member of an inner rank holds."""
+    held = tokens_of(shards, side, inner)
+    return [held * (member + 1) // members - held * member // members for member in range(members)]
+
+
+def length(runs: Runs) -> int:
+    """How many tokens runs have."""
+    return sum(run.length for run in runs)
+
+
+def check_parts(shards: Shards, layout: str) -> None:
+    """Raises InputError for shards that have not as many blocks a rank as the layout."""
+    if shards.parts != (parts := LAYOUTS[layout].parts):
+        raise InputError(
+            f"attention needs shards of {parts} block{'s' * (parts > 1)} a rank, as the {layout} layout has; got "
+            f"{shards.parts}, give UnevenShards(..., parts={parts})"
+        )
+
+
+def _check_cover(side: str, blocks: Sequence[Runs]) -> None:
+    """Raises InputError unless all ranks together hold every position once. blocks: the runs of each rank."""
+    for run in (run for block in blocks for run in block):
+        if any(type(x) is not int for x in run) or run.start < 0 or run.step < 1 or run.length < 0:
+            raise InputError(
+                f"a run of {side} is (start, step, length), whole numbers from 0 on and a step from 1 on; got "
+                f"{tuple(run)}"
+            )
+    runs = sorted(run for block in blocks for run in block)
+    if all(run.step == 1 for run in runs):  # without looking at every token
+        ends = [0, *(run.start + run.length for run in runs)]
+        covered = all(run.start == end for run, end in zip(runs, ends[:-1], strict=True))
+    elif len(steps := {run.step for run in runs if run.length > 1}) == 1:
+        covered = _cover_by_step([run for run in runs if run.length], *steps)
+    else:
+        positions = sorted(p for run in runs for p in run.positions)
+        covered = positions == list(range(len(positions)))
+    if not covered or any(list(block) != sorted(block) for block in blocks):
+        raise InputError(
+            f"the runs of {side} must hold every position from 0 on once, each rank's in order; got others, "
+            "give each rank (start, step, length) of what it holds"
+        )
+
+
+def _cover_by_step(runs: Sequence[Run], step: int) -> bool:
+    """Whether runs of one step, ascending, hold every position from 0 on once: each remainder of the step by itself."""
+    total, ends = length(tuple(runs)), dict[int, int]()  # remainder -> the position at which its next run must start
+    for run in runs:
+        if ends.setdefault(run.start % step, run.start % step) != run.start:
+            return False
+        ends[run.start % step] += step * run.length
+    return all(ends.get(remainder, remainder) >= total for remainder in range(min(step, total)))
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_of(shards: Shards, side: str, blocks: Key, part: Key) -> tuple[slice, ...]:
+    """Where the tokens of `part`, some of these blocks, stand among the tokens of all: both are in position order."""
+    wanted, rows, row = set(shards.runs(side, part)), [], 0
+    for run in shards.runs(side, blocks):
+        if run in wanted:
+            rows.append(slice(row, row + run.length))
+        row += run.length
+    return tuple(rows)

@@ -1,0 +1,1 @@
+"""The visible part of a product, as kernel launches."""

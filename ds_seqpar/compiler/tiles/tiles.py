@@ -1,0 +1,324 @@
+"""The visible part of (query tokens x key tokens) as tiles, without a dense mask.
+
+Keys in ascending order of position are a chain. A query row sees an interval [a, b) of a chain's columns. From one row
+of a query run to the next, each end of the interval stays, or moves on by one column. If the query and key runs have
+different steps, an end may jump. A piece is a stretch of rows in which each end does the same in every row: it stays,
+or it moves. A piece in which both ends stay is a full tile; one in which both move is a band. If only b moves, it is a
+causal tile and, beside it, a full one of the columns that all its rows see. If only a moves, it is an upper tile and a
+full one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from ..sharding.layout import Runs
+from ..sharding.masks import END, FULL, Mask, Triple, between
+
+# elements of a result that are merged at a time; of a large result it is a 16th, where that is more
+MERGED_AT_ONCE = 1 << 18
+
+
+class Segments(NamedTuple):
+    """Blocks of one launch, one after the other: block b has rows[b] query rows and columns[b] key columns; either may
+    be 0. In a block of m rows and n columns row i sees column j where -left <= j - i - (n - m) <= right. So a distance
+    is counted from the diagonal that ends in the lower right corner. -1 is no limit."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    left: int = -1
+    right: int = -1
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs."""
+        return sum(self._pairs(m, n) for m, n in zip(self.rows, self.columns, strict=True))
+
+    def _pairs(self, m: int, n: int) -> int:
+        """Visible pairs of a block of m rows and n columns."""
+        end = m * n if self.right < 0 else _clamped_sum(m, n, n - m + self.right + 1)
+        return end - (0 if self.left < 0 else _clamped_sum(m, n, n - m - self.left))
+
+
+def _clamped_sum(rows: int, most: int, first: int) -> int:
+    """The sum over all rows i of first + i, where less than 0 counts as 0 and more than `most` as `most`."""
+    return sum(
+        sign * (_sum_below(rows + start) - _sum_below(start)) for sign, start in ((1, first), (-1, first - most))
+    )
+
+
+def _sum_below(x: int) -> int:
+    """The sum of the numbers from 0 up to x - 1."""
+    return x * (x - 1) // 2 if x > 0 else 0
+
+
+class Tile(NamedTuple):
+    """Query rows [q0, q1) against key columns [k0, k1). The kind says which columns k0 + j row q0 + i sees:
+
+    full: all columns
+    causal: those with j <= i. The diagonal begins in the upper left corner; rows from i = k1 - k0 - 1 on see all
+    upper: those with j >= i; it has as many rows as columns
+    band: those with i <= j < i + width. It has rows + width - 1 columns; if fewer, the last rows see less than width
+    segments: those that its `segments` say, see `cuts`
+
+    groups: the number of such tiles; each begins q_step rows and k_step columns after the one before.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    kind: Literal["full", "causal", "upper", "band", "segments"]
+    width: int = 0
+    groups: int = 1
+    q_step: int = 0
+    k_step: int = 0
+    segments: Segments | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs."""
+        rows, columns = self.q1 - self.q0, self.k1 - self.k0
+        if self.segments:
+            return self.groups * self.segments.pairs
+        if self.kind == "band":
+            missing = rows + self.width - 1 - columns  # columns of the band
+            return self.groups * (rows * self.width - missing * (missing + 1) // 2)
+        if self.kind == "full":
+            return self.groups * rows * columns
+        square = min(rows, columns)
+        return self.groups * (square * (square + 1) // 2 + max(0, rows - columns) * columns)
+
+
+class Piece(NamedTuple):
+    """Rows [q0, q1), of which row q0 + i sees columns [a + i * a_moves, b + i * b_moves). a_moves, b_moves: 0 or 1."""
+
+    q0: int
+    q1: int
+    a: int
+    a_moves: int
+    b: int
+    b_moves: int
+
+    def at(self, row: int) -> tuple[int, int]:
+        """The columns [a, b) that a row sees."""
+        down = row - self.q0
+        return self.a + down * self.a_moves, self.b + down * self.b_moves
+
+
+def tiles(q: Runs, kv: Runs, mask: Mask, square: bool = False) -> tuple[Tile, ...]:
+    """The tiles that cover exactly the visible part of (q rows x kv columns): a visible pair lies in one tile, another
+    pair in none. Rows and columns are numbered in the order of the runs.
+
+    square: give only square causal tiles (for kernels that align a causal mask to the lower right corner).
+    """
+    if mask.full:
+        tile = Tile(0, sum(run.length for run in q), 0, sum(run.length for run in kv), "full")
+        return (tile,) if tile.pairs else ()
+    queries = [(run.start, run.step, run.length) for run in q if run.length]
+    cover: list[Tile] = []
+    for column, chain in _chains(kv):
+        pieces: list[Piece] = []
+        row = 0
+        for run in queries:
+            if mask.prefix:  # its own queries see all of it, and nothing else
+                _, part = between(run, 0, mask.prefix)
+                columns, keys = _keys_between(chain, 0, 0, mask.prefix)
+                if part[2] > 0 and keys:
+                    _append(pieces, row, part, column + columns, keys, FULL)
+                rows, part = between(run, mask.prefix, END)
+                if part[2] > 0:
+                    _append(pieces, row + rows, part, column, chain, mask)
+            elif not mask.documents:
+                _append(pieces, row, run, column, chain, mask)
+            else:
+                for rows, part, columns, keys in _in_documents(run, chain, mask.documents):
+                    _append(pieces, row + rows, part, column + columns, keys, mask)
+            row += run[2]
+        if pieces:
+            _cover(pieces, square, cover)
+    return tuple(cover)
+
+
+def _chains(kv: Runs) -> list[tuple[int, list[Triple]]]:
+    """Groups the runs of keys into chains, each with the number of its first column.
+
+    A run that starts before the next step of the run before it begins a new chain. In one chain, a query row could be
+    the first to see a key of both, and the edge would move by two columns."""
+    chains: list[tuple[int, list[Triple]]] = []
+    column, next_position = 0, None
+    for run in kv:
+        start, step, length = run.start, run.step, run.length
+        if not length:
+            continue
+        if next_position is not None and next_position <= start:
+            chains[-1][1].append((start, step, length))
+        else:
+            chains.append((column, [(start, step, length)]))
+        column += length
+        next_position = start + step * length
+    return chains
+
+
+def _in_documents(
+    q: Triple, chain: list[Triple], documents: tuple[int, ...]
+) -> Iterator[tuple[int, Triple, int, list[Triple]]]:
+    """For each document that has tokens of the query run and of the chain: the part of the run and the part of the
+    chain that lie in it. Gives (rows of the run before its part, that part, columns of the chain before its part, that
+    part)."""
+    start, step, length = chain[-1]
+    last = min(q[0] + q[1] * (q[2] - 1), start + step * (length - 1))
+    begin = bisect_right(documents, max(q[0], chain[0][0])) - 1
+    index = column = 0
+    for document in range(begin, bisect_right(documents, last)):
+        lo = documents[document]
+        hi = documents[document + 1] if document + 1 < len(documents) else END
+        rows, part = between(q, lo, hi)
+        while chain[index][0] + chain[index][1] * chain[index][2] <= lo and index + 1 < len(chain):
+            column += chain[index][2]
+            index += 1
+        columns, keys = _keys_between(chain, index, lo, hi)
+        if part[2] > 0 and keys:
+            yield rows, part, column + columns, keys
+
+
+def _keys_between(chain: list[Triple], index: int, lo: int, hi: int) -> tuple[int, list[Triple]]:
+    """(how many tokens of a chain, from run `index` on, lie before position lo; the part of it in [lo, hi))."""
+    column = 0
+    keys: list[Triple] = []
+    while index < len(chain) and chain[index][0] < hi:
+        before, part = between(chain[index], lo, hi)
+        if part[2] > 0:
+            if not keys:
+                column += before
+            keys.append(part)
+        elif not keys:
+            column += chain[index][2]
+        index += 1
+    return column, keys
+
+
+def _append(pieces: list[Piece], row: int, q: Triple, column: int, keys: list[Triple], mask: Mask) -> None:
+    """Appends the pieces of what one query run sees of keys in position order, all of one document."""
+    start, step, length = q
+    key, key_step, count = keys[-1]
+    after = mask.right
+    if after is not None and start + after + step * (length - 1) < keys[0][0]:
+        return
+    if mask.window and start - mask.window >= key + key_step * (count - 1):
+        return
+    # every row sees all keys; under a causal edge so would a row before the first, so that the edge stays
+    if not mask.window and (after is None or key + key_step * (count - 1) <= start + after - step):
+        _join(pieces, Piece(row, row + length, column, 0, column + sum(run[2] for run in keys), 0))
+        return
+    left = _edge(q, keys, 1 - mask.window) if mask.window else [(0, 0, 0)]
+    right = [(0, sum(run[2] for run in keys), 0)] if after is None else _edge(q, keys, 1 + after)
+    for q0, q1, a, a_moves, b, b_moves in _both(left, right, length):
+        if a_moves > b_moves:
+            q1 = min(q1, q0 + b - a)  # rows from there on are past all the columns
+        if a < b:
+            _join(pieces, Piece(row + q0, row + q1, column + a, a_moves, column + b, b_moves))
+
+
+def _edge(q: Triple, keys: list[Triple], shift: int) -> list[tuple[int, int, int]]:
+    """For each row of a run, at position p: how many of the keys lie before position p + shift. Given as linear
+    stretches (first row, its count, moves): the count grows by `moves`, 0 or 1, from row to row. A stretch that moves
+    begins with the row that counts one more than the row before it."""
+    start, step, length = q
+    start += shift
+    edge, count = [(0, 0, 0)], 0
+    for key, key_step, keys_here in keys:
+        first = (key - start) // step + 1
+        if first >= length:
+            break
+        if key_step == step:
+            end = first + keys_here
+            if end > 0:
+                _put(edge, max(first, 0), count + 1 + max(-first, 0), 1)
+            count += keys_here
+            if end < length:
+                _put(edge, max(end, 0), count, 0)
+        else:
+            for position in range(key, key + key_step * keys_here, key_step):
+                row = (position - start) // step + 1
+                if row >= length:
+                    break
+                count += 1
+                _put(edge, max(row, 0), count, 0)
+    return edge
+
+
+def _put(edge: list[tuple[int, int, int]], row: int, count: int, moves: int) -> None:
+    """Appends a stretch, in place of the last one where that begins with the same row."""
+    if edge[-1][0] == row:
+        edge.pop()
+    edge.append((row, count, moves))
+
+
+def _both(left: list, right: list, length: int) -> Iterator[Piece]:
+    """Cuts the rows into pieces in which both edges are linear."""
+    i = j = row = 0
+    while row < length:
+        left_end = left[i + 1][0] if i + 1 < len(left) else length
+        right_end = right[j + 1][0] if j + 1 < len(right) else length
+        end = min(left_end, right_end)
+        (a_row, a, a_moves), (b_row, b, b_moves) = left[i], right[j]
+        yield Piece(row, end, a + a_moves * (row - a_row), a_moves, b + b_moves * (row - b_row), b_moves)
+        i += end == left_end
+        j += end == right_end
+        row = end
+
+
+def _join(pieces: list[Piece], piece: Piece) -> None:
+    """Appends a piece, or lengthens the last one where the piece continues its edges. A piece of one row continues, and
+    is continued by, edges that stay and edges that move."""
+    if pieces:
+        q0, q1, a, a_moves, b, b_moves = pieces[-1]
+        if q1 - q0 == 1:
+            a_moves, b_moves = piece.a_moves, piece.b_moves
+        continues = (q1, a + a_moves * (q1 - q0), b + b_moves * (q1 - q0)) == (piece.q0, piece.a, piece.b)
+        if continues and (piece.q1 - q1 == 1 or (a_moves, b_moves) == (piece.a_moves, piece.b_moves)):
+            pieces[-1] = Piece(q0, piece.q1, a, a_moves, b, b_moves)
+            return
+    pieces.append(piece)
+
+
+def _cover(pieces: list[Piece], square: bool, cover: list[Tile]) -> None:
+    """Appends the tiles of the pieces of one chain."""
+    rectangle = -1  # index of the last full tile in `cover`
+    joined = -1  # index of a piece that the tiles of the piece before it cover too
+
+    def full(q0: int, q1: int, k0: int, k1: int) -> None:
+        nonlocal rectangle
+        if k0 == k1:
+            return
+        if rectangle >= 0 and cover[rectangle][1:4] == (q0, k0, k1):
+            cover[rectangle] = cover[rectangle]._replace(q1=q1)
+        else:
+            rectangle = len(cover)
+            cover.append(Tile(q0, q1, k0, k1, "full"))
+
+    for index, (q0, q1, a, a_moves, b, b_moves) in enumerate(pieces):
+        rows = q1 - q0
+        if rows == 1 or not (a_moves or b_moves):
+            if index != joined:
+                full(q0, q1, a, b)
+        elif a_moves and b_moves:
+            cover.append(Tile(q0, q1, a, b + rows - 1, "band", b - a))
+        elif a_moves:
+            cover.append(Tile(q0, q1, a, a + rows, "upper"))
+            full(q0, q1, a + rows, b)
+        else:
+            end = q1
+            if not square and index + 1 < len(pieces) and _sees_all_along(pieces[index + 1], q1, a, b + rows - 1):
+                end, joined = pieces[index + 1].q1, index + 1
+            full(q0, end, a, b - 1)
+            cover.append(Tile(q0, end, b - 1, b - 1 + rows, "causal"))
+
+
+def _sees_all_along(piece: Piece, row: int, a: int, b: int) -> bool:
+    """Whether a piece that begins with that row sees [a, b) in each of its rows."""
+    flat = piece.q1 - piece.q0 == 1 or not (piece.a_moves or piece.b_moves)
+    return flat and (piece.q0, piece.a, piece.b) == (row, a, b)

@@ -1,0 +1,1 @@
+"""The section as a dataclass, and the DeepSpeed JSON around it."""

@@ -1,0 +1,1 @@
+"""Batches, loaders and documents of ranks that share sequences."""

@@ -1,0 +1,309 @@
+"""Batches for sequence parallel training: labels are shifted, tensors sharded, and the loss's divisor is added.
+
+The right gradient is d(sum of all token losses) / N, where N is the number of labels that count in one optimiser step,
+over all ranks and micro-steps. ZeRO averages gradients over all ranks, and `engine.backward` divides by the G
+micro-steps. So each rank divides its local sum by `num_items_in_batch = N / (world * G)`, and N must be known before
+the first backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compiler.sharding.masks import Mask
+from ..errors import InputError, as_seqpar_error
+from ..runtime import mismatch_hints, trusted
+from ..runtime.agreement import Part, agree, rank_values, sums
+from .checks import IGNORE, check_range, describe, labels_of, predicted_from_padding, warn_of_left_padding
+from .documents import Lengths, documents_of, without_documents
+from .placement import Placement
+from .sharding import Sharding
+
+TOKENS = ("input_ids", "inputs_embeds")
+
+
+def shard_window(
+    sp: Sharding,
+    window: Sequence[Mapping[str, Any]],
+    causal: bool,
+    steps: int | None,
+    device: torch.device | str | None = None,
+) -> list[dict[str, Any]]:
+    """This rank's part of every micro-batch of one accumulation window.
+
+    All ranks that share sequences must be given the same window. Collective over the world. Raises InputError or
+    DisagreementError on every rank, before training.
+
+    window: G batches. Each has labels, int64 (B, S), -100 for tokens that do not count, and tensors (B, S, ...) such as
+    input_ids. attention_mask (B, S) is 0 for padding, before or after a row's tokens but not between them. Documents
+    are given as `documents.documents_of` reads them: `position_ids` that begin again, cumulative lengths, `seq_idx`.
+    Values that are not tensors, tensors (B,) and tensors of no dimension pass through. causal: whether attention is.
+    steps: G, where it is known. device: where this rank's tensors go; None leaves each where it is.
+
+    Returns for each batch a dict:
+    - every tensor (B, S, ...) sharded to (B, this rank's tokens, ...);
+    - `shift_labels`: labels, moved to the token that predicts them before sharding; -100 across a document's end;
+    - `position_ids`: int64, global, or within documents where there are some;
+    - `num_items_in_batch`: a float, by which the local sum of token losses is divided (transformers models do);
+    - `placement`, where the configured layout does not say everything: for documents, for left padding (any padding
+      with causal=False), and for a length that ranks cannot share equally. With documents or left padding, rows lie
+      end to end, and tensors are (1, this rank's tokens, ...).
+
+    The loss that a rank then computes is its own part; `sp.mean_loss` gives the loss of all. It holds G times the
+    gradient, and `engine.backward` divides by G. Without DeepSpeed call `(loss / G).backward()`, and average gradients
+    over the world, as DDP does.
+    """
+    sharded: list[dict[str, Any]] = []
+    counts, fingerprints, error = [0, 0], None, None
+    try:
+        window = list(window) if isinstance(window, Iterable) else [window]
+        sharded, counts, fingerprints = _prepare(sp, window, causal, steps, device)
+    except Exception as reason:  # also of a generator that makes the batches, and of tensors that cannot be sliced
+        error = as_seqpar_error("making the batches of a window failed", reason)
+    peers = Part(sp.data_rank, sp.groups.control)
+    how: dict[str, Any] = {"alike": peers, "call": "shard_batches", "advice": mismatch_hints.of_batches}
+    most = agree(sp.control_world, "batches", fingerprints, error=error, number=len(sharded), **how)
+    world = dist.get_world_size()
+    total, from_padding, batches = sums(sp.control_world, [*counts, len(sharded)], "shard_batches")
+    if batches != most * world:
+        lengths = rank_values(sp.control_world, len(sharded), "shard_batches")
+        raise InputError(f"all ranks must be given as many micro-batches; got {lengths}, give every rank whole windows")
+    if from_padding and dist.get_rank() == 0:
+        warn_of_left_padding()
+    for batch in sharded:
+        batch["num_items_in_batch"] = max(total, 1) / (world * len(window))
+    return sharded
+
+
+def _prepare(
+    sp: Sharding,
+    window: list[Mapping[str, Any]],
+    causal: bool,
+    steps: int | None,
+    device: torch.device | str | None,
+) -> tuple[list[dict[str, Any]], list[int], list[dict[str, str]]]:
+    """(this rank's part of each batch; [labels that count in these parts, labels that only left padding could predict];
+    a fingerprint of each whole batch). The second number is of the whole batches. Ranks of a sequence compare
+    fingerprints."""
+    checked = [check_batch(sp, batch, causal) for batch in window]
+    sharded = [_shard(sp, batch) for batch in checked]
+    if not window or (steps is not None and len(window) != steps):
+        raise InputError(
+            f"shard_batches needs one accumulation window of {steps or 'at least 1'} micro-batches "
+            f"(gradient_accumulation_steps); got {len(window)}, give it all micro-batches of an optimiser step"
+        )
+    count = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in sharded)
+    from_padding = sum(predicted_from_padding(batch.tensors["labels"], batch.mask) for batch in checked)
+    on_device = [_on_device(batch, device) for batch in sharded]
+    return on_device, [count, from_padding], [fingerprint(batch) for batch in window]
+
+
+def shard_call(sp: Sharding, given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """(this rank's part of a whole batch that a model is called with; how many labels count in the whole batch).
+
+    The batch is as in `shard_window`, but labels may be missing, and inputs_embeds may replace input_ids. The part has
+    no `num_items_in_batch`. Communicates nothing. Raises InputError where the batch cannot be sharded."""
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    batch = dict(given)
+    if batch.get("labels") is None:
+        batch["labels"] = torch.full(tokens.shape[:2], IGNORE, device="cpu")
+    checked = check_batch(sp, batch, causal=True)
+    _warn_if_padded_left(checked)
+    shard = _shard(sp, checked)
+    if given.get("labels") is None:
+        del shard["labels"], shard["shift_labels"]
+    return _on_device(shard, tokens.device), int((_shifted(checked) != IGNORE).sum())
+
+
+def counted_labels(sp: Sharding, batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a whole batch, int64 (B, S), with -100 for those that do not count. These are the first of each
+    row, and those predicted across a document's end or from padding. Communicates nothing. Raises InputError where the
+    batch cannot be sharded."""
+    checked = check_batch(sp, batch, causal=True)
+    _warn_if_padded_left(checked)
+    return torch.nn.functional.pad(_shifted(checked)[:, :-1], (1, 0), value=IGNORE)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedBatch:
+    """A whole batch that was checked. tensors: those (B, S, ...) or 0-dim, without mask, positions and documents.
+    ends: bool (B, S), whether a token is the last of its document or row. mask: bool (B, S) on the CPU, False for
+    padding; None: no padding. placement: None where the configured layout is enough."""
+
+    tensors: dict[str, Any]
+    ends: Tensor
+    mask: Tensor | None
+    placement: Placement | None
+
+
+def check_batch(sp: Sharding, batch: Mapping[str, Any], causal: bool) -> CheckedBatch:
+    """Checks a whole batch. Communicates nothing. Raises InputError where it cannot be sharded."""
+    labels = labels_of(batch)
+    rows, seq = labels.shape
+    tensors = without_documents({name: x for name, x in batch.items() if name != "attention_mask"})
+    for name, value in tensors.items():
+        by_row = isinstance(value, Tensor) and value.shape == (rows,) and name not in TOKENS
+        shared = isinstance(value, Tensor) and not by_row and (value.dim() > 0 or name in TOKENS)
+        if shared and value.shape[:2] != labels.shape:
+            raise InputError(
+                f"every tensor of a batch must begin with labels' shape {tuple(labels.shape)}, or be ({rows},), one "
+                f"number a row; got {name} {tuple(value.shape)}, take it out and shard it with sp.shard(x, dim) or "
+                "pass it to the model yourself"
+            )
+    check_range(batch, sp.vocabulary)
+    mask = _checked_mask(batch.get("attention_mask"), labels)
+    on_left = mask is not None and not bool(mask[:, 0].all())
+    documents = separate = _documents_of(batch, mask, rows, seq)
+    if mask is not None and (on_left or not causal):  # a causal mask alone would let tokens see padding
+        separate = _padding_as_documents(documents or (seq,) * rows, mask)
+    placement = sp.place(rows * seq, separate, causal=causal) if separate else sp.place(seq, causal=causal)
+    if separate and placement is not None:
+        placement = dataclasses.replace(placement, rows=rows, restarts=Mask.documents_of(documents or (seq,) * rows))
+    starts = torch.zeros(rows * seq + 1, dtype=torch.bool, device="cpu")
+    starts[[*Mask.documents_of(separate or (seq,) * rows), rows * seq]] = True
+    checked = CheckedBatch(tensors=tensors, ends=starts[1:].view(rows, seq), mask=mask, placement=placement)
+    # a label on the first padding token, often the end of the text, is predicted from a real one
+    if mask is not None and (count := int(((_shifted(checked) != IGNORE) & ~mask.to(labels.device)).sum())):
+        raise InputError(
+            "labels must not count where they are predicted from padding, whose attention mask is dropped; got "
+            f"{count} such labels, set labels to -100 where attention_mask is 0"
+        )
+    return checked
+
+
+def lengths_of(batch: Mapping[str, Any]) -> Lengths:
+    """How many tokens each document of a whole batch has, without padding; a row is one document unless the batch says
+    otherwise. The batch has input_ids or inputs_embeds, and needs no labels. Raises InputError where its documents or
+    its padding cannot be read."""
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        raise InputError(
+            f"a batch needs input_ids (batch, seq) or inputs_embeds (batch, seq, hidden); got {describe(tokens)}, "
+            "give one of them"
+        )
+    rows, seq = tokens.shape[:2]
+    mask = _checked_mask(batch.get("attention_mask"), tokens[:, :, 0] if tokens.dim() > 2 else tokens)
+    documents = _documents_of(batch, mask, rows, seq) or (seq,) * rows
+    return documents if mask is None else tuple(int(part.sum()) for part in mask.flatten().split(documents))
+
+
+def whole_error(batch: Mapping[str, Any], rows: int, seq: int) -> InputError | None:
+    """The error of a batch whose position_ids do not count up through whole rows of `seq` tokens, or through documents
+    in them; None where they do."""
+    try:
+        mask = _checked_mask(batch.get("attention_mask"), torch.empty(rows, seq))
+        _documents_of(batch, mask, rows, seq)
+    except InputError as error:
+        return error
+    return None
+
+
+def _documents_of(batch: Mapping[str, Any], mask: Tensor | None, rows: int, seq: int) -> Lengths | None:
+    """The lengths of the documents that the batch names, padding included; None: it names none."""
+    given = dict(batch)
+    if mask is not None and isinstance(positions := given.get("position_ids"), Tensor):
+        given["position_ids"] = _continued_through_padding(positions, mask)
+    return documents_of(given, rows, seq)
+
+
+def _checked_mask(mask: object, labels: Tensor) -> Tensor | None:
+    """The attention mask as bool on the CPU; None where nothing is padding. Raises InputError for any other form."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        raise InputError(f"attention_mask must be of shape {tuple(labels.shape)} (0 for padding); got {describe(mask)}")
+    mask = mask.detach().cpu()
+    if bool((other := (mask != 0) & (mask != 1)).any()):
+        row, token = other.nonzero()[0].tolist()
+        raise InputError(
+            f"attention_mask must be 0 for padding and 1 for every token; got {mask[row, token].item():g} at token "
+            f"{token} of row {row}, give numbers of documents as seq_idx, or positions that begin again"
+        )
+    mask = mask.bool()
+    if bool(mask.all()):
+        return None
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
+    if bool((begins.sum(1) > 1).any()):
+        raise InputError(
+            "padding must be before or after a row's tokens; got attention_mask with zeros between ones, give the "
+            "pieces as documents of their own"
+        )
+    return mask
+
+
+def _continued_through_padding(positions: Tensor, mask: Tensor) -> Tensor:
+    """position_ids with new values at padding, where collators put anything. After a row's tokens the positions go on;
+    before them they count from 0."""
+    rows, seq = mask.shape
+    if positions.shape not in ((seq,), (1, seq), (rows, seq)):
+        return positions  # documents_of raises for this shape
+    at = torch.arange(seq, device="cpu")
+    last = torch.where(mask, at, -1).cummax(1).values  # for each token, the index of the last real token up to it
+    given = positions.cpu().expand(rows, seq)
+    return torch.where(last < 0, at, given.gather(1, last.clamp(min=0)) + at - last)
+
+
+def _padding_as_documents(lengths: Lengths, mask: Tensor) -> Lengths:
+    """Lengths of documents of the rows end to end, where each stretch of padding is a document of its own."""
+    flat = mask.flatten()
+    edges = ((flat[1:] != flat[:-1]).nonzero().flatten() + 1).tolist()
+    cuts = sorted({*Mask.documents_of(lengths), *edges, flat.numel()})
+    return tuple(b - a for a, b in itertools.pairwise(cuts))
+
+
+def _shard(sp: Sharding, batch: CheckedBatch) -> dict[str, Any]:
+    placement, (rows, seq) = batch.placement, batch.tensors["labels"].shape
+    whole = {**batch.tensors, "shift_labels": _shifted(batch)}
+    parts = {name for name, x in whole.items() if isinstance(x, Tensor) and x.dim() > 1}  # others are of whole rows
+    sharded = {name: sp.shard(x, 1, placement) if name in parts else x for name, x in whole.items()}
+    positions = sp.position_ids(seq, placement)[None]
+    if placement is None or placement.rows is None:
+        positions = positions.expand(rows, -1)
+    # trusted together with this placement alone, so that a model notices where the placement is left out
+    maker = sp if placement is None else placement
+    sharded["position_ids"] = trusted.trust(positions.to(batch.tensors["labels"].device), maker)
+    if sp.keeps_masks and batch.mask is not None:
+        mask = sp.shard(batch.mask.long(), 1, placement).to(batch.tensors["labels"].device)
+        sharded["attention_mask"] = trusted.trust(mask, sp)
+    return sharded if placement is None else {**sharded, "placement": placement}
+
+
+def _warn_if_padded_left(batch: CheckedBatch) -> None:
+    if predicted_from_padding(batch.tensors["labels"], batch.mask) and dist.get_rank() == 0:
+        warn_of_left_padding()
+
+
+def _on_device(batch: dict[str, Any], device: torch.device | str | None) -> dict[str, Any]:
+    """The batch with its tensors on a device. Positions and masks that were made here stay trusted, and unchecked."""
+    if device is None:
+        return batch
+    moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    for name in {"position_ids", "attention_mask"} & batch.keys():
+        trusted.trust_copy(batch[name], moved[name])
+    return moved
+
+
+def _shifted(batch: CheckedBatch) -> Tensor:
+    """The labels, int64 (B, S), each moved to the token that predicts it; -100 at the last token of a document."""
+    labels = batch.tensors["labels"]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return shifted.masked_fill(batch.ends.to(labels.device), IGNORE)
+
+
+def fingerprint(batch: Mapping[str, Any]) -> dict[str, str]:
+    """Name of a tensor -> its dtype, shape and a digest of its values, which must be equal on all ranks of a
+    sequence."""
+    digests = {}
+    for name, x in sorted(batch.items()):
+        if isinstance(x, Tensor):
+            content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            digests[name] = f"{describe(x)} {hashlib.blake2b(content, digest_size=4).hexdigest()}"
+    return digests

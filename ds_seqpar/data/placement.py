@@ -1,0 +1,69 @@
+"""A batch's own sharding and mask, where the configured layout is not enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from ..compiler.sharding.masks import Mask
+from ..compiler.sharding.shards import Shards, UnevenShards, members_positions, tokens_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which tokens of a batch each rank has, and what they attend to, where the layout does not say everything.
+
+    That is so for packed documents, for padding that is not plainly on the right, and for lengths that ranks cannot
+    share equally. `shard_batches` returns it as "placement". Give its mask and shards to `sp.attention`, and itself to
+    `sp.gather`. A patched model takes it as it is.
+
+    mask, shards: they number tokens by position in the batch. rows: how many sequences are laid end to end, so that
+    tensors are (1, tokens). None: tensors stay (rows, seq), and every row is sharded in the same way. restarts: the
+    positions at which a model's position_ids begin again at 0, in ascending order.
+    """
+
+    mask: Mask
+    shards: UnevenShards
+    rows: int | None = None
+    restarts: tuple[int, ...] = (0,)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that all ranks hold together: of one sequence, or of all rows if they are laid end to
+        end."""
+        return sum(tokens_of(self.shards, "q", rank) for rank in range(self.shards.size))
+
+    @property
+    def digest(self) -> int:
+        """A hash of 32 bits that is the same in every process."""
+        return hash((hash(self.mask), hash(self.shards), self.rows or 0, self.restarts)) & 0xFFFFFFFF
+
+    def __str__(self) -> str:
+        return f"of {self.tokens} tokens {self.digest:08x}"
+
+    def mask_with_window(self, window: int | None) -> Mask:
+        """The mask, restricted to a layer's window of so many tokens; None: the mask itself."""
+        return self.mask if window is None else _with_window(self.mask, window)
+
+    def positions(self, ulysses: int, rank: int) -> Tensor:
+        """The positions of an SP rank's tokens, int64, on the CPU."""
+        return positions_held(self.shards, ulysses, rank)
+
+    def position_ids(self, ulysses: int, rank: int) -> Tensor:
+        """The position_ids of an SP rank's tokens: counted from 0 in each document, int64, on the CPU."""
+        positions, restarts = self.positions(ulysses, rank), torch.tensor(self.restarts, device="cpu")
+        return positions - restarts[torch.searchsorted(restarts, positions, right=True) - 1]
+
+
+@functools.lru_cache(maxsize=64)
+def _with_window(mask: Mask, window: int) -> Mask:
+    return dataclasses.replace(mask, window=window)
+
+
+@functools.lru_cache(maxsize=64)
+def positions_held(shards: Shards, ulysses: int, rank: int) -> Tensor:
+    inner, member = divmod(rank, ulysses)
+    return torch.tensor(members_positions(shards, "q", inner, ulysses)[member], dtype=torch.int64, device="cpu")

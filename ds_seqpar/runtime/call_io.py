@@ -1,0 +1,216 @@
+"""The tensors of one attention call, as a walk takes and returns them. The caller's are all heads of this rank's own
+tokens. Each stage's inner tensors are some heads of the inner rank's tokens. `compiler.exchange` names their fields."""
+
+from __future__ import annotations
+
+import abc
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compiler.compile import BoundProgram
+from ..compiler.program.instructions import HeadExchange
+from .buffers import Tensors, split_in
+from .kernels import Kernel, Scores
+from .kernels.accumulate import merge_sinks_, sinks_deltas
+from .work import Backward, Forward, Work, of_query_heads, offsets, rowsum
+
+# what forward saves for backward beside every stage's lse: no inner tensors; the inner q, k and v; also the inner out
+NOTHING, OPERANDS, OPERANDS_AND_OUT = range(3)
+
+
+class Saved(NamedTuple):
+    """Inner tensors that forward saved for backward. lses: of every stage. operands: q, k and v of every stage as they
+    arrived, in one tensor or in two. outs: of every stage. The last two may be empty."""
+
+    lses: list[Tensor]
+    operands: list[Tensor]
+    outs: list[Tensor]
+
+
+class Call(abc.ABC):
+    """What both directions share.
+
+    own: the caller's tensors (B, s, H, D), by field. common (Hkv, D): what is taken off all keys, if anything is (see
+    `runtime.work`); sinks: (Hq,), if there are some. heads: which member works on which heads in which stage. alone:
+    whether this rank is the only member. inner: tensors of the stage that is walked, by field; inner_results: its
+    results, to be sent. own_results: those of own tokens, all heads."""
+
+    def __init__(
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        common: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.heads, self.own, self.sinks, self.kernel, self.scale = bound.heads, own, sinks, kernel, scores.scale
+        self.common = common
+        self.alone, self.device = bound.heads.members.degree == 1, next(iter(own.values())).device
+        self.inner: dict[str, Tensor] = {}
+        self.inner_results: dict[str, Tensor] = {}
+        self.own_results: dict[str, Tensor] = {}
+
+    @abc.abstractmethod
+    def enter(self, stage: int) -> Work:
+        """The work of the stage's inner tensors."""
+
+    @abc.abstractmethod
+    def leave(self, stage: int, result: Tensors) -> None:
+        """Takes the inner program's result."""
+
+    @abc.abstractmethod
+    def results(self) -> list[Tensor]:
+        """What the call returns."""
+
+    def part(self, stage: int, field: str) -> Tensor:
+        """The stage's heads of a tensor of the caller's, (B, s, h, D), with D = 1 for one number a row."""
+        return self.of_stage(self.own[field], stage, field)
+
+    def of_stage(self, x: Tensor, stage: int, field: str) -> Tensor:
+        """The stage's heads of x, which has all heads of the field."""
+        heads = self.heads.of_stage(stage, field)
+        return x if x.shape[2] == heads.stop - heads.start else x[:, :, heads]
+
+    def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
+        """Takes the stage's inner tensors that travelled together, (T, B, h of all, D)."""
+        self.inner.update(zip(exchange.fields, split_in(joined, self.heads.inner_counts(exchange)), strict=True))
+
+    def pop_result(self, field: str) -> Tensor:
+        """An inner result (B, T, h, D), to be sent. The call refers to it no more."""
+        return self.inner_results.pop(field)
+
+    def put_result(self, stage: int, field: str, part: Tensor) -> None:
+        """Takes a result of own tokens, (B, s, h, D), of the stage's heads."""
+        if len(self.heads.stages) == 1:
+            self.own_results[field] = part
+            return
+        if field not in self.own_results:
+            last = self.heads.of_stage(len(self.heads.stages) - 1, field)
+            self.own_results[field] = part.new_empty(*part.shape[:2], last.stop, part.shape[3])
+        self.of_stage(self.own_results[field], stage, field).copy_(part)
+
+    def take_own(self, stage: int) -> None:
+        """Without other members, makes the inner tensors of the caller's."""
+        if self.alone:
+            one = len(self.heads.stages) == 1
+            self.inner = self.own if one else {field: self.part(stage, field) for field in self.own}
+
+    def put_inner(self, stage: int, **results: Tensor) -> None:
+        """Takes inner results, by field. Without other members they are those of own tokens."""
+        if self.alone:
+            for field, x in results.items():
+                self.put_result(stage, field, x)
+        else:
+            self.inner_results.update(results)
+
+    def of_inner_heads(self, x: Tensor, stage: int, side: int = 0) -> Tensor:
+        """A view of x (H, ...), as of the sinks, of the heads that this member works on. side: 0 for query heads, 1 for
+        key/value heads."""
+        return x[self.heads.stages[stage][side]][self.heads.inner(stage)[side]]
+
+    def take_common_off(self, stage: int) -> None:
+        """Takes the common part off the inner keys: in place, unless they are the caller's."""
+        if self.common is not None:
+            k, common = self.inner["k"], self.of_inner_heads(self.common, stage, 1)
+            self.inner = self.inner | {"k": k - common if self.alone else k.sub_(common)}
+
+    def inner_sinks(self, sinks: Tensor, stage: int) -> Tensor:
+        """The sinks (H,) that this member works on. Where the keys' common part was taken off every row has its own,
+        (B, T, H), since its scores have changed by a number of its own."""
+        sinks = self.of_inner_heads(sinks, stage)
+        if self.common is None:
+            return sinks
+        return sinks - offsets(self.inner["q"], self.of_inner_heads(self.common, stage, 1), self.scale)
+
+
+class ForwardCall(Call):
+    """own: q, k and v. Returns out, each stage's inner lse, and the inner tensors that `saves` names: `NOTHING`,
+    `OPERANDS` or `OPERANDS_AND_OUT`. Without other members none are saved. With `lse`, which needs other members, it
+    also returns the lse of own tokens."""
+
+    def __init__(
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        common: Tensor | None, saves: int, lse: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(bound, kernel, scores, own, sinks, common)
+        self.saves, self.lse = saves, lse
+        self.saved = Saved([], [], [])
+
+    def arrive(self, exchange: HeadExchange, joined: Tensor) -> None:
+        super().arrive(exchange, joined)
+        if self.saves:
+            self.saved.operands.append(joined)
+
+    def enter(self, stage: int) -> Work:
+        self.take_own(stage)
+        self.take_common_off(stage)
+        q, k, v = (self.inner[field] for field in ("q", "k", "v"))
+        return Forward(self.kernel, self.scale, q, k, v)
+
+    def leave(self, stage: int, result: Tensors) -> None:
+        out, lse = result
+        if self.sinks is not None:
+            merge_sinks_(out, lse, self.inner_sinks(self.sinks, stage))
+        self.saved.lses.append(lse)
+        self.inner = {}
+        if not self.alone and self.saves == OPERANDS_AND_OUT:
+            self.saved.outs.append(out)
+        self.put_inner(stage, out=out)
+        if self.lse:
+            self.inner_results["lse"] = lse.unsqueeze(-1)
+
+    def results(self) -> list[Tensor]:
+        own_lse = [self.own_results["lse"].squeeze(-1)] if self.lse else []
+        return [self.own_results["out"], *self.saved.lses, *self.saved.operands, *self.saved.outs, *own_lse]
+
+
+class BackwardCall(Call):
+    """own: do, and where they are needed q, k, v and out, or delta in place of out. saved: what forward saved. Returns
+    dq, dk and dv, and with sinks their gradient."""
+
+    sinks_deltas: Tensor  # of the stage, with sinks
+
+    def __init__(
+        self, bound: BoundProgram, kernel: Kernel, scores: Scores, own: dict[str, Tensor], sinks: Tensor | None,
+        common: Tensor | None, saved: Saved,
+    ) -> None:  # fmt: skip
+        super().__init__(bound, kernel, scores, own, sinks, common)
+        self.saved = saved
+        self.dsinks = None if sinks is None else torch.zeros_like(sinks)
+
+    def part(self, stage: int, field: str) -> Tensor:
+        if field != "delta":
+            return super().part(stage, field)
+        do, out = super().part(stage, "do"), super().part(stage, "out")
+        return (out if out.dim() < do.dim() else rowsum(do, out, self.saved.lses[stage].dtype)).unsqueeze(-1)
+
+    def enter(self, stage: int) -> Work:
+        lses, operands, outs = self.saved
+        self.take_own(stage)
+        each = len(operands) // len(lses)
+        exchanges = (("q", "k", "v"),) if each == 1 else (("q",), ("k", "v"))
+        for fields, joined in zip(exchanges, operands[stage * each : (stage + 1) * each], strict=False):
+            self.arrive(HeadExchange(stage, True, fields), joined)
+        if not operands:  # forward saves inner keys without the common part
+            self.take_common_off(stage)
+        if outs:
+            self.inner["out"] = outs[stage]
+        elif not self.alone:
+            self.inner["out"] = self.inner.pop("delta").squeeze(-1)
+        do, q, k, v, out = (self.inner[field] for field in ("do", "q", "k", "v", "out"))
+        lse = lses[stage]
+        if self.sinks is not None and self.dsinks is not None:
+            delta = out if out.dim() == lse.dim() else rowsum(do, out, lse.dtype)
+            self.sinks_deltas = sinks_deltas(delta, lse, self.inner_sinks(self.sinks, stage))
+            self.of_inner_heads(self.dsinks, stage).copy_(self.sinks_deltas.sum((0, 1)).neg_())
+        return Backward(self.kernel, self.scale, do, q, k, v, out, lse)
+
+    def leave(self, stage: int, result: Tensors) -> None:
+        dq, dk, dv = result
+        if self.sinks is not None and self.common is not None:  # a row's sink moves with its q . common
+            common = of_query_heads(self.of_inner_heads(self.common, stage, 1), dq.shape[2])
+            dq.addcmul_(self.sinks_deltas.unsqueeze(-1), common * self.scale)
+        self.inner = {}
+        self.put_inner(stage, dq=dq, dk=dk, dv=dv)
+
+    def results(self) -> list[Tensor]:
+        grads = [self.own_results[field] for field in ("dq", "dk", "dv")]
+        return grads if self.dsinks is None else [*grads, self.dsinks]

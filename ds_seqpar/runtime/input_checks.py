@@ -1,0 +1,337 @@
+"""Checks what attention is given, on this rank and then between ranks, before anything is sent.
+
+Where a check takes `object`, a user may have given anything.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.nn import Parameter, functional
+
+from ..compiler.sharding.heads import max_stages
+from ..compiler.sharding.masks import CAUSAL, FULL, Mask
+from ..compiler.sharding.shards import Shards, UnevenShards, check_parts, members_tokens
+from ..config.settings import check_heads, check_length
+from ..errors import InputError, SeqParError, as_seqpar_error
+from . import checkpoints
+from .agreement import Compared, Fields, agree
+from .comm import TorchComm
+from .groups import check_thread
+from .runtime import Runtime
+
+
+def can_be_op(runtime: Runtime, q: object, k: object, v: object, options: AttentionOptions) -> bool:
+    """Whether attention can be an op of a compiled graph: it needs the right types, and heads that can be dealt to
+    members and stages. All else is checked when the agreement runs."""
+    tensors = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v))
+    values = isinstance(options.mask, Mask) and (options.shards is None or isinstance(options.shards, UnevenShards))
+    scalars = all(x is None or isinstance(x, int | float) for x in (options.scale, options.softcap))
+    typed = tensors and values and scalars and (options.sinks is None or isinstance(options.sinks, Tensor))
+    return typed and _can_be_dealt(runtime, q.shape[2], k.shape[2])  # type: ignore[attr-defined]
+
+
+def _can_be_dealt(runtime: Runtime, q_heads: int, kv_heads: int) -> bool:
+    degree, stages = runtime.members.degree, runtime.config.head_stages
+    if kv_heads < 1 or q_heads % kv_heads or q_heads < degree:
+        return False
+    return stages == "auto" or stages <= max_stages(q_heads, kv_heads, degree)
+
+
+def mask_of(causal: bool, mask: Mask | None) -> Mask:
+    """The mask if one is given, else that of `causal`, True or False. Anything else is left for a check to refuse."""
+    if mask is not None:
+        return mask
+    return {True: CAUSAL, False: FULL}[causal] if isinstance(causal, bool) else causal
+
+
+COMPARED = "attention inputs"  # how a sentence names what ranks compare
+
+
+class AttentionOptions(NamedTuple):
+    """What a call of attention is given beside q, k and v. shards: None for the configured layout. backward: whether a
+    backward may follow. lse: whether the caller asks for it. The others are as `SequenceParallel.attention` takes them.
+    """
+
+    mask: Mask
+    shards: UnevenShards | None
+    scale: float | None
+    backward: bool = False
+    lse: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def agree_on_inputs(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    """Raises InputError, ConfigError, KernelError or DisagreementError on all ranks that share the sequence. It does so
+    if one of them got what attention cannot take, or other shapes, dtypes or settings than its peers. Collective."""
+    if torch.compiler.is_compiling():  # no decorator: it imports the compiler, which takes seconds, for everybody
+        torch.compiler.disable(agree_on_inputs)(runtime, q, k, v, options)
+        return
+    assert isinstance(runtime.comm, TorchComm)  # virtual ranks are of one process, which agrees with itself
+    group, error, key = runtime.comm.groups.control, None, _key(q, k, v, options)
+    if group is not None:
+        check_thread()
+        runtime.calls.run_again()
+    if key is None or runtime.checked is None or runtime.checked[0] != key:
+        error = attention_error(runtime, q, k, v, options)
+        # after an error the inputs may be nothing that can be described
+        fields = {} if error or group is None else _compared_fields(runtime, q, k, v, options)
+        compared = Compared(COMPARED, fields)
+        runtime.checked = None if error or key is None else (key, compared)
+    else:
+        compared, error = runtime.checked[1], derivatives_error(q, k, v)
+    if error is None and group is None:
+        return  # nobody to compare with
+    # inside torch.func nothing can be sent, not even the refusal of it
+    with temporarily_clear_interpreter_stack(), runtime.recorded("agree", COMPARED):
+        agree(group, COMPARED, compared, error=error, call="attention", advice=_advice)
+
+
+def _advice(given: Mapping[int, Fields]) -> str:
+    from .mismatch_hints import of_attention  # here: few runs have ranks that differ
+
+    return of_attention(given)
+
+
+def _key(q: object, k: object, v: object, options: AttentionOptions) -> tuple | None:
+    """All that the checks read but derivatives: inputs of the same key pass the same checks. None for tensors of other
+    classes, and nested ones."""
+    tensors = q, k, v, *(() if options.sinks is None else (options.sinks,))
+    if not all(type(x) in (Tensor, Parameter) and not x.is_nested for x in tensors):  # some others have no shape
+        return None
+    kinds = [(x.layout, x.shape, x.dtype, x.device) for x in tensors]
+    # types first: a comparison of keys ends where two differ, and values of other types may not be comparable
+    types = [type(x) for x in options]
+    return types, kinds, options[:-1], checkpoints.which_run()
+
+
+def _compared_fields(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, object]:
+    """What must be the same on all ranks, by name. With uneven shards these are not the lengths, which shards give."""
+    fields: dict[str, object] = {name: describe(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    if options.shards is not None:
+        fields = {name: f"{(x.shape[0], *x.shape[2:])} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True)}
+        fields["shards"] = f"of {options.shards.size} ranks {hash(options.shards) & 0xFFFFFFFF:08x}"
+    fields |= {"causal": options.mask.causal, "scale": options.scale, "checkpoint": checkpoints.which_run()}
+    fields |= {"backward": options.backward, "return_lse": options.lse, "SequenceParallel": runtime.calls.of[0]}
+    if not options.mask.scale_free:
+        fields["mask"] = f"{options.mask} {hash(options.mask) & 0xFFFFFFFF:08x}"
+    if options.sinks is not None:
+        fields["sinks"] = describe(options.sinks)
+    return fields | ({"softcap": options.softcap} if options.softcap is not None else {})
+
+
+def attention_error(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> SeqParError | None:
+    """Why this rank cannot compute attention over these inputs; None if it can."""
+    try:
+        check_arguments(q, k, v, options.mask, options.scale, lengths_differ=options.shards is not None)
+        check_softcap(options.softcap)
+        check_sinks(options.sinks, q)
+        if options.shards is not None:
+            check_shards(options.shards, runtime.compiler.recipe.size, runtime.config.layout)
+        q, k, _ = of_one_head_dim(q, k, v)
+        check_shares(runtime, q, k, options.mask, options.shards, options.softcap or 0.0)
+    except Exception as error:  # a rank that raised alone would leave its peers waiting
+        return as_seqpar_error("attention needs a kernel and a program on every rank; making them failed", error)
+    return None
+
+
+def check_arguments(q: object, k: object, v: object, mask: object, scale: object, lengths_differ: bool = False) -> None:
+    """Raises InputError for tensors, a mask or a scale that attention cannot take on any number of ranks.
+    lengths_differ: whether k and v may have another length than q."""
+    try:
+        _check_settings(mask, scale)
+        _check_tensors(q, k, v, lengths_differ)
+    except SeqParError:
+        raise
+    except Exception as error:  # raised by a tensor or a number of another class
+        raise as_seqpar_error(
+            "attention needs q, k, v, causal and scale that can be read; reading them failed", error
+        ) from error
+
+
+def _check_settings(mask: object, scale: object) -> None:
+    if not isinstance(mask, Mask):
+        got = "a tensor" if isinstance(mask, Tensor) else f"{' '.join(repr(mask).split()):.80}"
+        raise InputError(f"attention needs causal True or False, or a Mask; got {got}, full attention is causal=False")
+    if scale is None:
+        return
+    if not _is_positive(scale):
+        got = "a tensor" if isinstance(scale, Tensor) else repr(scale)
+        raise InputError(
+            f"attention needs a scale that is a number above 0 (in fp32), or None for head_dim ** -0.5; got {got}, "
+            "multiply q for anything else"
+        )
+
+
+def check_softcap(softcap: object) -> None:
+    """Raises InputError for a softcap that is neither None nor a number above 0."""
+    if softcap is not None and not _is_positive(softcap):
+        raise InputError(f"attention needs a softcap that is a number above 0 (in fp32), or None; got {softcap!r:.80}")
+
+
+def check_sinks(sinks: object, q: Tensor) -> None:
+    """Raises InputError for sinks that are neither None nor one number for each of q's heads."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or not sinks.is_floating_point():
+        raise InputError(
+            f"attention needs sinks of shape ({q.shape[2]},), a number for each query head of the model, or None; got "
+            f"{describe(sinks)}"
+        )
+    if sinks.device != q.device:
+        raise InputError(f"attention needs sinks on q's device; got {sinks.device} and {q.device}")
+
+
+def _is_positive(x: Any) -> bool:
+    """Whether x is a number above 0 in fp32's range. A smaller one is 0 in a kernel, and 0 times a mask's -inf is NaN;
+    a larger one is infinity."""
+    fp32, real = torch.finfo(torch.float32), isinstance(x, numbers.Real) and not isinstance(x, bool)
+    return real and bool(fp32.tiny <= x <= fp32.max)
+
+
+def _check_tensors(q: object, k: object, v: object, lengths_differ: bool) -> None:
+    tensors = q, k, v
+    if kinds := [unreadable(x) for x in tensors if unreadable(x)]:
+        raise InputError(
+            f"attention needs dense tensors of this rank's own tokens; got {kinds[0]}, call to_dense(), to_local() or "
+            "to_padded_tensor() on it"
+        )
+    if not _of_four_dims(tensors):
+        raise InputError(
+            "attention needs q, k and v of shape (batch, local_seq, heads, head_dim); "
+            f"got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+        )
+    _check_shapes(*tensors, lengths_differ)
+    check_derivatives(*tensors)
+
+
+def _of_four_dims(tensors: tuple[object, object, object]) -> TypeGuard[tuple[Tensor, Tensor, Tensor]]:
+    return all(isinstance(x, Tensor) and x.dim() == 4 for x in tensors)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, lengths_differ: bool) -> None:
+    alike = q.shape[0] == k.shape[0] and (lengths_differ or q.shape[1] == k.shape[1])
+    if k.shape[:-1] != v.shape[:-1] or not alike or q.shape[3] != k.shape[3]:
+        raise InputError(
+            "attention needs k of a shape that differs from q's in the number of heads only, and v of k's but for "
+            f"head_dim; got q {shape_of(q)}, k {shape_of(k)}, v {shape_of(v)}"
+        )
+    if not all(size for x in (q, k, v) for size in (x.shape[0], *x.shape[2:])):
+        raise InputError(
+            "attention needs at least one sequence, head and head_dim; "
+            f"got q {shape_of(q)}, k {shape_of(k)} and v {shape_of(v)} of shape (batch, local_seq, heads, head_dim)"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise InputError(
+            f"attention needs q, k and v of one dtype on one device; got {q.dtype} on {q.device}, "
+            f"{k.dtype} on {k.device}, {v.dtype} on {v.device}"
+        )
+
+
+def unreadable(x: object) -> str:
+    """The kind of a tensor whose elements a kernel cannot read; "" for any other object."""
+    if not isinstance(x, Tensor):
+        return ""
+    classes = [base.__name__ for base in type(x).__mro__]
+    if "DTensor" in classes or "WholeTensor" in classes:
+        return "a DTensor" if "DTensor" in classes else "a whole tensor in parts, whose .local is this rank's own"
+    if x.is_nested:
+        return "a nested tensor"
+    return "" if x.layout == torch.strided else f"a tensor of layout {str(x.layout).removeprefix('torch.')}"
+
+
+def check_derivatives(*tensors: Tensor) -> None:
+    """Raises InputError under forward-mode differentiation and torch.func transforms, which would see no derivative.
+
+    Under torch.compile it checks nothing: the compiler refuses them by itself.
+    """
+    if not torch.compiler.is_compiling() and (error := derivatives_error(*tensors)):
+        raise error
+
+
+def derivatives_error(*tensors: Tensor) -> InputError | None:
+    """Why attention cannot be differentiated here; None if it can, or if nobody differentiates it."""
+    if torch._C._are_functorch_transforms_active():
+        return InputError(
+            "sequence parallel attention takes no torch.func transform (grad, vmap, jvp, ...); got one around it, "
+            "use torch.autograd.grad or backward()"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return InputError(
+            "sequence parallel attention has no forward-mode derivative; got a dual tensor, use backward()"
+        )
+    return None
+
+
+def of_one_head_dim(*tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors (..., D), each padded with zeros to the largest D. The zeros change no score, and no element of out
+    but those that they add."""
+    largest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == largest else functional.pad(x, (0, largest - x.shape[-1])) for x in tensors]
+
+
+def check_shares(
+    runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards | None, softcap: float = 0.0
+) -> None:
+    """Raises ConfigError, InputError or KernelError where heads, length, mask, program or kernel do not fit. The kernel
+    is checked here, where other ranks can still be told: its package may be installed on some ranks only."""
+    config, members = runtime.config, runtime.config.ulysses
+    check_heads(members, q.shape[2], k.shape[2], size=config.size, stages=config.head_stages)
+    if shards is None:
+        check_length(config, q.shape[1] * config.size)
+        check_documents(mask, q.shape[1] * config.size)
+    else:
+        _check_tokens(runtime, q, k, shards)
+    check_programs(runtime, q, k, mask, runtime.shards(q.shape[1] * members) if shards is None else shards, softcap)
+
+
+def check_programs(runtime: Runtime, q: Tensor, k: Tensor, mask: Mask, shards: Shards, softcap: float = 0.0) -> None:
+    """Raises ConfigError or KernelError where this rank has no program or no kernel for its own q and k."""
+    for direction in ("forward", "backward"):
+        runtime.bound(direction, q, k.shape[2], mask, shards, softcap)
+
+
+def check_documents(mask: Mask, seq: int) -> None:
+    """Raises InputError for documents that begin after `seq` tokens."""
+    if mask.documents and mask.documents[-1] >= seq:
+        raise InputError(
+            f"a mask's documents must begin within the sequence of {seq} tokens; got one at {mask.documents[-1]}, "
+            "give first positions in the whole sequence, not in a rank's part of it"
+        )
+
+
+def check_shards(shards: object, size: int, layout: str) -> None:
+    """Raises InputError unless these are shards of `size` inner ranks, of as many blocks each as in the layout."""
+    if not isinstance(shards, UnevenShards):
+        got = type(shards).__name__
+        raise InputError(f"attention needs shards that are UnevenShards, or None for the configured layout; got {got}")
+    if shards.size != size:
+        raise InputError(f"attention needs shards of the {size} inner ranks; got some of {shards.size} ranks")
+    check_parts(shards, layout)
+
+
+def _check_tokens(runtime: Runtime, q: Tensor, k: Tensor, shards: Shards) -> None:
+    count, member = runtime.members
+    wanted = [members_tokens(shards, side, runtime.rank, count)[member] for side in ("q", "kv")]
+    if [q.shape[1], k.shape[1]] != wanted:
+        raise InputError(
+            f"attention needs the tokens that the shards give this rank, {wanted[0]} of q and {wanted[1]} of k and v; "
+            f"got {q.shape[1]} and {k.shape[1]}"
+        )
+
+
+def shape_of(x: object) -> str:
+    """The shape of a tensor, or the class of any other object."""
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def describe(x: object) -> str:
+    """Shape and dtype of a tensor, or the class of any other object."""
+    return f"{shape_of(x)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,105 @@
+"""A record of attention: when this rank, or each rank of its sequence, did what, for a picture or a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..compiler.overlap.timeline import Event, Timeline
+from ..errors import ConfigError
+from .agreement import agree, gathered
+from .comm import explaining_failure
+from .recorder import Recorder
+from .runtime import Runtime
+
+ROUNDS = 8  # barriers by which clocks are compared
+
+
+class Record:
+    """What `SequenceParallel.record` returns. Inside its `with` block every attention of this rank is recorded: in
+    forward, in backward, and where a checkpoint runs it again. There may be one record at a time."""
+
+    def __init__(
+        self, runtime: Runtime, rank: int, device: torch.device, group: dist.ProcessGroup | None, watch: bool
+    ) -> None:
+        self._runtime, self._rank, self._device, self._group, self._watch = runtime, rank, device, group, watch
+        self._events: tuple[Event, ...] = ()
+
+    def __enter__(self) -> Record:
+        if self._runtime.recorder is not None:
+            raise ConfigError("a record needs a SequenceParallel that none is made of; got a second, end the first one")
+        if self._watch and self._device.type != "cpu":
+            raise ConfigError(f"record(watch=True) is for ranks on CPUs; got one on {self._device}, leave out watch")
+        self._runtime.recorder = self._recorder = Recorder(self._rank, self._device, self._watch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.recorder = None
+        self._events = self._recorder.events()
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """This rank's events, in the order in which they began; none before the block has ended. Seconds are those of
+        time.perf_counter. `ds_seqpar.compiler.overlap.timeline.Event` says what they hold."""
+        return self._events
+
+    @property
+    def timeline(self) -> Timeline:
+        """This rank's events."""
+        return Timeline(self._events)
+
+    def save(self, file: str | Path) -> None:
+        """Writes this rank's events as a trace for ui.perfetto.dev (`timeline.trace_of` says how they are laid out).
+        All ranks' in one: `record.gather().save(file)`. Raises ConfigError where the file cannot be written."""
+        self.timeline.save(file)
+
+    def gather(self) -> Timeline:
+        """All ranks' events, by rank, in seconds of the first rank's clock; every rank gets them. Collective over the
+        ranks that share the sequence; raises DisagreementError on all of them where one calls something else,
+        CommunicationError where one of them does not come.
+
+        Clocks are compared by barriers, which no rank leaves before all have come. Clocks that the barriers do not tell
+        apart count as one clock, as those of processes of one machine are. Others are right to about half a barrier's
+        time.
+        """
+        agree(self._group, "records to gather", None, call="record.gather")
+        barriers = []
+        for _ in range(ROUNDS):
+            arrival = time.perf_counter()
+            if self._group is not None:
+                with explaining_failure("gathering a record", self._group):
+                    dist.barrier(self._group)
+            barriers.append(Barrier(arrival, time.perf_counter()))
+        records = sorted(gathered(self._group, ("records", self._rank, barriers, self._events)), key=lambda x: x[1])
+        first, shared = records[0][2], []
+        for _, _, its_barriers, events in records:
+            lead = ahead(first, its_barriers)
+            shared += [shifted(event, -lead) if lead else event for event in events]
+        return Timeline(tuple(shared))
+
+
+class Barrier(NamedTuple):
+    """When a rank arrived at a barrier and when it left, by the rank's own clock."""
+
+    arrival: float
+    departure: float
+
+
+def ahead(first: list[Barrier], other: list[Barrier]) -> float:
+    """By how many seconds the other clock is ahead of the first; 0 where the barriers allow it. first, other: the times
+    of the same barriers by both clocks."""
+    # no rank leaves before all have arrived, so other.departure - ahead >= first.arrival, and the other way round
+    most = min(b.departure - a.arrival for a, b in zip(first, other, strict=True))
+    least = max(b.arrival - a.departure for a, b in zip(first, other, strict=True))
+    return 0.0 if least <= 0.0 <= most else (least + most) / 2
+
+
+def shifted(event: Event, by: float) -> Event:
+    """The event, with all its times `by` seconds later."""
+    waited = None if event.waited is None else event.waited + by
+    return dataclasses.replace(event, start=event.start + by, end=event.end + by, waited=waited)

@@ -1,0 +1,6 @@
+"""Tensors of whole sequences in parts, and what is done on the parts."""
+
+from . import rules as rules
+from .tensor import WholeTensor, plain, whole_loss, whole_of
+
+__all__ = ["WholeTensor", "plain", "whole_loss", "whole_of"]

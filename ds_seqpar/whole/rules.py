@@ -1,0 +1,144 @@
+"""The functions of torch that work on a rank's part of a whole tensor, and how. Any other function needs the whole.
+
+A rule takes an operator and its arguments by name. It returns the operator's result, or None if it needs the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .tensor import RULES, WholeTensor, part_of, wholes
+
+aten = torch.ops.aten
+
+
+def _by_element(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of operators that compute each element from those in the same place of all arguments."""
+    like = next(x for x in wholes(arguments) if x._gathered is None)
+    if not all(_can_be_cut_like(x, like) for x in tree_leaves(arguments) if isinstance(x, Tensor)):
+        return None
+    return _on_parts(func, arguments, like)
+
+
+def _by_token(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of operators along dims that are neither rows nor tokens."""
+    like = next(x for x in wholes(arguments) if x._gathered is None)
+    dims = like.dim() + (func.overloadpacket.__name__ == "unsqueeze")
+    dim = arguments.get("dim")
+    along = [d % dims for d in (dim if isinstance(dim, list | tuple) else [dim]) if d is not None]
+    same = [x.shape[: like.lead] == like.shape[: like.lead] for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    if not along or min(along) < like.lead or not all(same):
+        return None
+    from_end = [d - dims for d in along]
+    return _on_parts(func, {**arguments, "dim": from_end if isinstance(dim, list | tuple) else from_end[0]}, like)
+
+
+def _reshaped(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of reshaping, where rows and tokens stay, become one dim, or become two again."""
+    x, size = arguments["self"], list(arguments.get("size", ()))
+    if -1 in size:
+        others = -torch.Size(size).numel()
+        size[size.index(-1)] = x.numel() // others if others else 0
+    rows, tokens = x.spread.rows, x.spread.tokens
+    for flat, lead in ((False, [rows, tokens]), (True, [rows * tokens])):
+        rest = size[len(lead) :]
+        if size[: len(lead)] == lead and torch.Size(rest).numel() == x.part.shape[2:].numel():
+            return WholeTensor(x.part.reshape(*x.part.shape[:2], *rest), x.spread, flat, of=x)
+    return None
+
+
+def _new(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of new tensors whose rows and tokens are those of `self`."""
+    x, size = arguments["self"], list(arguments["size"])
+    if size[: x.lead] != list(x.shape[: x.lead]):
+        return None
+    return WholeTensor(
+        func(**{**arguments, "self": x.part, "size": [*x.part.shape[:2], *size[x.lead :]]}), x.spread, x.flat
+    )
+
+
+def _nll_loss(func: Any, arguments: dict[str, Any]) -> Any:
+    """The rule of the negative log likelihood, by which cross entropy picks each token's loss from its
+    log-probabilities (rows * tokens, classes). One number a token is gathered for the sum or the mean, and no class."""
+    x, reduction = arguments["self"], arguments["reduction"]
+    if (
+        not isinstance(x, WholeTensor)
+        or x._gathered is not None
+        or not x.flat
+        or x.dim() != 2
+        or arguments["weight"] is not None
+    ):
+        return None
+    if x.device.type == "cpu" and _has_wrong_class(arguments["target"], x.shape[1], arguments["ignore_index"]):
+        return None  # on the whole all ranks raise what torch raises
+    target = part_of(arguments["target"], x.spread, flat=True).flatten()
+    on_part = {**arguments, "self": x.part.flatten(0, 1), "target": target}
+    if func is aten.nll_loss_backward.default:
+        if not reduction:
+            on_part["grad_output"] = part_of(arguments["grad_output"], x.spread, flat=True).flatten()
+        return WholeTensor(func(**on_part).view(x.part.shape), x.spread, flat=True)
+    losses = func(**{**on_part, "reduction": 0})[0]
+    by_token = WholeTensor(losses.view(x.part.shape[:2]), x.spread, flat=True)
+    counted = (arguments["target"] != arguments["ignore_index"]).sum().to(x.dtype)
+    if not reduction:
+        return by_token, torch.zeros_like(counted)
+    total = by_token.gathered().sum()
+    return total / counted if reduction == 1 else total, counted
+
+
+def _has_wrong_class(target: Tensor, classes: int, ignored: int) -> bool:
+    return bool((((target < 0) | (target >= classes)) & (target != ignored)).any())
+
+
+def _on_parts(func: Any, arguments: dict[str, Any], like: WholeTensor) -> Any:
+    """The operator's result on this rank's parts of its arguments, as WholeTensors that lie like `like`."""
+    parts = tree_map(lambda x: _part_like(x, like) if isinstance(x, Tensor) else x, arguments)
+    result, of = func(**parts), like if func.is_view else None
+    return tree_map(lambda x: WholeTensor(x, like.spread, like.flat, of) if isinstance(x, Tensor) else x, result)
+
+
+def _can_be_cut_like(x: Tensor, like: WholeTensor) -> bool:
+    """Whether every rank can cut x as `like` is cut: x has the same rows and tokens, or is broadcast over them."""
+    if isinstance(x, WholeTensor):
+        return x.dim() == like.dim() and x.is_like(like)
+    missing = like.dim() - x.dim()
+    lead = x.shape[: max(0, like.lead - missing)]
+    return missing >= 0 and all(
+        size in (1, whole) for size, whole in zip(reversed(lead), reversed(like.shape[: like.lead]), strict=False)
+    )
+
+
+def _part_like(x: Tensor, like: WholeTensor) -> Tensor:
+    """The part of x that belongs to this rank's tokens of `like`."""
+    missing, spread = like.dim() - x.dim(), like.spread
+    if isinstance(x, WholeTensor) or missing >= like.lead:
+        return part_of(x, spread, like.flat) if isinstance(x, WholeTensor) else x
+    x = x[(None,) * missing]
+    if x.shape[: like.lead].numel() == 1:
+        return x[None] if like.flat else x
+    x = x.expand(*like.shape[: like.lead], *x.shape[like.lead :])
+    return part_of(x, spread, like.flat)
+
+
+BY_ELEMENT = """
+    add sub rsub mul div true_divide floor_divide remainder neg abs sign reciprocal pow sqrt rsqrt exp exp2 expm1 log
+    log2 log1p sigmoid tanh softplus relu gelu silu clamp clamp_min clamp_max minimum maximum where masked_fill lerp
+    eq ne lt le gt ge isnan isinf isfinite logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or
+    _to_copy clone detach alias zeros_like ones_like empty_like full_like nan_to_num logaddexp xlogy
+    sigmoid_backward tanh_backward threshold_backward gelu_backward silu_backward softplus_backward log_sigmoid_backward
+"""
+BY_TOKEN = """
+    _log_softmax _softmax _log_softmax_backward_data _softmax_backward_data logsumexp sum mean amax amin max min argmax
+    argmin topk sort cumsum gather scatter_add slice select squeeze unsqueeze any all
+"""
+RULES |= {
+    **dict.fromkeys(BY_ELEMENT.split(), _by_element),
+    **dict.fromkeys(BY_TOKEN.split(), _by_token),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), _reshaped),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _nll_loss),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _new),
+}

@@ -1,0 +1,325 @@
+"""Tensors of whole sequences whose tokens stay on the ranks that computed them, until somebody reads their values.
+
+To its user a `WholeTensor` is the whole tensor. It has the whole's shape, and every function of torch returns what it
+would return for the whole, gradients included. Inside it holds this rank's part. Functions that work token by token run
+on the part and return another WholeTensor: conversions, arithmetic, softmax, slices of rows and tokens. Any other
+function gathers the whole first, once, from all ranks of the sequence.
+
+All ranks of a sequence compute the same from the whole, so each gets the whole gradient. Backward takes this rank's
+part of it, times the number of ranks of the sequence, because gradients are averaged over all ranks of the job.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..data.placement import Placement
+from ..data.sharding import Sharding
+from ..errors import InputError
+from ..runtime.comm import explaining_failure
+from .spread import Spread
+
+Rule = Callable[[Any, dict[str, Any]], Any]  # (operator, its arguments by name) -> its result; None: it needs the whole
+RULES: dict[str, Rule] = {}  # by the operator's name; filled by rules.py
+
+
+class WholeTensor(Tensor):
+    """A tensor (rows, tokens, ...), or (rows * tokens, ...) if flat, of which this rank holds a part.
+
+    part: (1 or rows, own tokens, ...), this rank's tokens, without autograd. spread: which rank has which tokens. flat:
+    whether rows and tokens are one dim. is_piece: whether it is a view or a slice of another WholeTensor. pieces: all
+    views and slices of one tensor, in a list that they share with it. _gathered: the whole, once it was gathered."""
+
+    part: Tensor
+    spread: Spread
+    flat: bool
+    is_piece: bool
+    pieces: list[weakref.ref[WholeTensor]]
+    _gathered: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[WholeTensor], part: Tensor, spread: Spread, flat: bool = False, of: WholeTensor | None = None
+    ) -> WholeTensor:
+        """of: the WholeTensor that it is a view or a slice of."""
+        lead = (spread.rows * spread.tokens,) if flat else (spread.rows, spread.tokens)
+        made = Tensor._make_wrapper_subclass(cls, (*lead, *part.shape[2:]), dtype=part.dtype, device=part.device)
+        made.part, made.spread, made.flat, made._gathered = part, spread, flat, None
+        made.is_piece, made.pieces = of is not None, [] if of is None else of.pieces
+        if of is not None:
+            made.pieces[:] = [piece for piece in made.pieces if piece() is not None] + [weakref.ref(made)]
+        return made
+
+    @property
+    def placement(self) -> Placement | None:
+        """The batch's placement, for `sp.gather` and `sp.shard`; None where the configured layout says everything."""
+        return self.spread.placement
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, (rows, own tokens, ...), or (1, own tokens, ...) where rows lie end to end.
+
+        It has gradients. Compute a loss of it on every rank, and add them up by `sp.sum_over_ranks`."""
+        return _Local.apply(self)
+
+    def whole(self) -> Tensor:
+        """The whole as a plain tensor, with gradients. The first call is collective over the ranks of the sequence."""
+        return _Gathered.apply(self)
+
+    def gathered(self) -> Tensor:
+        """The whole as a plain tensor, without gradients. The first call is collective over ranks of the sequence."""
+        if self._gathered is None:
+            whole = self.spread.gathered(self.part)
+            self._gathered = whole.flatten(0, 1) if self.flat else whole
+        return self._gathered
+
+    @property
+    def lead(self) -> int:
+        """How many leading dims stand for rows and tokens: 1 if flat, else 2."""
+        return 1 if self.flat else 2
+
+    def is_like(self, other: WholeTensor) -> bool:
+        """Whether each rank has the same tokens of both, and both are flat or neither."""
+        return self.spread.is_like(other.spread) and self.flat == other.flat
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and (sliced := _sliced(*args)) is not None:
+                return sliced
+            if func is Tensor.__setitem__:
+                _check_change(args[0])
+                tree_map(_gathered, (args, kwargs))
+            if func in UNCHANGEABLE:
+                _refuse_change(args[0])
+            if func in PLAIN:
+                args, kwargs = tree_map(plain, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if outs := [kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs]:
+            if isinstance(outs[0], WholeTensor):
+                _refuse_change(outs[0])
+            return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        if args and isinstance(args[0], WholeTensor) and (torch.Tag.inplace_view in func.tags or name in RESHAPING):
+            _refuse_change(args[0])
+        changed = args[0] if func._schema.is_mutable and args and isinstance(args[0], WholeTensor) else None
+        if changed is not None:
+            name = name.removesuffix("_")
+            _check_change(changed)
+        result, rule = None, RULES.get(name)
+        is_whole = all(x._gathered is not None for x in wholes(args, kwargs))  # then it may have been written to
+        if rule is not None and not is_whole and (changed is None or changed._gathered is None):
+            result = rule(func, _by_name(func, args, kwargs))
+        if result is None:
+            result = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        return result if changed is None else changed
+
+
+def whole_of(part: Tensor, spread: Spread) -> WholeTensor:
+    """The WholeTensor of all ranks' parts, with gradients.
+
+    part: (rows, own tokens, ...) or (1, own tokens, ...), as `spread` says. Communicates where its values are read, and
+    in backward."""
+    return _FromPart.apply(part, spread)
+
+
+def whole_loss(sp: Sharding, own: Tensor) -> Tensor:
+    """The sum of the ranks' parts of a loss, a scalar. Collective over the ranks of a sequence, in backward too.
+
+    The gradient of a part is `size` times that of the loss, because gradients are averaged over ranks."""
+    return _Sum.apply(own, sp)
+
+
+def part_of(x: Tensor, spread: Spread, flat: bool = False) -> Tensor:
+    """This rank's part of a whole tensor, plain or WholeTensor. flat: whether its rows and tokens are one dim."""
+    if isinstance(x, WholeTensor):
+        if x._gathered is None and x.spread.is_like(spread):
+            return x.part
+        x = x.gathered()
+    return spread.part(x.unflatten(0, (spread.rows, -1)) if flat else x)
+
+
+class _FromPart(Function):
+    """part -> WholeTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, spread: Spread) -> WholeTensor:
+        ctx.spread = spread
+        spread.sp.calls.follow(f"whole {spread.name}", (spread.rows, spread.tokens, *part.shape[2:]))
+        return WholeTensor(part.detach(), spread)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.spread.sp.calls.enter(again=True)  # else a rank that gathers something now would hang
+        return part_of(grad, ctx.spread) * ctx.spread.sp.size, None
+
+
+class _Sum(Function):
+    """A rank's part of the loss -> the loss of all ranks of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sp: Sharding) -> Tensor:
+        ctx.sp, total = sp, own.detach().clone()
+        sp.calls.follow("whole loss")
+        if (group := sp.group_for(own)) is not None:  # torch takes None for all ranks
+            with explaining_failure("the sum of the loss over ranks", group):
+                dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.sp.calls.enter(again=True)
+        return grad * ctx.sp.size, None
+
+
+class _Gathered(Function):
+    """WholeTensor -> the whole as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor) -> Tensor:
+        ctx.spread, ctx.flat = x.spread, x.flat
+        return x.gathered().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return WholeTensor(part_of(grad, ctx.spread, ctx.flat), ctx.spread, ctx.flat)
+
+
+class _Local(Function):
+    """WholeTensor -> this rank's part.
+
+    Its backward divides by the number of ranks. `sum_over_ranks` has multiplied by it already, and `_FromPart` will
+    again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor) -> Tensor:
+        ctx.spread, ctx.flat = x.spread, x.flat
+        return part_of(x, x.spread, x.flat).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return WholeTensor(grad / ctx.spread.sp.size, ctx.spread, ctx.flat)
+
+
+class _Narrowed(Function):
+    """WholeTensor -> a slice of its rows and tokens. Each rank keeps those of them that it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: WholeTensor, rows: slice, tokens: slice) -> WholeTensor:
+        ctx.shape, ctx.spread, ctx.rows = x.part.shape, x.spread, rows
+        ctx.narrow, places = x.spread.narrow(rows, tokens)
+        ctx.places = places.to(x.device)
+        part = x.part if x.spread.joined else x.part[rows]
+        return WholeTensor(part.index_select(1, ctx.places), ctx.narrow, of=x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own = part_of(grad, ctx.narrow)
+        whole = own.new_zeros(ctx.shape)
+        (whole if ctx.spread.joined else whole[ctx.rows]).index_copy_(1, ctx.places, own)
+        return WholeTensor(whole, ctx.spread), None, None
+
+
+def _sliced(x: Any, index: Any) -> Any:
+    """x[index] without communication, if the index takes rows and tokens by slices or numbers; else None."""
+    if not isinstance(x, WholeTensor) or x.flat or x._gathered is not None:
+        return None
+    index = list(index) if isinstance(index, tuple) else [index]
+    if any(i is None for i in index):
+        return None
+    if (at := next((at for at, i in enumerate(index) if i is Ellipsis), None)) is not None:
+        index[at : at + 1] = [slice(None)] * (x.dim() - len(index) + 1)
+    index += [slice(None)] * (2 - len(index))
+    chosen, rest = index[:2], index[2:]
+    slices = [_as_slice(i, size) for i, size in zip(chosen, x.shape, strict=False)]
+    if None in slices or slices == [slice(None)] * 2:
+        return None
+    narrowed = _Narrowed.apply(x, *slices)
+    numbers = sum(isinstance(i, int) for i in chosen)
+    if numbers:
+        narrowed = narrowed.flatten(0, 1)  # one of the two dims has length 1
+    if numbers == 2:
+        narrowed = narrowed.select(0, 0)
+    return narrowed[(*(slice(None) for i in chosen if isinstance(i, slice)), *rest)] if rest else narrowed
+
+
+def _as_slice(index: Any, size: int) -> slice | None:
+    """The slice that takes what a slice or a number takes; None for any other index."""
+    if isinstance(index, slice) and (index.step is None or index.step > 0):
+        return index
+    if type(index) is int and -size <= index < size:
+        return slice(index % size, index % size + 1)
+    return None
+
+
+def _check_change(x: Any) -> None:
+    """Raises InputError for a piece, or a tensor with pieces: they share no memory, so a change would stay in one."""
+    if isinstance(x, WholeTensor) and (x.is_piece or any(piece() is not None for piece in x.pieces)):
+        raise InputError(
+            "a view or a slice of a model's whole output cannot be changed in place, nor a tensor that has one; got "
+            f"one of {x.spread.name}, make a new tensor, or change .whole() of the output"
+        )
+
+
+def _refuse_change(x: Any) -> NoReturn:
+    """Raises InputError: a WholeTensor has no memory that could be resized or replaced."""
+    raise InputError(
+        "a model's whole output cannot get another shape or other memory in place, nor be an out=; got one of "
+        f"{x.spread.name}, make a new tensor"
+    )
+
+
+def plain(x: Any) -> Any:
+    """`x.whole()` of a WholeTensor; anything else as it is. The first call for x is collective."""
+    return _Gathered.apply(x) if isinstance(x, WholeTensor) else x
+
+
+def _gathered(x: Any) -> Any:
+    return x.gathered() if isinstance(x, WholeTensor) else x
+
+
+def wholes(*arguments: Any) -> list[WholeTensor]:
+    """All WholeTensors in arguments, nested ones included."""
+    return [x for x in tree_leaves(arguments) if isinstance(x, WholeTensor)]
+
+
+def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operator by name, with the defaults of those that were left out."""
+    known = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return {**known, **{a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+
+
+# methods that read the memory of a tensor
+MEMORY = """
+    numpy tolist data_ptr storage untyped_storage __repr__ __format__ __reduce_ex__ __deepcopy__ __array__ __dlpack__
+"""
+DATA = vars(torch._C.TensorBase)["data"]
+# functions that get the whole as a plain tensor
+PLAIN = {
+    *(getattr(Tensor, name) for name in MEMORY.split()),
+    DATA.__get__,
+    *(f for of in (torch, Tensor) for f in (of.quantile, of.nanquantile)),  # they change shapes in place
+}
+UNCHANGEABLE = {DATA.__set__}  # functions that raise
+RESHAPING = {"resize_", "resize_as_", "set_"}  # they change a shape in place, without the tag for it

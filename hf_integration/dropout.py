@@ -1,0 +1,218 @@
+"""Noise in training - dropout, NEFTune - by sample and global token, so that it does not depend on the number of ranks.
+
+A random number depends on the forward, the module, the sample, the token and the channel that it is drawn for, and on
+nothing else. These make a counter, and the number is SplitMix64's for that counter (Steele, Lea, Flood: Fast splittable
+pseudorandom number generators, 2014). So a rank draws numbers for its own tokens alone, and a layer or tile that is
+computed again draws the same numbers.
+
+The seed of a forward is drawn from torch's CPU generator: `torch.manual_seed` sets it, and checkpoints restore it. All
+ranks of a sequence take the seed of their first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.data.placement import Placement
+from ds_seqpar.errors import ConfigError, InputError
+
+from .graph_breaks import between_graphs
+
+GOLDEN, *FACTORS = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # as int64
+SAMPLE = 2**32  # the counter's distance between samples: more than a sequence has tokens
+STEPS = 2**16  # values of a 16-bit number; one 64-bit number is cut into four of them
+NEFTUNE = "neftune_post_forward_hook"  # name of transformers' hook on the embedding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+    """The random numbers of one forward. tokens (rows, own tokens) int64: sample * SAMPLE + position of each token.
+    length: tokens of a whole sequence. recomputed: whether a checkpoint computes the layer again."""
+
+    seed: int
+    tokens: Tensor
+    length: int
+    recomputed: bool = False
+
+    def numbers(self, module: Any, x: Tensor) -> Tensor:
+        """Uniform int16 numbers in the shape of x, which is (rows, own tokens, ...) or (rows * own tokens, ...)."""
+        if not self.recomputed and torch._C._current_graph_task_id() != -1:  # inside of a backward
+            raise InputError(
+                "dropout in layers that are computed again needs the checkpoints of transformers; got others, call "
+                "model.gradient_checkpointing_enable()"
+            )
+        tokens = self.tokens if x.shape[:2] == self.tokens.shape else self.tokens.flatten()
+        if x.shape[: tokens.dim()] != tokens.shape:
+            raise InputError(
+                f"dropout of a patched model needs all of a rank's tokens, {tuple(self.tokens.shape)}; got "
+                f"{tuple(x.shape)} in a {type(module).__name__}, set its p to 0"
+            )
+        channels = x.numel() // tokens.numel()
+        words = -(-channels // 4)
+        counts = (tokens * words)[..., None] + torch.arange(words, device=tokens.device)
+        seed = int(split_mix(torch.tensor([module.noise_number], device="cpu"), self.seed))
+        return split_mix(counts, seed).view(torch.int16)[..., :channels].reshape(x.shape)
+
+
+_current: ContextVar[Draw | None] = ContextVar("hf_integration_noise", default=None)  # None: torch's own noise
+current_draw = _current.get
+
+
+def split_mix(x: Tensor, seed: int) -> Tensor:
+    """Replaces the counters x (int64) by SplitMix64's numbers for them, in place."""
+    x.mul_(GOLDEN).add_(seed)
+    for shift, factor in zip((30, 27, 31), (*FACTORS, None), strict=True):
+        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1))
+        if factor is not None:
+            x.mul_(factor)
+    return x
+
+
+@contextlib.contextmanager
+def redrawing(draw: Draw | None) -> Iterator[None]:
+    """A context in which a part of a forward is computed again, with the same random numbers."""
+    with _drawing(draw and dataclasses.replace(draw, recomputed=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _drawing(draw: Draw | None) -> Iterator[None]:
+    token = _current.set(draw)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def drawing_by_tile(compute: Callable[[Tensor, slice], Tensor]) -> Callable[[Tensor, slice], Tensor]:
+    """The function of a tile (x, slice of tokens), so changed that it draws the numbers of those tokens."""
+
+    def run(x: Tensor, cut: slice) -> Tensor:
+        draw = current_draw()
+        with _drawing(draw and dataclasses.replace(draw, tokens=draw.tokens[:, cut])):
+            return compute(x, cut)
+
+    return run
+
+
+def noisy_modules(model: nn.Module) -> list[Any]:
+    """The modules that draw random numbers in a training forward."""
+    return [module for module in model.modules() if module.training and _draws(module)]
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    hooks = module._forward_hooks
+    return bool(hooks) and any(_is_transformers_hook(hook) or _is_our_hook(hook) for hook in hooks.values())
+
+
+def _is_transformers_hook(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") == NEFTUNE
+
+
+def _is_our_hook(hook: Any) -> bool:
+    return isinstance(hook, functools.partial) and hook.func is _neftune
+
+
+def modules_in_words(modules: list[Any]) -> str:
+    """The kinds of modules that draw, with their numbers, for ranks to compare."""
+    kinds = Counter("NEFTune" if not isinstance(m, _DropoutNd) else f"{_kind(m)} p {m.p}" for m in modules)
+    return ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+
+
+def _kind(module: nn.Module) -> str:
+    return (nn.Dropout if type(module) is TokenDropout else type(module)).__name__
+
+
+def prepare_and_seed(modules: list[Any], shared: bool) -> int:
+    """Makes the given modules draw by token, and returns a new seed for a forward; 0 where there are no modules.
+    shared: whether several ranks share a sequence. Raises ConfigError for a kind of dropout that cannot draw by
+    token."""
+    for number, module in enumerate(modules):
+        if type(module) is nn.Dropout and "forward" not in vars(module):
+            module.__class__ = TokenDropout
+        elif isinstance(module, _DropoutNd) and type(module) is not TokenDropout:
+            raise ConfigError(
+                "dropout of a patched model needs modules of type nn.Dropout, with its own forward; got a "
+                f"{type(module).__name__} with p {module.p}, set that to 0"
+            )
+        theirs = {key: hook for key, hook in module._forward_hooks.items() if _is_transformers_hook(hook)}
+        module._forward_hooks.update({key: functools.partial(_neftune, hook) for key, hook in theirs.items()})
+        module.noise_number, module.noise_shared = number, shared
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(1, 2**62)) if modules else 0
+
+
+def begin_forward(sp: SequenceParallel, seed: int, tokens: Tensor, placement: Placement | None, local: bool) -> None:
+    """Begins a forward of `tokens` (rows, own tokens, ...): modules draw its numbers from here on. seed 0: they draw
+    torch's. local: the tokens are whole sequences, not this rank's part."""
+    if not seed:
+        _current.set(None)
+        return
+    rows, own = tokens.shape[:2]
+    length = own * sp.size if placement is None else placement.tokens // (placement.rows or 1)
+    positions = torch.arange(own, device="cpu") if local else sp.held(length, placement, sp.rank)
+    if placement is None or placement.rows is None:
+        row = torch.arange(rows, device="cpu")[:, None]
+    else:
+        rows, row, positions = placement.rows, (positions // length)[None], positions % length
+    # rows of a step are dealt to groups in their order
+    counters = ((sp.data_rank * rows + row) * SAMPLE + positions).to(tokens.device, non_blocking=True)
+    _current.set(Draw(seed=seed, tokens=counters, length=length))
+
+
+def restore_modules(model: nn.Module) -> None:
+    """Undoes `prepare_and_seed`: the model's modules draw torch's numbers again."""
+    for module in model.modules():
+        if type(module) is TokenDropout:
+            module.__class__ = nn.Dropout  # type: ignore[assignment]
+        hooks: dict[int, Any] = module._forward_hooks
+        hooks.update({key: hook.args[0] for key, hook in hooks.items() if _is_our_hook(hook)})
+        vars(module).pop("noise_number", None), vars(module).pop("noise_shared", None)
+
+
+class TokenDropout(nn.Dropout):
+    """nn.Dropout that draws by token. Its p is rounded to a multiple of 1/65536."""
+
+    noise_shared: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or (torch.compiler.is_compiling() and not self.noise_shared):
+            return super().forward(x)
+        return self._dropped(x)
+
+    @between_graphs
+    def _dropped(self, x: Tensor) -> Tensor:
+        draw = current_draw()
+        if draw is None or self.p == 1:
+            return super().forward(x)
+        dropped = min(round(self.p * STEPS), STEPS - 1)
+        return x * (draw.numbers(self, x) >= dropped - STEPS // 2) * (STEPS / (STEPS - dropped))
+
+
+def _neftune(theirs: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
+    """transformers' NEFTune hook, but with noise by token. Its size depends on the length of whole sequences."""
+    if not module.training or (torch.compiler.is_compiling() and not module.noise_shared):
+        return theirs(module, args, output)
+    return _noisy(theirs, module, args, output)
+
+
+@between_graphs
+def _noisy(theirs: Callable[..., Tensor], module: Any, args: tuple, output: Tensor) -> Tensor:
+    draw = current_draw()
+    if draw is None:
+        return theirs(module, args, output)
+    size = module.neftune_noise_alpha / math.sqrt(draw.length * output.shape[2])
+    return output + (draw.numbers(module, output).to(output.dtype) + 0.5) * (size * 2 / STEPS)

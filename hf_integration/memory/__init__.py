@@ -1,0 +1,1 @@
+"""Tiled MLPs and losses, stages of heads, and sliced weights, for less memory."""

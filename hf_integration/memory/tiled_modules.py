@@ -1,0 +1,276 @@
+"""Tiled MLPs, norms and a tiled loss for patched models: which modules, in how many tiles, and when.
+
+The tiles of an MLP run inside one call of its module, and so do those of the head with the loss. So hooks on the
+module, such as ZeRO-3's, see one call and one backward, and ranks may have different numbers of tiles. Hooks on modules
+inside an MLP would run once a tile. Therefore the MLP is marked as a leaf of ZeRO-3, which then gathers and reduces all
+its parameters together. How the loss is tiled: `tiled_loss`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.errors import SECTION, ConfigError
+from ds_seqpar.runtime.checkpoints import is_checkpointed
+
+from ..families import attentions, is_of_liger, unwrapped
+from ..graph_breaks import between_graphs
+from .tiled_function import tile_count, tiled, trained_parameters
+from .tiled_loss import LEAF, STAGED, TILING, Tiling, model_forward
+
+# attribute of a tiled module: the forward that the instance had in place of its class's (Liger's)
+INSTANCE_FORWARD = "_sequence_parallel_own_forward"
+# names of the norm before the MLP; a layer's is the first of these that it has. The last one is also the name of the
+# norm before attention: a layer without it has norms after attention and MLP alone
+NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm")
+
+
+def check_tiles(model: Any, config: SequenceParallelConfig) -> None:
+    """Raises ConfigError where the model cannot have the `mlp_tiles` or `loss_tiles` of the config."""
+    if _tiling(model) is not None:
+        return
+    mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
+    if config.mlp_tiles not in (1, "auto") and not mlps:
+        raise ConfigError(
+            f"{SECTION}.mlp_tiles needs dense MLPs; got {config.mlp_tiles} for a model of family "
+            f"{model.config.model_type!r} with experts, whose routers are read a layer at a time, leave it out"
+        )
+    if config.loss_tiles not in (1, "auto") and not head:
+        raise ConfigError(
+            f"{SECTION}.loss_tiles needs a causal language model; got {config.loss_tiles} for a "
+            f"{type(model).__name__}, leave it out"
+        )
+    if head and is_of_liger(model.forward):
+        raise ConfigError(
+            f"{SECTION}.loss_tiles needs a loss that is not fused; got {config.loss_tiles} for a model with Liger's, "
+            'which makes no whole logits either, leave it out, or say "auto"'
+        )
+    for name, modules in (("mlp_tiles", mlps), ("loss_tiles", [*head, model] if head else [])):
+        if other := [module for module in modules if _has_other_forward(module)]:
+            raise ConfigError(
+                f"tiles need modules with the forward of their class; got a {type(other[0]).__name__} with one of its "
+                f"own (as trl's SFTTrainer sets, whose loss is in chunks already), leave {SECTION}.{name} out"
+            )
+    if any(hasattr(module, "ds_id") and not hasattr(module, LEAF) for module in _zero_leaves(mlps, head)):
+        raise ConfigError(
+            "tiles under ZeRO-3 need a model that is patched before DeepSpeed has it; got one that an engine has, call "
+            "patch_attention first, or ds_seqpar.initialize"
+        )
+
+
+def tile(model: Any, config: SequenceParallelConfig) -> None:
+    """Replaces the forward of MLPs, norms and the model itself by tiled ones, as the config says. Checks nothing."""
+    mlps, head = _mlps(model, config.mlp_tiles), _head(model, config.loss_tiles)
+    norms = _norms(model) if mlps or config.mlp_tiles == "auto" else []
+    if not mlps and not norms and not head:
+        return
+    base, forwards = model.base_model, [(module, _tiled_forward) for module in (*mlps, *norms)]
+    if head:
+        forwards.append((model, model_forward))
+    hooks = [base.register_forward_pre_hook(_before_base, with_kwargs=True)]
+    hooks.append(base.register_forward_hook(_after_base, always_call=True))
+    hooks += [mlp.register_forward_pre_hook(before_leaf) for mlp in mlps]
+    modules = (*(module for module, _ in forwards), *head, base)
+    tiling = Tiling(mlp=config.mlp_tiles, loss=config.loss_tiles, modules=modules, hooks=tuple(hooks))
+    for layer, reader, norm in _norms_before(model, mlps):
+        tiling.norms[reader], tiling.layers[norm] = norm, layer
+    for module in (*modules, *attentions(model)):
+        setattr(module, TILING, tiling)
+    for module in _zero_leaves(mlps, head):
+        setattr(module, LEAF, True)
+    for module, forward in forwards:
+        _replace(module, forward)
+
+
+def untile(model: Any) -> None:
+    """Undoes `tile`: removes its hooks and attributes, and gives modules the forward that they had."""
+    tiling = _tiling(model)
+    if tiling is None:
+        return
+    for hook in tiling.hooks:
+        hook.remove()
+    for module in {*tiling.modules, *model.modules()}:  # layers may have been added, as copies of others
+        if vars(module).pop(TILING, None) is None:
+            continue
+        own = vars(module).pop(INSTANCE_FORWARD, None)
+        if hasattr(vars(module).get("forward"), TILING):  # nobody has put another around it
+            del module.forward
+            if own is not None:
+                module.forward = types.MethodType(own, module)
+        if not hasattr(module, "ds_id"):  # ZeRO-3 reads the mark again of a module that it has hooked
+            vars(module).pop(LEAF, None)
+
+
+@contextlib.contextmanager
+def evaluated(model: nn.Module, what: Literal["loss", "logits"] | None) -> Iterator[None]:
+    """A context in which forwards without gradients compute the loss in tiles too.
+
+    what: "logits" returns whole logits beside the loss, "loss" none; None: the loss is not tiled. Does nothing for a
+    model without tiles."""
+    tiling = _tiling(unwrapped(model))
+    if tiling is None:
+        yield
+        return
+    before, tiling.evaluated = tiling.evaluated, what
+    try:
+        yield
+    finally:
+        tiling.evaluated = before
+
+
+def add_up_losses(model: Any, add_up: bool) -> float | None:
+    """Sets whether forwards from now on add up the token losses of their tiles. Returns the sum since the last call,
+    None where nothing was added up."""
+    tiling = _tiling(model)
+    if tiling is None:
+        return None
+    found, tiling.losses = tiling.losses, [] if add_up else None
+    return sum(found) if found else None
+
+
+def has_tiled_loss(model: Any) -> bool:
+    """Whether a model computes its loss in tiles."""
+    return hasattr(vars(model).get("forward"), TILING)
+
+
+def _tiling(model: Any) -> Tiling | None:
+    """The Tiling that `tile` has set on a model; None: it has no tiles."""
+    return getattr(getattr(model, "base_model", None), TILING, None)
+
+
+def _mlps(model: Any, tiles: int | str) -> list[nn.Module]:
+    """The dense MLPs. Experts are left out: hooks read their routers once a layer, for the loss that balances them."""
+    layers = getattr(model.base_model, "layers", ()) if tiles != 1 else ()
+    return [layer.mlp for layer in layers if hasattr(layer.mlp, "down_proj")]
+
+
+def _norms(model: Any) -> list[nn.Module]:
+    """The norms over whole hidden states. With their fp32 copies they hold more memory than attention does."""
+    base = model.base_model
+    around = [module for layer in getattr(base, "layers", ()) for module in layer.children()]
+    norms = [module for module in (*around, *base.children()) if _is_norm(module)]
+    return [module for module in norms if not _has_other_forward(module)]
+
+
+def _norms_before(model: Any, mlps: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
+    """(layer, what computes a norm with its own tiles: an attention in head stages or a tiled MLP, that norm)."""
+    for layer in getattr(model.base_model, "layers", ()):
+        first = getattr(layer, NORMS_BEFORE_MLP[-1], None)
+        if layer.mlp not in mlps or first is None:
+            continue
+        staged = hasattr(layer.self_attn, STAGED)
+        if staged and not _has_other_forward(first):
+            yield layer, layer.self_attn, first
+        norm = next(getattr(layer, name) for name in NORMS_BEFORE_MLP if hasattr(layer, name))
+        if (staged or norm is not first) and not _has_other_forward(norm):
+            yield layer, layer.mlp, norm
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
+
+
+def _head(model: Any, tiles: int | str) -> list[nn.Module]:
+    """[the head], if the model has one and the loss is to be tiled. "auto" leaves the loss to Liger's fused one."""
+    if tiles == 1 or (tiles == "auto" and is_of_liger(model.forward)):
+        return []
+    return [model.lm_head] if hasattr(model, "lm_head") else []
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward that is neither its class's nor Liger's."""
+    return "forward" in vars(module) and not is_of_liger(module.forward)
+
+
+def _untiled_forward(module: nn.Module) -> Callable[..., Any]:
+    """The function that computed a module before `tile` did: the instance's forward, or its class's."""
+    return vars(module).get(INSTANCE_FORWARD, type(module).forward)
+
+
+def _zero_leaves(mlps: list[nn.Module], head: list[nn.Module]) -> list[nn.Module]:
+    """The tiled modules that contain modules, MLPs and heads with LoRA: ZeRO-3 is to take each as one (a leaf)."""
+    return [module for module in (*mlps, *head) if next(module.children(), None) is not None]
+
+
+def _replace(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Makes `function` the module's forward while it has tiles. It is a method of the instance, so that a copy of the
+    module has its own, and keeps the signature of the class's forward."""
+    if "forward" in vars(module):
+        setattr(module, INSTANCE_FORWARD, vars(module)["forward"].__func__)
+
+    @functools.wraps(_untiled_forward(module))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (function if hasattr(self, TILING) else _untiled_forward(self))(self, *args, **kwargs)
+
+    setattr(forward, TILING, True)
+    module.forward = types.MethodType(forward, module)
+
+
+def _before_base(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    tiling = getattr(module, TILING)
+    tiling.local = not kwargs.get("sequence_parallel", False)  # the argument is the patch's
+    tiling.watched = frozenset()
+
+
+def _after_base(module: Any, args: tuple, output: Any) -> None:
+    tiling = getattr(module, TILING)
+    tiling.local = False  # a checkpoint may compute layers again at any time
+    try:
+        if output is not None:  # forward has not failed
+            tiling.check_read()
+    finally:
+        tiling.forget()
+
+
+def before_leaf(module: Any, args: tuple) -> tuple | None:
+    """Prepares a leaf's call under ZeRO-3. The parameters of the norm before it are gathered with its own. An input
+    without gradient (LoRA in a first layer) gets one: else ZeRO-3 would reduce the leaf's gradients too early."""
+    if (tiling := getattr(module, TILING, None)) is not None:
+        tiling.lend(module)
+    needs_grad = args and hasattr(module, "ds_id") and torch.is_grad_enabled() and not args[0].requires_grad
+    if needs_grad and trained_parameters(module):
+        return (args[0].detach().requires_grad_(), *args[1:])
+    return None
+
+
+@between_graphs
+def _tiled_forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """The forward of an MLP or a norm in tiles of tokens: (B, s, hidden size) -> the same shape."""
+    (x,) = (*args, *kwargs.values())
+    untiled, tiling = _untiled_forward(module), getattr(module, TILING)
+    tokens = x.shape[0] * x.shape[1]
+    tiles = tile_count(tokens, x.shape[2]) if tiling.mlp == "auto" else tiling.mlp
+    if tiling.local or tiles == 1:
+        return untiled(module, x)
+    is_norm = _is_norm(module)
+    if is_norm and tiling.defers(module) and _keeps_dtype(module, untiled, x):
+        return tiling.defer(x, module, untiled)
+    if is_norm:
+        tiling.check_read()
+    source = None if is_norm else tiling.source(x, module)
+    # the input of an MLP's own norm is made inside the layer; a checkpoint's second run makes it for one backward only
+    used_up = source is not None and tiling.in_layer and is_checkpointed() and tiling.readers(source.norm) == 1
+    return tiled(lambda tile, _: untiled(module, tile), x, trained_parameters(module), tiles, source, used_up)
+
+
+def _keeps_dtype(norm: nn.Module, untiled: Callable[..., Tensor], x: Tensor) -> bool:
+    with torch.no_grad():
+        return untiled(norm, x[:, :1]).dtype == x.dtype
+
+
+@between_graphs
+def normed(module: nn.Module, x: Tensor) -> Tensor:
+    """The input of an attention module: x, or the output of the norm before it if that was deferred."""
+    tiling = getattr(module, TILING, None)
+    source = None if tiling is None else tiling.source(x, module)
+    if source is None:
+        return x
+    return tiled(lambda tile, _: tile, x, [], tile_count(x.shape[0] * x.shape[1], x.shape[2]), source)

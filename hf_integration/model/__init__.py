@@ -1,0 +1,1 @@
+"""The patch of a transformers model: attention, losses, positions."""

@@ -1,0 +1,84 @@
+"""Gradient checkpointing of transformers models in which attention runs once (ds_seqpar.runtime.checkpoints).
+
+`gradient_checkpointing_enable` leaves a checkpoint function in each layer, which is wrapped before a sharded forward.
+So that function needs no context_fn, may be reentrant, and may be set at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.runtime.checkpoints import Checkpoint
+
+from .. import dropout
+from ..memory.tiled_modules import TILING
+
+PATCH = "_sequence_parallel_patch"  # an attribute of a patched model's base model
+FUNCTION = "_gradient_checkpointing_func"
+
+
+def layers_of(model: nn.Module) -> tuple[Any, ...]:
+    """The layers that transformers can checkpoint."""
+    return tuple(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+
+
+def is_checkpointed(layer: Any) -> bool:
+    """Whether the layer's next forward is checkpointed."""
+    return layer is not None and layer.training and layer.gradient_checkpointing
+
+
+class AsInForward:
+    """A checkpoint function whose second run, in backward, repeats its first: local or sharded, with the same noise,
+    whatever forwards came between. base: the patched base model."""
+
+    def __init__(self, checkpoint: Callable[..., Any], base: nn.Module) -> None:
+        self.checkpoint, self.base = checkpoint, weakref.ref(base)
+
+    def __deepcopy__(self, memo: dict) -> AsInForward:
+        base: Any = self.base()
+        return self if base is None else AsInForward(self.checkpoint, memo.get(id(base), base))
+
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        base: Any = self.base()
+        if torch.compiler.is_compiling() or not hasattr(base, PATCH):
+            return self.checkpoint(function, *args, **kwargs)
+        patch, tiling = getattr(base, PATCH), getattr(base, TILING, None)
+        local, drawn = patch.local, dropout.current_draw()
+
+        def run(*args: object, **kwargs: object) -> Any:
+            if not local and getattr(base, PATCH, None) is not patch:
+                raise ConfigError(
+                    "backward computes checkpointed layers again, for which the model must be patched as it was in "
+                    "forward; got one that was unpatched since, call unpatch_attention after backward"
+                )
+            with dropout.redrawing(drawn), contextlib.nullcontext() if tiling is None else tiling.being(local):
+                return function(*args, **kwargs)
+
+        return self.checkpoint(run, *args, **kwargs)
+
+
+def keep_attention(layers: tuple[Any, ...], base: nn.Module, sp: SequenceParallel) -> None:
+    """Wraps the layers' checkpoint functions, so that they keep attention's results where the settings say so."""
+    if torch.compiler.is_compiling():
+        return  # the compiler decides what it keeps
+    for layer in layers:
+        function = vars(layer).get(FUNCTION)
+        if layer.gradient_checkpointing and function is not None and not isinstance(function, Checkpoint):
+            setattr(layer, FUNCTION, sp.checkpointing(AsInForward(function, base)))
+
+
+def forget(model: nn.Module) -> None:
+    """Undoes `keep_attention`: gives a model's layers the checkpoint functions back that they had."""
+    for layer in layers_of(model):
+        function = vars(layer).get(FUNCTION)
+        if isinstance(function, Checkpoint) and isinstance(function.checkpoint, AsInForward):
+            setattr(layer, FUNCTION, function.checkpoint.checkpoint)

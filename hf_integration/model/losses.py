@@ -1,0 +1,276 @@
+"""Checks of a model's loss where sequences are shared, and the part of a loss that balances experts.
+
+A rank's loss of its own tokens must be the sum of token losses on shift_labels over num_items_in_batch. One that drops
+both in its **kwargs, or adds a term, would silently train wrong. So it is tried: a `loss_function` on two tokens, and
+then the loss of a forward, up to rounding. On whole batches a forward of a user's own sees whole outputs instead, so
+there its loss may be any (`families.is_plain_head`).
+
+The loss that balances experts multiplies two sums over tokens (Switch Transformer, equation 4). A mean of ranks' losses
+would be another number than the unsplit model's, with other gradients. So it is computed of whole sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ds_seqpar import SequenceParallel
+from ds_seqpar.data.batches import IGNORE
+from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
+from ds_seqpar.runtime.agreement import agree, gathered
+from ds_seqpar.whole import WholeTensor
+
+from ..families import FAMILIES, as_in_training, is_causal_lm, unwrapped
+from ..memory.tiled_loss import token_losses
+from ..memory.tiled_modules import add_up_losses, evaluated
+
+ITEMS = 3.0  # the divisor that a loss is tried with
+
+
+def check_function(model: nn.Module, sp: SequenceParallel) -> None:
+    """Raises ConfigError on every rank unless the loss_function of a causal language model of transformers is right."""
+    if _has_loss(model):
+        agree(sp.control_world, "loss function", None, error=loss_function_error(unwrapped(model), "initialize"))
+
+
+def check_engine(engine: Any, sp: SequenceParallel) -> None:
+    """Raises ConfigError on every rank unless the engine's model, a causal language model of transformers, calls
+    sp.attention and gives the loss that is needed. One forward of the shortest sequence; leaves modes and random state
+    as they were."""
+    if not _has_loss(engine.module):
+        return
+    given = probe(sp, unwrapped(engine.module).config.vocab_size, engine.device)
+    error, tried = None, None
+    before = sum(sp.comm.received.values())
+    try:
+        with evaluating(engine):
+            output = engine(**given, num_items_in_batch=ITEMS)
+            losses, dtype = [output.loss], output.loss.dtype
+            if way := as_in_training(unwrapped(engine.module)):
+                losses.append(engine(**given, **way, num_items_in_batch=ITEMS).loss)
+                dtype = output.logits.dtype  # in which the fused loss computes logits of its own
+        if not isinstance(logits := output.logits, Tensor) or logits.shape[:2] != given["shift_labels"].shape:
+            raise _error("no logits to compare its loss with", "initialize")
+        expected = token_losses(logits, given["shift_labels"]) / ITEMS
+        tried = max((TriedLoss.of(loss, expected, dtype) for loss in losses), key=lambda one: abs(one.rest))
+    except SeqParError:
+        raise  # on all ranks
+    except Exception as reason:
+        error = as_seqpar_error("trying the model's loss (check_loss=False leaves that out) failed", reason)
+    error = shard_loss_error(sp.control_world, sp, tried, "initialize") or error
+    received = sum(sp.comm.received.values()) - before
+    if not agree(sp.control_world, "loss of the model", None, error=error, number=received) and sp.size > 1:
+        raise ConfigError(
+            "a model that is given with sequence_parallel=sp must call sp.attention; got "
+            f"{type(unwrapped(engine.module)).__name__}, in whose forward nobody communicated, see docs/other_models.md"
+        )
+
+
+def _has_loss(model: nn.Module) -> bool:
+    model = unwrapped(model)
+    return isinstance(model, PreTrainedModel) and is_causal_lm(model)
+
+
+def probe(sp: SequenceParallel, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+    """This rank's part of a sequence of the smallest length. Its shift_labels could not be made from its labels, so a
+    loss that ignores them gives another number."""
+    ids = torch.arange(sp.multiple)[None] % vocabulary
+    given = sp.shard_batch({"input_ids": ids, "labels": ids.clone()}, training=False)
+    given["shift_labels"] = (given["labels"] * 3 + 1) % vocabulary
+    return {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)}
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which the model, or engine, is in evaluation mode and has no gradients. The loss is that of tokens
+    alone, without a part for experts; a tiled loss stays tiled, and has whole logits beside it. Afterwards modes,
+    torch's random state, and ZeRO-3's record of the order of modules are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), without_balance_loss(model), evaluated(model, "logits"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        _forget_order(model)
+
+
+def _forget_order(engine: nn.Module) -> None:
+    """Drops ZeRO-3's record of the order of modules, which it takes in its first forward and prefetches by. It must be
+    taken in a training forward: selective checkpointing would otherwise see other operations when it recomputes."""
+    optimizer = getattr(engine, "optimizer", None)
+    offload: Any = getattr(optimizer, "parameter_offload", optimizer)
+    if hasattr(offload, "get_param_coordinator"):
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
+def loss_function_error(model: PreTrainedModel, option_of: str) -> ConfigError | None:
+    """The error for a wrong `model.loss_function`; None where it is right. option_of: the name of what takes
+    check_loss=False, for the sentence; "" where nothing does."""
+    logits, labels = torch.tensor([[[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]), torch.tensor([[1, 0]])
+    shifted = torch.tensor([[2, IGNORE]])  # nothing that could be made from labels
+    expected = float(F.cross_entropy(logits[0, :1], shifted[0, :1])) / 4
+    given = {"labels": labels, "vocab_size": 3, "num_items_in_batch": torch.tensor(4), "shift_labels": shifted}
+    try:
+        loss = float(model.loss_function(logits=logits, **given))
+    except Exception as reason:
+        return _error(f"a loss_function that cannot take them ({type(reason).__name__}: {reason})", option_of)
+    tried = TriedLoss.of(torch.tensor(loss), expected)
+    return tried.error(option_of, "a loss_function that gives {} for {}") if tried.rest else None
+
+
+class TriedLoss(NamedTuple):
+    """The loss that a forward gave, the sum of its token losses over num_items_in_batch, and how far apart rounding may
+    bring them."""
+
+    found: float
+    expected: float
+    rounding: float
+
+    @classmethod
+    def of(cls, loss: Tensor, expected: float, dtype: torch.dtype | None = None, tokens: int = 1) -> TriedLoss:
+        """dtype: the least exact one of the arithmetic; None: the loss's. Token losses are summed in fp32."""
+        found = float(loss.detach())
+        eps = max(torch.finfo(x).eps for x in (torch.float32, loss.dtype, dtype or loss.dtype))
+        return cls(found, expected, min(1e-2, eps * max(8, tokens**0.5)) * max(abs(found), abs(expected)))
+
+    @property
+    def rest(self) -> float:
+        """What the loss has beside its token losses; 0 where that is rounding."""
+        rest = self.found - self.expected
+        alike = self.found == self.expected or (math.isnan(self.found) and math.isnan(self.expected))
+        return 0.0 if alike or abs(rest) <= self.rounding else rest
+
+    def error(self, option_of: str, got: str = "{} where that is {}") -> ConfigError:
+        return _error(got.format(*(f"{x:.7g}" for x in self[:2])), option_of)
+
+
+def shard_loss_error(
+    group: dist.ProcessGroup | None, sp: SequenceParallel, tried: TriedLoss | None, option_of: str
+) -> ConfigError | None:
+    """The error for the loss of sharded forwards; None where it is right. Collective over the group.
+
+    What a rank's loss has beside token losses may be the same on all ranks, as a penalty on parameters is. Sharded
+    losses are averaged over ranks, where it then counts once."""
+    all_tried = [one for _, one in gathered(group, ("loss of the model", tried))]
+    if tried is None or not tried.rest:
+        return None
+    rests = [one.rest if one else math.nan for one in all_tried]
+    alike = sp.size > 1 and max(rests) - min(rests) <= max(one.rounding for one in all_tried if one)
+    return None if alike else tried.error(option_of)
+
+
+def tried_loss(model: Any, labels: Tensor, items: float, output: Any, share: float) -> TriedLoss | None:
+    """What a forward's loss shows; None where it cannot be tried, as without logits and without a tiled loss. labels:
+    the forward's shift_labels, over `items`. share: of the balance of experts that the loss includes."""
+    named = output if isinstance(output, Mapping) else dict(zip(("loss", "logits"), output, strict=False))
+    loss, logits, experts = (named.get(name) for name in ("loss", "logits", "aux_loss"))
+    losses = add_up_losses(model, False)  # of a tiled loss, which gives no logits
+    if isinstance(logits, Tensor) and logits.shape[:2] == labels.shape:
+        losses = token_losses(logits, labels)
+    if loss is None or losses is None or not items:
+        return None
+    balance = 0.0 if experts is None else share * model.router_aux_loss_coef * float(experts.detach())
+    tried = TriedLoss.of(loss, losses / items + balance, tokens=labels.numel())
+    return tried._replace(rounding=tried.rounding + 8 * torch.finfo(loss.dtype).eps * abs(balance))
+
+
+def _error(got: str, option_of: str) -> ConfigError:
+    got = " ".join(got.split())
+    otherwise = f"give {option_of} check_loss=False" if option_of else "compute it from the whole logits"
+    return ConfigError(
+        "a rank's loss must be the sum of token losses on shift_labels divided by num_items_in_batch, and nothing more "
+        f"(such as a z-loss, or a penalty); got {got}, pass both on to transformers' loss and leave loss_tiles out, or "
+        f"{otherwise} where another loss is meant: on whole batches a forward of your own may add terms (docs/whole.md)"
+    )
+
+
+class ExpertBalance:
+    """The balance of experts in the loss of a patched model."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+        sp.mask_users.add(self)  # `shard_batches` then gives the mask, without which padding would count
+
+    def __deepcopy__(self, memo: dict) -> ExpertBalance:
+        return ExpertBalance(self.sp)
+
+    def close(self) -> None:
+        self.sp.mask_users.discard(self)
+
+    def correct(self, model: Any, kwargs: dict[str, Any], output: Any, share: float) -> Any:
+        """The output of a sharded forward, in whose loss the balance over whole sequences replaces the balance over
+        this rank's tokens. share: the part of it in a rank's loss. It is 1 for batches of `shard_batches`, whose
+        losses are averaged over ranks, and 1 / size in a whole call, where they are summed. Whole router logits, which
+        a head of the user's own was given, make a balance that is right already."""
+        if getattr(output, "aux_loss", None) is None or isinstance(output.router_logits[0], WholeTensor):
+            return output
+        settings = model.num_experts, model.num_experts_per_tok
+        whole = torch.compiler.disable(balance)(self.sp, output.router_logits, *settings, kwargs.get("attention_mask"))
+        if output.get("loss") is not None:
+            # subtracting what the model has added cancels its gradient too, exactly
+            output.loss = output.loss + model.router_aux_loss_coef * (share * whole - output.aux_loss)
+        output.aux_loss = whole
+        return output
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the loss of a known model may have a part that balances experts."""
+    family = FAMILIES.get(model.config.model_type)
+    return family is not None and family.experts and hasattr(model, "router_aux_loss_coef")
+
+
+def balance(
+    sp: SequenceParallel, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
+) -> Tensor:
+    """experts * sum over e of (share of tokens that chose e) * (mean probability of e), of all layers and of all tokens
+    of the group's sequences; `chosen` experts a token. router_logits: (tokens, experts) of each layer. mask: 0 for
+    tokens that do not count."""
+    weight = None if mask is None else mask.reshape(-1, 1).float()
+    sums = []
+    for logits in router_logits:
+        likely = torch.softmax(logits, dim=-1)
+        picked = F.one_hot(likely.topk(chosen, dim=-1).indices, experts).sum(-2).float()
+        ones = torch.ones_like(likely[:, :1], dtype=torch.float32) if weight is None else weight.to(likely.device)
+        sums.append(torch.cat([(x * ones).sum(0) for x in (picked, likely.float(), torch.ones_like(ones))]))
+    total = sp.sum_over_ranks(torch.stack([x.to(sums[0].device) for x in sums]).sum(0))
+    counts, probabilities, rows = total[:experts].detach(), total[experts:-1], total[-1].detach()
+    return experts * (counts / rows * (probabilities / rows)).sum()
+
+
+@contextlib.contextmanager
+def without_balance_loss(model: Any) -> Iterator[None]:
+    """A context in which a model's loss has no part that balances experts."""
+    config: Any = unwrapped(model).config
+    before = getattr(config, "output_router_logits", False)
+    if before:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if before:
+            config.output_router_logits = True
+
+
+def check_output(model: Any, given: dict[str, Any]) -> None:
+    """Raises ConfigError for a forward that balances experts and gives a tuple, in which the loss has no name."""
+    wanted = given.get("output_router_logits")
+    asked = model.config.output_router_logits if wanted is None else wanted
+    as_dict = given.get("return_dict")
+    if asked and (as_dict is False or (as_dict is None and not getattr(model.config, "return_dict", True))):
+        raise ConfigError(
+            "the loss for balanced experts needs a forward with return_dict=True; got False, leave it out or set "
+            "output_router_logits=False"
+        )

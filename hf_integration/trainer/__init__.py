@@ -1,0 +1,1 @@
+"""SequenceParallelTrainer and what it needs."""

@@ -1,0 +1,259 @@
+"""Checks of a Trainer's setup, before training: each setting that would make a sequence parallel run differ from the
+unsplit one raises a sentence.
+
+The label shift and the divisor of the loss must be global (docs/gradient_contract.md). Much that the Trainer does once
+a rank is right only if it is done once for the ranks that share a sequence. Where that is not done, the setting is
+refused here.
+
+What every rank sees alike, a check raises. What a rank may see alone, such as a fault of its own data, a function
+returns as an error: all ranks then raise it together, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+from transformers.trainer_utils import has_length
+
+from ds_seqpar import SequenceParallel, engine
+from ds_seqpar.config.deepspeed_checks import check_deepspeed
+from ds_seqpar.config.deepspeed_json import read_deepspeed
+from ds_seqpar.data.batches import check_batch
+from ds_seqpar.data.loader import Loader
+from ds_seqpar.errors import ConfigError, SeqParError, as_seqpar_error
+
+from ..model.patch import sees_whole_outputs
+
+# field of TrainingArguments -> (the wrong value, what is needed and why)
+ARGUMENTS = {
+    "average_tokens_across_devices": (
+        False,
+        "average_tokens_across_devices=True, ranks hold different numbers of label tokens and must divide by their sum",
+    ),
+    "train_sampling_strategy": (
+        "batch_rebalance",
+        "a train_sampling_strategy that gives the ranks of a sequence the same examples; use random, sequential or "
+        "group_by_length",
+    ),
+    "predict_with_generate": (True, "predict_with_generate=False, it would generate from a part"),
+    "eval_use_gather_object": (True, "eval_use_gather_object=False, results are gathered as tensors"),
+    "auto_find_batch_size": (
+        True,
+        "auto_find_batch_size=False, a rank that runs out of memory would try again without its peers",
+    ),
+}
+# setting of accelerate's data loaders -> (what it must be, why)
+BATCHING = {
+    "dispatch_batches": (False, "the first rank would hand every rank another part of a batch"),
+    "split_batches": (False, "batch sizes are those of a group of ranks"),
+    "even_batches": (True, "groups would make unequal numbers of steps and wait for one another"),
+}
+# kind of training that is not supported yet -> Trainers of trl for it
+KINDS = {
+    "other preference training": ("KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer"),
+    "reinforcement learning": ("GRPOTrainer", "RLOOTrainer", "PPOTrainer"),
+    "distillation": ("DistillationTrainer", "GKDTrainer"),
+}
+SUPPORTED = ("SFTTrainer", "DPOTrainer", "_BaseTrainer")  # the Trainers of trl that may be extended
+TOKENS = {"input_ids", "inputs_embeds", "labels"}  # a tokenized example has one of these columns
+# fields of TrainingArguments that all ranks must have alike: they decide what is trained, and when ranks communicate
+ALIKE = (
+    *("seed", "data_seed", "max_steps", "num_train_epochs", "train_sampling_strategy", "ignore_data_skip"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("dataloader_drop_last", "bf16", "fp16", "gradient_checkpointing", "max_grad_norm", "weight_decay"),
+    *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_only_model"),
+    "enable_jit_checkpoint",
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
+)
+# sections and settings of the DeepSpeed JSON that all ranks must have alike
+OF_JSON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16")
+TRIED_EXAMPLES = 64  # examples of a data set that are tried before training
+
+
+def check_kind(kind: type) -> None:
+    """Raises ConfigError for a class that extends a Trainer of another kind than those that are supported."""
+    named = {name: what for what, names in KINDS.items() for name in names}
+    for base in kind.__mro__:
+        name, library = base.__name__, base.__module__.partition(".")[0]
+        # all other Trainers of trl are refused too: it has too many experimental ones to list
+        if name in named or (library == "trl" and name.endswith("Trainer") and name not in SUPPORTED):
+            raise ConfigError(
+                "sequence parallel training is of next tokens or of preferences (Trainer, trl's SFTTrainer and "
+                f"DPOTrainer), {named.get(name, 'other training')} is not supported yet; got a {name}, compute its "
+                "loss in a loop of your own with share_sequences (docs/whole.md, examples/grpo_loop.py, "
+                "examples/reward_loop.py)"
+            )
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises ConfigError for TrainingArguments that cannot be combined with sequence parallelism."""
+    for field, (wrong, needed) in ARGUMENTS.items():
+        value = getattr(args, field, None)
+        if field in vars(args) and (bool(value) if isinstance(wrong, bool) else value) == wrong:
+            got = repr(value) if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+            raise ConfigError(f"sequence parallel training needs {needed}; got {field}={got}")
+
+
+def check_json(args: TrainingArguments) -> None:
+    """Raises ConfigError for a DeepSpeed JSON, a file or a dict, that DeepSpeed refuses, or with faults that
+    transformers would read without an error."""
+    given = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(given, Mapping) or (isinstance(given, str | os.PathLike) and os.path.isfile(given)):
+        check_deepspeed(read_deepspeed(given), given)
+
+
+def count_by_rank(config: Any, sp: SequenceParallel) -> None:
+    """Lets the `train_batch_size` of a JSON count sequences, as `initialize` does, or ranks, as transformers does.
+    config: of transformers, with "auto" filled in. Raises ConfigError for any other number."""
+    engine.count_by_rank(config.config, sp)
+    config.mismatches = [x for x in config.mismatches if not x.startswith("- ds train_batch_size=")]
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises ConfigError for an Accelerator whose settings, from TrainingArguments or a launcher, do not fit."""
+    world = _world_size()
+    if accelerator.num_processes != world:
+        raise ConfigError(
+            f"the Trainer must see all ranks; it sees {accelerator.num_processes} of {world}, on a machine without "
+            "GPUs pass TrainingArguments(use_cpu=True)"
+        )
+    if accelerator.state.deepspeed_plugin is None:
+        raise ConfigError(
+            "SequenceParallelTrainer needs DeepSpeed; got none, pass TrainingArguments(deepspeed=...) a JSON with a "
+            '"sequence_parallel" section, or use accelerate launch --use_deepspeed'
+        )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise ConfigError(
+            "sequence parallel training needs an Accelerator without a ParallelismConfig, which would shard a second "
+            "time; got one that the script made, give the ParallelismConfig to "
+            "TrainingArguments(parallelism_config=...), from where the Trainer takes its sizes"
+        )
+    for name, (needed, why) in BATCHING.items():
+        if bool(getattr(accelerator, name)) is not needed:
+            raise ConfigError(
+                f"sequence parallel training needs {name}={needed}, {why}; got {name}={not needed} in "
+                "accelerator_config"
+            )
+
+
+def _world_size() -> int:
+    """The number of ranks. Raises ConfigError where nobody launched them."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
+    if not world and "ACCELERATE_MIXED_PRECISION" in os.environ:  # nobody but its launcher sets it
+        raise ConfigError(
+            "SequenceParallelTrainer needs a process a rank and DeepSpeed; got one process of accelerate launch alone, "
+            "add --use_deepspeed, --num_processes and --deepspeed_config_file to its command"
+        )
+    if not world:
+        raise ConfigError(
+            "SequenceParallelTrainer needs a process a rank; got no launcher, start the script with deepspeed, "
+            "accelerate launch or torchrun"
+        )
+    return world
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Whether the loss is computed from whole outputs: by label smoothing, a compute_loss_func, a user's compute_loss,
+    trl's DPOTrainer, or a model whose own forward may add to it."""
+    if sees_whole_outputs(trainer.model):
+        return True
+    if trainer.args.label_smoothing_factor > 0 or getattr(trainer, "compute_loss_func", None) is not None:
+        return True
+    libraries = "transformers", "trl", __package__
+    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
+    return any(kind.__module__.partition(".")[0] not in libraries or kind.__name__ == "DPOTrainer" for kind in kinds)
+
+
+def loader_error(loader: Any) -> ConfigError | None:
+    """The error for a loader of a user's get_train_dataloader or get_eval_dataloader; None where it is right."""
+    if not isinstance(loader, Loader):
+        return None
+    return ConfigError(
+        "the Trainer deals batches to groups by itself, and must know where an epoch ends; got a loader of sp.loader, "
+        "return self.accelerator.prepare(DataLoader(...)) of the whole data set"
+    )
+
+
+def _datasets(trainer: Any) -> Iterator[tuple[str, Any, int]]:
+    """(name, data set, sequences of it in a group's batch), for training and evaluation."""
+    evaluated = trainer.eval_dataset
+    evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+    yield "training", trainer.train_dataset, trainer.args.per_device_train_batch_size
+    for name, dataset in evaluated.items():
+        yield f"evaluation {name}".strip(), dataset, trainer.args.per_device_eval_batch_size
+
+
+def settings(trainer: Any) -> dict[str, object]:
+    """The settings that must be equal on all ranks: each rank steps its own part of the optimizer by them."""
+    content = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    stage = content.get("zero_optimization", {}).get("stage")
+    in_json = {name: content.get(name) for name in OF_JSON} | {"zero_optimization stage": stage}
+    return {name: getattr(trainer.args, name, None) for name in ALIKE} | {"deepspeed": in_json}
+
+
+def lengths(trainer: Any) -> dict[str, int | None]:
+    """Name of a data set -> its number of examples; None: it does not say. Unequal numbers would make ranks take
+    unequal numbers of steps."""
+    return {
+        f"{name} examples": len(dataset) if has_length(dataset) else None for name, dataset, _ in _datasets(trainer)
+    }
+
+
+def data_error(trainer: Any) -> SeqParError | None:
+    """The error that some examples of the data sets show, such as padding between tokens; None where they are right."""
+    for _, dataset, batch_size in _datasets(trainer):
+        if not isinstance(dataset, IterableDataset) and has_length(dataset) and len(dataset):
+            try:
+                _try_examples(trainer, dataset, batch_size)
+            except Exception as reason:
+                return as_seqpar_error("reading the data set failed", reason)
+    return None
+
+
+def _try_examples(trainer: Any, dataset: Any, batch_size: int) -> None:
+    """Collates the shortest and the longest of some examples, which one batch may hold, and checks the result."""
+    examples = [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // TRIED_EXAMPLES))][:TRIED_EXAMPLES]
+    by_length = {_length(example): example for example in examples}
+    extremes = [by_length[length] for length in sorted({min(by_length), max(by_length)})]
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    for batch in [extremes] if batch_size > 1 else [[example] for example in extremes]:
+        try:
+            collated = collate(batch)
+        except SeqParError:
+            raise
+        except Exception as reason:
+            _refuse_if_text(examples[0], reason)
+            if len(batch) == 1:
+                raise as_seqpar_error("making a batch failed", reason) from reason
+            name = getattr(trainer.data_collator, "__name__", type(trainer.data_collator).__name__)
+            raise ConfigError(
+                f"examples of different lengths need a collator that pads, and a pad token; got {min(by_length)} to "
+                f"{max(by_length)} tokens and {name}, which raised {type(reason).__name__} (see above), use "
+                "DataCollatorForLanguageModeling(tokenizer, mlm=False) with tokenizer.pad_token set"
+            ) from reason
+        if not TOKENS.intersection(collated):
+            _refuse_if_text(examples[0])
+        if not has_own_loss(trainer):
+            check_batch(trainer.sp, collated, causal=True)
+
+
+def _refuse_if_text(example: object, reason: Exception | None = None) -> None:
+    """Raises ConfigError for an example that was not tokenized."""
+    if isinstance(example, Mapping) and not TOKENS.intersection(example):
+        raise ConfigError(
+            f"sequence parallel training needs examples with input_ids, and labels (or a collator that makes them); "
+            f"got {', '.join(sorted(map(str, example))) or 'no column'} alone, tokenize the data set first, and use "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        ) from reason
+
+
+def _length(example: object) -> int:
+    return len(example["input_ids"]) if isinstance(example, Mapping) and "input_ids" in example else 0

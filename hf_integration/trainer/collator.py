@@ -1,0 +1,94 @@
+"""Packs documents of a data set by the `binpacking` library, and makes batches of packs that say where documents
+end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ds_seqpar.data.batches import IGNORE
+from ds_seqpar.errors import ConfigError, InputError
+
+Example = Mapping[str, Any]
+
+
+class Packs(Dataset):
+    """A data set of packs: each a list of documents with at most `tokens` tokens together.
+
+    dataset: map-style, examples with input_ids (and labels). Which documents come together is decided once, by their
+    lengths alone, the same on every rank. Raises ConfigError without the `binpacking` package, InputError for `tokens`
+    below 1, a data set without documents, and a document that has no tokens or more than a pack.
+    """
+
+    def __init__(self, dataset: Any, tokens: int) -> None:
+        try:
+            from binpacking import to_constant_volume
+        except ImportError as reason:
+            raise ConfigError(
+                "packing needs the binpacking package; got none, pip install 'ds_seqpar[trainer]'"
+            ) from reason
+        if type(tokens) is not int or tokens < 1:
+            raise InputError(f"packs must have a whole number of tokens from 1 on; got {tokens!r}")
+        lengths = {index: len(_ids_of(dataset[index])) for index in range(len(dataset))}
+        if not lengths:
+            raise InputError("packs need a data set with one document or more; got none")
+        if unfit := [length for length in lengths.values() if not 0 < length <= tokens]:
+            raise InputError(
+                f"packs of {tokens} tokens need documents of 1 to {tokens}; got one of {unfit[0]}, "
+                f"{'cut it, or make packs larger' if unfit[0] else 'leave it out'}"
+            )
+        self.dataset, self.lengths = dataset, lengths
+        self.packs = [sorted(pack) for pack in to_constant_volume(lengths, tokens)]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        return [self.dataset[document] for document in self.packs[index]]
+
+
+class PackingCollator:
+    """Lays documents end to end: examples, or packs of them, -> input_ids, labels and position_ids, (1, all tokens).
+
+    position_ids begin again with each document, from which everything that takes a batch knows where it ends: no query
+    sees another document, and no label is predicted from one. Examples without labels get their tokens as labels.
+    Nothing is padded; an attention_mask must be all ones. Raises InputError.
+    """
+
+    def __call__(self, examples: Sequence[Example | Sequence[Example]]) -> dict[str, Tensor]:
+        documents: list[Any] = [x for one in examples for x in (one if isinstance(one, list | tuple) else [one])]
+        if not documents:
+            raise InputError("a batch of packs needs one document or more; got none")
+        ids = [_tokens(_ids_of(x)) for x in documents]
+        labels = [_tokens(x.get("labels", x["input_ids"])) for x in documents]
+        for document, tokens, its in zip(documents, ids, labels, strict=True):
+            if len(tokens) != len(its) or not len(tokens):
+                raise InputError(
+                    f"a document needs one token or more and a label for each; got {len(tokens)} tokens and "
+                    f"{len(its)} labels"
+                )
+            if not all(map(bool, document.get("attention_mask", ()))):
+                raise InputError(
+                    "documents are packed without padding; got an attention_mask with zeros, give them as they were "
+                    "before they were padded"
+                )
+        return {
+            "input_ids": torch.cat(ids)[None],
+            "labels": torch.cat([torch.cat([x.new_tensor([IGNORE]), x[1:]]) for x in labels])[None],
+            "position_ids": torch.cat([torch.arange(len(x)) for x in ids])[None],
+        }
+
+
+def _ids_of(document: Example) -> Any:
+    if not isinstance(document, Mapping) or "input_ids" not in document:
+        got = ", ".join(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
+        raise InputError(f"documents to pack need input_ids; got {got or 'no column'} alone, tokenize them first")
+    return document["input_ids"]
+
+
+def _tokens(x: Any) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.int64).flatten()

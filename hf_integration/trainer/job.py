@@ -1,0 +1,184 @@
+"""What the planner must know: the sizes of a transformers model, and the lengths of a Trainer's data."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+)
+
+from ds_seqpar.errors import ConfigError, did_you_mean
+from ds_seqpar.files import Given, call_library, read_json
+from ds_seqpar.planner.limits import check_model
+
+from ..families import FAMILIES, windows
+from ..model.checkpointing import layers_of
+from .collator import PackingCollator, Packs
+
+if TYPE_CHECKING:
+    from ds_seqpar.planner.auto import Job
+    from ds_seqpar.planner.request import Model
+
+
+IDS = "input_ids"
+ROWS = 1000  # of a column that are read at once
+
+
+def job_of(model: PreTrainedModel, job: Job) -> Job:
+    """The job with the model's sizes. Where these cannot be counted the job has neither model nor length, so that
+    nothing is planned."""
+    try:
+        sizes = model_sizes(model)
+    except ConfigError:
+        return dataclasses.replace(job, model=None, seq=None)
+    window_sizes = set(windows(model))
+    return dataclasses.replace(
+        job,
+        model=sizes,
+        window=window_sizes.pop() if len(window_sizes) == 1 else None,
+        checkpointing=job.checkpointing or any(bool(layer.gradient_checkpointing) for layer in layers_of(model)),
+    )
+
+
+def job_of_trainer(args: TrainingArguments, content: Mapping[str, Any], dataset: Any, collator: Any) -> Job:
+    """The job of a Trainer: what it fills in for "auto" in the JSON, and the longest sequence of its data set. A
+    sequence is a row of a batch; where a collator lays documents end to end, it is the whole batch."""
+    from ds_seqpar.planner.auto import Job
+
+    together, documents = args.per_device_train_batch_size, _longest_pack(dataset)
+    seq = longest_example(dataset, args.length_column_name)
+    packed = isinstance(collator, PackingCollator | DataCollatorWithFlattening)
+    if packed and seq and not documents:
+        documents = (seq,)
+    return dataclasses.replace(
+        Job.of(content),
+        seq=sum(documents) * together or seq,
+        documents=documents * together,
+        batch=1 if documents else together,
+        steps=args.gradient_accumulation_steps,
+        sequences=None,  # the Trainer's batch depends on the number of groups, which a prediction must not change
+        dtype="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+        checkpointing=bool(args.gradient_checkpointing),
+    )
+
+
+def _longest_pack(dataset: Any) -> tuple[int, ...]:
+    """The lengths of the documents of the longest pack; () where the data set has no packs."""
+    if not isinstance(dataset, Packs):
+        return ()
+    return max((tuple(dataset.lengths[document] for document in pack) for pack in dataset.packs), key=sum)
+
+
+def longest_example(dataset: Any, column: str) -> int | None:
+    """Tokens of the longest example of a `datasets.Dataset`, by its column of lengths or by the lengths of its
+    input_ids. None for any other data set, whose examples would all have to be made."""
+    library = sys.modules.get("datasets")  # not imported: then it is no such data set
+    if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
+        return None
+    if column in dataset.column_names:
+        return max(dataset[column])
+    import pyarrow.compute as arrow
+    from pyarrow import types
+
+    if IDS not in dataset.column_names:
+        return None
+    kind = dataset.data.schema.field(IDS).type
+    if not (types.is_list(kind) or types.is_large_list(kind)):
+        return None
+    lists = dataset.select_columns([IDS]).with_format("arrow").iter(ROWS)
+    return max(arrow.max(arrow.list_value_length(rows[IDS])).as_py() for rows in lists)
+
+
+WHOLE_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "vocab_size", "num_experts_per_tok", "moe_intermediate_size")  # fmt: skip
+
+
+def numbers_of(place: str) -> Model:
+    """The sizes of a model. place: a folder with a config.json, or that file. Raises ConfigError for anything else, and
+    where transformers cannot make a model of it."""
+    if not os.path.exists(place):
+        raise ConfigError(f"--model must be the folder of a model, or its config.json; there is no {place}")
+    file = os.path.join(place, "config.json") if os.path.isdir(place) else place
+    content = read_json(file, "--model must be the folder of a model, or its config.json; that")
+    where = f"the model's configuration {file}"
+    kind = Given(where, content.get("model_type"), "model_type")
+    if kind.text() not in CONFIG_MAPPING:
+        raise kind.wrong(f"one that transformers knows{did_you_mean(kind.value, CONFIG_MAPPING)}")
+    return call_library("transformers", where, content, lambda given: _sizes_by_transformers(where, given))
+
+
+def _sizes_by_transformers(place: str, content: dict[str, Any]) -> Model:
+    config = AutoConfig.for_model(**content)
+    for name in WHOLE_NUMBERS:
+        if (value := getattr(config, name, None)) is not None:
+            Given(place, value, name).count()
+    return config_sizes(config)
+
+
+def config_sizes(config: PreTrainedConfig) -> Model:
+    """The sizes of a configuration's model. Its parameters are counted on a model on the meta device, which is right
+    for every family."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _unknown(config)
+    check_model(config.to_dict())
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config)
+    return model_sizes(model)
+
+
+def _unknown(config: PreTrainedConfig) -> ConfigError:
+    return ConfigError(
+        f"the memory of a step is known for causal language models; got a config of {config.model_type!r}, give one"
+    )
+
+
+def model_sizes(model: PreTrainedModel) -> Model:
+    """The sizes of a model, on any device, whole or sharded by ZeRO-3. Raises ConfigError for a model without layers or
+    head."""
+    from ds_seqpar.planner.request import Model
+
+    config, layers = model.config, getattr(model.base_model, "layers", None)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if layers is None or head is None:
+        raise _unknown(config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    width = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
+    return Model(
+        hidden=hidden,
+        intermediate=experts * (width or config.intermediate_size),
+        layers=len(layers),
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        vocab=config.vocab_size,
+        parameters=_elements(model),
+        layer_parameters=max(map(_elements, layers)),
+        tied=head.weight is embedding.weight,
+        norms_heads=config.model_type in FAMILIES and FAMILIES[config.model_type].norms_heads,
+    )
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(map(elements, module.parameters()))
+
+
+def elements(parameter: nn.Parameter) -> int:
+    """The elements of a parameter; ZeRO-3 leaves it empty, and notes the number in `ds_numel`."""
+    return getattr(parameter, "ds_numel", parameter.numel())

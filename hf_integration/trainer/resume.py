@@ -1,0 +1,242 @@
+"""The checkpoint that a Trainer resumes from: one that was written to its end, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ds_seqpar.errors import ConfigError
+from ds_seqpar.runtime.agreement import agree, gathered, ranks_in_words
+from ds_seqpar.runtime.process_exit import printed_once
+
+LAST = True  # no text: a folder may have any name
+WORDS: dict[str, bool | None] = {"true": LAST, "last": LAST, "false": None, "none": None, "": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumingRun:
+    """The run that is to read a checkpoint. stage: of ZeRO. scheduler: whether the Trainer, and not DeepSpeed, reads
+    the state of the learning rate scheduler. universal: whether DeepSpeed reads its universal format, which fits any
+    number of ranks."""
+
+    rank: int
+    ranks: int
+    stage: int
+    bf16: bool
+    scheduler: bool
+    universal: bool
+
+    @staticmethod
+    def of(args: TrainingArguments, content: Mapping[str, Any]) -> ResumingRun:
+        """The run of a Trainer. content: its DeepSpeed configuration, with every "auto" filled in."""
+        bf16 = content.get("bf16", {}).get("enabled", False)
+        return ResumingRun(
+            rank=dist.get_rank(),
+            ranks=dist.get_world_size(),
+            stage=content.get("zero_optimization", {}).get("stage", 0),
+            bf16=bf16 if isinstance(bf16, bool) else args.bf16,
+            # with either of them in the JSON, accelerate gives DeepSpeed the scheduler
+            scheduler=not content.keys() & {"optimizer", "scheduler"},
+            universal=bool(content.get("checkpoint", {}).get("load_universal")),
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class CheckpointReport:
+    """What one rank finds out about a checkpoint. step: the optimiser step that it was written after. fault: what is
+    missing or damaged; mismatch: why it belongs to another kind of run; random: the rank's file of random states, if
+    that is missing or damaged. All three are "" where nothing is wrong."""
+
+    step: int = 0
+    fault: str = ""
+    mismatch: str = ""
+    random: str = ""
+
+
+@printed_once
+def checkpoint_of(group: dist.ProcessGroup, given: object, output: str, run: ResumingRun) -> str | None:
+    """The folder to resume from; None: begin anew. Collective over the group of all ranks.
+
+    given: `resume_from_checkpoint` of `train`, which may be a text from a command line. True and "last" mean the last
+    complete checkpoint in the folder `output`. Rank 0 warns of newer ones that are incomplete, and of random states
+    that cannot be restored. Raises ConfigError on every rank where there is no complete checkpoint, or the
+    one that was asked for is incomplete. So it does for one of another number of ranks, ZeRO stage or dtype.
+    """
+    wanted, error = None, None
+    try:
+        wanted = parse_resume_argument(given)
+    except ConfigError as reason:
+        error = reason
+    kind = "a folder" if isinstance(wanted, str) else {None: "none", LAST: "the last one"}[wanted]
+    agree(group, "checkpoint to resume from", {"resume_from_checkpoint": kind}, error=error)
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        return _folder_if_whole(group, wanted, run, {})
+    steps_of_ranks = gathered(group, ("the checkpoints of the output folder", _checkpoint_steps(output)))
+    passed_over: dict[str, str] = {}
+    for step in sorted({step for _, steps in steps_of_ranks for step in steps}, reverse=True):
+        folder = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if (found := _folder_if_whole(group, folder, run, passed_over, required=False)) is not None:
+            return found
+    got = "; ".join(f"{name}, where {fault}" for name, fault in passed_over.items()) or "none"
+    raise ConfigError(
+        f"resuming from the last checkpoint needs a whole one in {output}; got {got}, leave "
+        "resume_from_checkpoint out to begin anew"
+    )
+
+
+def parse_resume_argument(given: object) -> str | bool | None:
+    """The meaning of `resume_from_checkpoint`: a folder, LAST, or None to begin anew. A word such as "last" that is
+    also a folder means the folder. Raises ConfigError for any other type."""
+    if isinstance(given, bool) or given is None:
+        return LAST if given else None
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f'resume_from_checkpoint must be True, "last" or a folder; got {given!r}')
+    text = os.fspath(given)
+    return WORDS[text.lower()] if text.lower() in WORDS and not os.path.isdir(text) else text
+
+
+def _folder_if_whole(
+    group: dist.ProcessGroup,
+    folder: str,
+    run: ResumingRun,
+    passed_over: dict[str, str],
+    required: bool = True,
+) -> str | None:
+    """The folder, if the checkpoint in it is complete on all ranks. If it is not: raises ConfigError where `required`,
+    else returns None and notes the reason in passed_over. Raises ConfigError for a checkpoint of another kind of
+    run."""
+    try:
+        own_report = inspect_checkpoint(Path(folder), run)
+    except Exception as reason:  # a damaged file may raise anything
+        own_report = CheckpointReport(fault=f"reading it failed ({type(reason).__name__})")
+    reports = [found for _, found in gathered(group, ("the checkpoint", own_report))]
+    if mismatch := next((found.mismatch for found in reports if found.mismatch), ""):
+        raise ConfigError(f"{mismatch}; got {folder}")
+    faults: dict[str, list[int]] = {}
+    for rank, found in enumerate(reports):
+        faults.setdefault(found.fault, []).append(rank)
+    if len({found.step for found in reports if not found.fault}) > 1:
+        faults = {"ranks see different steps in it": []}
+    wrong = ", ".join(f"{x} ({ranks_in_words(r)})" if 0 < len(r) < len(reports) else x for x, r in faults.items() if x)
+    if wrong and required:
+        raise ConfigError(
+            f"resume_from_checkpoint needs a whole checkpoint; got {folder}, where {wrong}, "
+            "resume_from_checkpoint=True takes the last whole one of the output folder"
+        )
+    if wrong:
+        passed_over[os.path.basename(folder)] = wrong
+        return None
+    if run.rank == 0:
+        _warn(folder, passed_over, [found.random for found in reports if found.random])
+    return folder
+
+
+def _warn(folder: str, passed_over: Mapping[str, str], random: list[str]) -> None:
+    if passed_over:
+        newer = "; ".join(f"{name} is not ({fault})" for name, fault in passed_over.items())
+        warnings.warn(f"resuming from {folder}, the last checkpoint that is whole: {newer}", stacklevel=2)
+    if random:
+        warnings.warn(
+            f"resuming from {folder} without random states, since {', '.join(random)} cannot be read: what those ranks "
+            "draw (dropout, random changes of examples) may be other numbers than without the interruption",
+            stacklevel=2,
+        )
+
+
+def _checkpoint_steps(folder: str) -> list[int]:
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = [re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name, re.ASCII) for name in names]
+    return [int(match[1]) for match in found if match and os.path.isdir(os.path.join(folder, match[0]))]
+
+
+def inspect_checkpoint(folder: Path, run: ResumingRun) -> CheckpointReport:
+    """A report on the files of a checkpoint that this rank would read."""
+    random = random_state(folder, run.rank, run.ranks)
+    found = CheckpointReport(random="" if is_whole(random) else random.name)
+    found.fault = next(filter(None, _faults(folder, run, found)), "")
+    return found
+
+
+def _faults(folder: Path, run: ResumingRun, found: CheckpointReport) -> Iterator[str]:
+    """Checks file by file and yields what is missing or damaged, or "" for a file in order. The caller stops at the
+    first fault, so later checks may rely on earlier files. found: takes the step and the mismatch."""
+    if not folder.is_dir():
+        yield "there is no such folder"
+    try:
+        found.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+    except FileNotFoundError:
+        yield f"{TRAINER_STATE_NAME} is missing"
+    except (OSError, ValueError, TypeError) as reason:
+        yield f"{TRAINER_STATE_NAME} is damaged ({type(reason).__name__})"
+    if type(found.step) is not int or found.step < 1:
+        yield f"{TRAINER_STATE_NAME} is damaged (global_step {found.step!r})"
+    if run.scheduler:
+        yield _fault(folder / SCHEDULER_NAME)
+    # DeepSpeed reads the files that follow
+    latest, tag = folder / ("latest_universal" if run.universal else "latest"), ""
+    try:
+        tag = latest.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        yield f"{latest.name} is missing or damaged"
+    if not tag or not (folder / tag).is_dir():
+        yield f"the folder that {latest.name} names is missing"
+    if run.universal:
+        return
+    models = sorted((folder / tag).glob("*mp_rank_00_model_states.pt"))
+    if not models:
+        yield f"{tag} has no model_states.pt"
+    read = next((path for path in models if path.name.startswith(f"zero_pp_rank_{run.rank}_")), models[0])
+    yield _fault(read)
+    found.mismatch = _mismatch(read, run)
+    shard = f"zero_pp_rank_{run.rank}_mp_rank_00"
+    if run.stage == 3 and not found.mismatch:
+        yield _fault(folder / tag / f"{shard}_model_states.pt")
+    if run.stage and not found.mismatch:
+        yield _fault(folder / tag / f"{'bf16_' if run.bf16 else ''}{shard}_optim_states.pt")
+
+
+def _mismatch(model_states: Path, run: ResumingRun) -> str:
+    """The setting that differs from those of the run that wrote the file, and what to do; "" where none does."""
+    # as DeepSpeed reads it, except that mmap leaves tensors on the disk
+    written = torch.load(model_states, map_location="cpu", weights_only=False, mmap=True)
+    settings = written.get("ds_config", {})
+    stage, bf16 = settings.get("zero_optimization", {}).get("stage", 0), settings.get("bf16", {}).get("enabled", False)
+    kinds = [{0: "0", 3: "3"}.get(x, "1 or 2") for x in (stage, run.stage)]
+    if kinds[0] != kinds[1]:
+        return f"the checkpoint was written under ZeRO stage {kinds[0]}, and this run has {kinds[1]}: set that stage"
+    if run.stage and written.get("dp_world_size", run.ranks) != run.ranks:
+        return (
+            f"the checkpoint's optimizer is cut for {written['dp_world_size']} ranks, and this run has {run.ranks}: "
+            f'start {written["dp_world_size"]} (another "size" of the sequence_parallel section is fine)'
+        )
+    if run.stage and bool(bf16) != run.bf16:
+        return f"the checkpoint was written with bf16={bool(bf16)}, and this run has bf16={run.bf16}: set it alike"
+    return ""
+
+
+def random_state(folder: Path, rank: int, ranks: int) -> Path:
+    """The file in which the Trainer keeps the state of a rank's random generators."""
+    return folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth")
+
+
+def _fault(path: Path) -> str:
+    return "" if is_whole(path) else f"{path.name} is {'damaged' if path.exists() else 'missing'}"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file of torch.save was written to its end: a zip archive has its list of contents there."""
+    return path.is_file() and zipfile.is_zipfile(path)

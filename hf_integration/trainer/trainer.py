@@ -1,0 +1,337 @@
+"""Fine-tuning with the Trainer: the same losses, norms, evaluation and checkpoints however many ranks share a sequence.
+
+A group of ranks that share sequences takes the place of one rank of the plain Trainer. Its ranks are given the same
+whole batches, and the model gives each of them the plain model's whole outputs. Where the Trainer gathers over ranks,
+it gets the values of groups (`GroupAccelerator`). So its own counting, losses and evaluation stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
+
+from ds_seqpar import SequenceParallelConfig
+from ds_seqpar.config.deepspeed_json import check_settings, left_out, section_of
+from ds_seqpar.cpu_launch import op_lock
+from ds_seqpar.data.batches import IGNORE, counted_labels, fingerprint
+from ds_seqpar.data.documents import documents_of
+from ds_seqpar.engine import prepare_model
+from ds_seqpar.errors import InputError, SeqParError, as_seqpar_error
+from ds_seqpar.runtime import mismatch_hints
+from ds_seqpar.runtime.agreement import Part, agree, sums
+from ds_seqpar.runtime.process_exit import printed_once
+from ds_seqpar.whole import plain
+
+from ..accelerators import GroupAccelerator
+from ..families import unwrapped
+from ..loaders import Stream, examples_of, stream_of
+from ..memory.tiled_modules import evaluated
+from ..model import whole_calls
+from ..model.patch import patch_attention, unpatch_attention
+from . import accelerate_config, checks, preemption, resume, rng_state
+from .callback import SequenceParallelCallback
+from .job import job_of_trainer
+
+Behind: Any = object  # the class after the mixin; for a type checker it may have any attribute
+
+
+class SequenceParallelMixin(Behind):
+    """Goes before `Trainer`, or a subclass of it, in the bases of a class.
+
+    The shape comes from the "sequence_parallel" section of the DeepSpeed JSON. `per_device_train_batch_size` and
+    `per_device_eval_batch_size` then mean sequences for each group of ranks that share one; all figures count
+    sequences. `trainer.sp` is the SequenceParallel in use, `sp.data_rank` the group that a rank works for.
+
+    A loss of one's own - label_smoothing_factor, compute_loss_func, a class's compute_loss or prediction_step - sees
+    whole batches and whole outputs, as the plain Trainer's does.
+
+    gather_logits: compute_metrics and predict have the logits of whole sequences, on every rank; False gives none,
+    which saves their memory. So does a `preprocess_logits_for_metrics` such as an argmax, which sees them in parts.
+    check_loss: the model's own loss must be the sum of token losses on shift_labels over num_items_in_batch, which is
+    looked at in its first forward. False is for a model that means another loss of this rank's part of a batch.
+    Raises ConfigError for whatever would train something else than the unsplit run: see docs/refusals.md.
+    """
+
+    # set over methods and attributes of the Trainer
+    accelerator: Any
+    compute_loss: Any
+    prediction_step: Any
+    preprocess_logits_for_metrics: Any
+    _tr_loss: Any
+
+    @printed_once
+    def __init__(self, *args: Any, gather_logits: bool = True, check_loss: bool = True, **kwargs: Any) -> None:
+        checks.check_kind(type(self))
+        self.gather_logits, self.check_loss = gather_logits, check_loss
+        self._eval_steps: dict[str, int] = {}  # prefix of metrics -> steps of its last evaluation
+        self._stream: Stream | None = None  # the data set that is evaluated, if it is iterable
+        super().__init__(*args, **kwargs)
+        # wrap the methods of a subclass, whether it comes before or after this class among the bases
+        self._own_loss, self.compute_loss = self.compute_loss, self._counted_loss
+        self._own_prediction_step, self.prediction_step = self.prediction_step, self._whole_prediction_step
+        self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        if self.model_init is None:
+            self._patch_models()
+        self._throughput = SequenceParallelCallback(self.sp)
+        # after the callback that decides whether a step is logged, before those that report logs
+        self.callback_handler.callbacks[1:1] = [rng_state.SharedDraws(self.sp), self._throughput]
+        preemption.take_over(self)
+
+    # ---- the model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        checks.check_arguments(self.args)
+        checks.check_json(self.args)
+        op_lock.prepare_start()
+        with accelerate_config.taken_from(self.args) as given:
+            super().create_accelerator_and_postprocess()
+        plugin = self.accelerator.state.deepspeed_plugin
+        checks.check_accelerator(self.accelerator)
+        check_settings(plugin.deepspeed_config)
+        self._section = accelerate_config.joined(
+            section_of(plugin.deepspeed_config), given, self.accelerator.num_processes
+        )
+        SequenceParallelConfig.from_dict(self._section)
+        for key in left_out(plugin.deepspeed_config):  # accelerate would replace every "auto" in our section
+            plugin.deepspeed_config.pop(key, None)
+        self.accelerator = GroupAccelerator(self.accelerator, getattr(self, "sp", None), of_trainer=True)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+        model = super().call_model_init(trial)
+        self._patch(model)
+        return model
+
+    def _precompute_ref_logps(self, *args: Any) -> Any:
+        """trl's preference trainers call this in their __init__, before the model would be patched."""
+        self._patch_models()
+        return super()._precompute_ref_logps(*args)
+
+    def _patch_models(self) -> None:
+        self._patch(self.model)
+        if (reference := getattr(self, "ref_model", None)) is not None:
+            patch_attention(unwrapped(reference), self.sp)
+
+    def _patch(self, model: nn.Module) -> None:
+        base = unwrapped(model)
+        content = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        job = functools.partial(job_of_trainer, self.args, content, self.train_dataset, self.data_collator)
+        self.sp = self.accelerator.sp = prepare_model(model, self._section, getattr(self, "sp", None), job=job)
+        checks.count_by_rank(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.sp)
+        self._look_at_loss(base)
+
+    def _look_at_loss(self, base: nn.Module) -> None:
+        whole_calls.set_loss_check(base, "the Trainer" if self.check_loss else None)
+
+    # ---- data: the whole batches of this rank's group
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """(the batches of an accumulation window, the number of label tokens in it over all groups).
+
+        Raises on every rank where one rank's data set or collator fails, or gives other batches than its group's.
+        """
+        self._throughput.start()
+        window = self._agreed("training data", lambda: itertools.islice(epoch_iterator, num_batches))
+        for batch in window:
+            self._throughput.count(batch)
+        window, items = super().get_batch_samples(iter(window), len(window), device)
+        return window, None if items is None else items.clamp(min=1)  # without any label gradients are 0, not 0/0
+
+    def _agreed(self, what: str, batches: Callable[[], Iterator[Any]]) -> list[Any]:
+        """The batches, after all ranks have agreed that they have equally many, and that ranks of a sequence have the
+        same ones. Labels for the model's own loss that do not count are set to -100. Raises on every rank."""
+        found, given, error = [], [], None
+        try:
+            found = list(batches())
+            given = [fingerprint(batch) for batch in found]
+            own = checks.has_own_loss(self)
+            for batch in found:
+                if not own and batch.get("labels") is not None:
+                    batch["labels"] = counted_labels(self.sp, batch)
+        except Exception as reason:
+            error = as_seqpar_error("loading data failed", reason)
+        agree(self.sp.control_world, what, {"batches": len(found)}, error=error, after=self.sp.groups.control)
+        peers = Part(self.sp.data_rank, self.sp.groups.control)
+        agree(self.sp.control_world, "whole batches", given, alike=peers, advice=mismatch_hints.of_batches)
+        return found
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self.sp.data_size
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        stream = stream_of(getattr(dataloader, "dataset", None))
+        return len(stream) if stream is not None and has_length(stream) else super().num_examples(dataloader)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        return super().floating_point_ops(inputs) / self.sp.size  # the Trainer sums it over all ranks
+
+    # ---- training
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with rng_state.unchanged():
+            error = checks.data_error(self)
+        agree(self.sp.control_world, "data sets", checks.lengths(self), error=error)
+        agree(self.sp.control_world, "training arguments", checks.settings(self))
+        run = resume.ResumingRun.of(self.args, self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        folder = resume.checkpoint_of(self.sp.control_world, resume_from_checkpoint, str(self.args.output_dir), run)
+        return super().train(folder, *args, **kwargs)
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, *args: Any) -> tuple[nn.Module, DataLoader]:
+        agree(self.sp.control_world, "training loader", None, error=checks.loader_error(loader))
+        if self.args.use_liger_kernel:  # `train` has put its kernels into the patched model, over any tiles
+            patch_attention(unpatch_attention(self.model), self.sp)
+            self._look_at_loss(unwrapped(self.model))
+        return super()._prepare_for_training(max_steps, loader, *args)
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(model, whole_calls.moved_batch(inputs, self.args.device), *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # the loss since the last log, which the Trainer adds to `train_loss` on each rank by itself
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = resume.random_state(Path(checkpoint), self.args.process_index, self.args.world_size)
+        if resume.is_whole(path):  # for other files `train` has warned
+            super()._load_rng_state(checkpoint)
+        rng_state.share(self.sp.groups.control)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:  # until it is complete, a folder that is overwritten must not count as a checkpoint
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    # ---- evaluation, in which every sequence counts once
+
+    def evaluation_loop(self, dataloader: DataLoader, description: str, *args: Any, **kwargs: Any) -> Any:
+        length, error = len(dataloader) if has_length(dataloader) else None, checks.loader_error(dataloader)
+        agree(self.sp.control_world, "evaluation data", length, error=error)
+        self._stream = stream = stream_of(getattr(dataloader, "dataset", None))
+        output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        if stream is not None:  # the Trainer counts those of one group
+            examples = examples_of(stream) or output.num_samples * self.sp.data_size
+            output = output._replace(num_samples=examples)
+        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
+        self._eval_steps[prefix] = math.ceil(output.num_samples / (self.args.eval_batch_size * self.sp.data_size))
+        return output
+
+    def _whole_prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """(loss, logits, labels) of the class's own `prediction_step`, with whole logits. The model's own loss becomes
+        the mean token loss over all groups, without repeated sequences. Any other loss is the plain Trainer's, of this
+        group's sequences; the Trainer weights it by the sequences that are no repetitions."""
+        loss_only, own = prediction_loss_only or not self.gather_logits, checks.has_own_loss(self)
+        (batch,) = self._agreed("evaluation batch", lambda: iter([dict(inputs)]))
+        real = self._real_sequences()
+        if not own and batch.get("labels") is not None:
+            batch["labels"] = self._once(batch, real)
+            items = sums(self.sp.control_world, [int((batch["labels"][:, 1:] != IGNORE).sum())], "evaluation")[0]
+            batch["num_items_in_batch"] = max(items / self.sp.size, 1) / self.sp.data_size
+        loss, logits, labels = self._tried_step(model, batch, loss_only, own, ignore_keys)
+        if loss is not None and not own:
+            loss = self.accelerator.gather(loss).mean()
+        if isinstance(labels, Tensor) and not own:  # the labels before any were set to -100
+            labels = inputs.get("labels", labels).to(labels.device)
+        if logits is not None and self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        return loss, tree_map(lambda x: plain(x) if isinstance(x, Tensor) else x, logits), labels
+
+    def _tried_step(self, model: nn.Module, batch: Any, loss_only: bool, own: bool, *args: Any) -> tuple:
+        """The result of the class's own `prediction_step`. Raises on every rank where it fails on one, and where only
+        some ranks have a loss to gather."""
+        found, error = (None, None, None), None
+        try:
+            with evaluated(model, "loss" if loss_only and not own else None):
+                brought = whole_calls.moved_batch(batch, self.args.device)
+                found = self._own_prediction_step(model, brought, loss_only, *args)
+        except (SeqParError, RuntimeError):
+            raise  # a SeqParError is raised on all ranks; after a RuntimeError a rank may not be able to communicate
+        except Exception as reason:
+            error = as_seqpar_error("prediction_step failed", reason)
+        agree(self.sp.groups.control, "evaluation step", None, error=error)
+        shape = tuple(found[0].shape) if isinstance(found[0], Tensor) else type(found[0]).__name__
+        agree(self.sp.control_world, "evaluation losses", {"loss": shape})
+        return found
+
+    def _counted_loss(
+        self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """The class's own `compute_loss`. In evaluation, where the Trainer passes no count, it is given the step's."""
+        items = inputs.pop("num_items_in_batch", None)
+        if num_items_in_batch is None and items is not None:
+            num_items_in_batch = torch.tensor(items * self.sp.data_size, device=self.args.device)
+        return self._own_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+    def _real_sequences(self) -> int | None:
+        """The number of the step's sequences, over all groups, that are no repetitions; None: all of them."""
+        return self.accelerator.real_examples()
+
+    def _once(self, batch: Mapping[str, Any], real: int | None) -> Tensor:
+        """The labels, with -100 for examples that fill up the last batch. real: as `_real_sequences` returns it."""
+        labels, error = batch["labels"], None
+        if real is None or self.sp.data_size == 1:  # a single group has a shorter last batch instead
+            return labels
+        try:
+            labels = self._without_repeated(batch, labels, real)
+        except Exception as reason:
+            error = as_seqpar_error("telling the last examples apart failed", reason)
+        agree(self.sp.control_world, "evaluation step", None, error=error)
+        return labels
+
+    def _without_repeated(self, batch: Mapping[str, Any], labels: Tensor, real: int) -> Tensor:
+        """The labels, with -100 for examples from number `real` on, over all groups. Raises InputError where a collator
+        has laid examples end to end and they cannot be told apart by documents."""
+        examples = self.args.eval_batch_size
+        first = self.sp.data_rank * examples
+        repeated = torch.arange(first, first + examples, device=labels.device) >= real
+        if len(labels) == examples:
+            return labels.masked_fill(repeated[:, None], IGNORE)
+        if bool(repeated.all()) or not bool(repeated.any()):
+            return labels.masked_fill(repeated[0], IGNORE)
+        lengths = documents_of(batch, *labels.shape) or (labels.shape[1],) * len(labels)
+        if len(lengths) != examples:
+            raise InputError(
+                f"evaluation of packs needs to know whose tokens are whose, where the last batch repeats some; got "
+                f"{examples} examples in {len(lengths)} documents, set per_device_eval_batch_size=1, or "
+                "dataloader_drop_last=True"
+            )
+        of_example = torch.repeat_interleave(repeated.cpu(), torch.tensor(lengths)).view(labels.shape)
+        return labels.masked_fill(of_example.to(labels.device), IGNORE)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict(*args, **kwargs)
+        self._count_steps(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self._count_steps(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _count_steps(self, metrics: dict[str, Any]) -> None:
+        """Corrects steps a second: the Trainer counts steps as if each rank had sequences of its own."""
+        for prefix, steps in self._eval_steps.items():
+            if f"{prefix}_steps_per_second" in metrics and metrics[f"{prefix}_runtime"]:
+                metrics[f"{prefix}_steps_per_second"] = round(steps / metrics[f"{prefix}_runtime"], 3)
+
+
+class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
+    """transformers' Trainer, with every sequence shared by a group of ranks. See SequenceParallelMixin."""
